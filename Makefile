@@ -1,0 +1,67 @@
+# The environment lives in .venv; every target makes or refreshes it first.
+VENV ?= .venv
+# Which torch: any build of 2.11 or later. pip's own settings (an index, a wheel folder) decide between CPU and CUDA.
+TORCH ?= torch==2.13.0
+# The first Python 3.11-3.13 that can make an environment.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+
+.PHONY: help demo test test-slow check format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       the main job on real text: pretrain, search, extract, heal, export, report"
+	@echo "make test       the fast tests"
+	@echo "make test-slow  the slow tests"
+	@echo "make check      lint, format, types, import contracts"
+	@echo "make format     rewrite the sources as 'make check' wants them"
+	@echo "make bench      measurements against peers, small version"
+	@echo "make clean      remove the environment and the caches; runs/ stays"
+
+demo: $(STAMP)
+	@$(BIN)/stretto demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -q -n 2
+
+test-slow: $(STAMP)
+	@$(BIN)/python -m pytest -q -m slow
+
+check: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: $(BENCH_STAMP)
+	@set -e; for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find stretto tests bench -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# An environment that already has everything is only checked, which takes seconds.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo "stretto needs Python 3.11, 3.12 or 3.13 with venv; none was found: set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing $(TORCH) and the packages of pyproject.toml into $(VENV) (minutes the first time)"
+	@$(PIP) "$(TORCH)"
+	@$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# llama-cpp-python may be compiled here, which takes several minutes and a C++ compiler.
+$(BENCH_STAMP): $(STAMP)
+	@echo "installing the packages that bench/ compares with into $(VENV)"
+	@$(PIP) -c constraints.txt -e ".[bench]"
+	@touch $@

@@ -1,0 +1,19 @@
+"""The one error a user is meant to read: which file, which field, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The message is one line that names the file (or flag), the field and the remedy.
+
+    The command line prints it and exits with code 2; everything else lets it pass.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

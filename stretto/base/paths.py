@@ -1,0 +1,92 @@
+"""Run folders and the one way a file is written: beside its final name, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import UserError
+
+
+@contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on success it takes ``path``'s place, on any error it is removed.
+
+    Works for a file and for a folder: the caller creates whichever it wants at the yielded path. A reader never sees
+    a half-written result, and an older result survives a failed attempt.
+    """
+    path = Path(path)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        yield temporary
+        assert temporary.exists(), f"nothing was written at {temporary}"
+        _put(temporary, path)
+    except OSError as error:
+        if _names_another_file(error, path, temporary):
+            raise  # one that the caller reads
+        problem = error.strerror or error
+        raise UserError(f"{path}: cannot be written: {problem}; free some space or choose another folder") from error
+    finally:
+        if temporary.parent.is_dir():
+            remove(temporary)
+
+
+def _names_another_file(error: OSError, path: Path, temporary: Path) -> bool:
+    if error.filename is None:
+        return False
+    named = Path(str(error.filename))
+    return not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary))
+
+
+def _put(temporary: Path, path: Path) -> None:
+    if not path.is_dir() or path.is_symlink():
+        temporary.replace(path)
+        return
+    old = path.parent / f".{path.name}.{os.getpid()}.old"  # rename cannot replace a folder that is not empty
+    remove(old)
+    path.rename(old)
+    try:
+        temporary.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder; do nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        UserError: the file is missing, unreadable or not JSON.
+    """
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}; the file is damaged or not one of ours") from None

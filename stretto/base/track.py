@@ -1,0 +1,236 @@
+"""What a run shows while it runs: progress bars, one console line an interval, metrics on disk and in TensorBoard.
+
+``metrics.jsonl`` in the run folder is the record that the report reads: one JSON object a line, ``step`` and scalars.
+It is the one file that is appended to instead of replaced, so a kill can tear its last line; readers drop that line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import rich
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from stretto.base.errors import UserError
+from stretto.base.paths import remove, write_text
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Advance(Protocol):
+    """Moves a progress bar on; fits wherever ``Callable[[int], None]`` is asked for."""
+
+    def __call__(self, num: int = 1, status: str | None = None, /) -> None: ...
+
+
+@contextmanager
+def progress(description: str, total: int | None = None, console: Console | None = None) -> Iterator[Advance]:
+    """Show a bar for ``total`` units of work (None: unknown) and yield the function that advances it.
+
+    ``advance(num, status)`` may be called from any thread; ``status`` is a short text behind the bar. Bars may nest.
+    Where the output is no terminal (CI, a pipe), one line at the start and one at the end are printed instead.
+    """
+    console = console or rich.get_console()
+    start = time.perf_counter()
+    if console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        with Progress(*columns, console=console) as bars:
+            task = bars.add_task(description, total=total, status="")
+
+            def advance(num: int = 1, status: str | None = None, /) -> None:
+                if status is None:
+                    bars.advance(task, num)
+                else:
+                    bars.update(task, advance=num, status=status)
+
+            yield advance
+            return
+    done = 0
+
+    def count(num: int = 1, status: str | None = None, /) -> None:
+        nonlocal done
+        done += num
+
+    _say(console, f"{description} …")
+    ending = "stopped"
+    try:
+        yield count
+        ending = "done"
+    finally:
+        of = "" if total is None else f" of {total:,}"
+        _say(console, f"{description}: {ending}, {done:,}{of} in {time.perf_counter() - start:.1f} s")
+
+
+class Tracker:
+    """Writes a run's scalars to ``metrics.jsonl``, TensorBoard and, if asked for, W&B; prints one line an interval.
+
+    Use it as a context manager. Only rank 0 has one.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Open the sinks.
+
+        Args:
+            folder: the run folder; created if need be.
+            first_step: first step that will be logged. What an interrupted attempt logged at it or later is dropped;
+                0 starts afresh.
+            wandb_project: log to this W&B project too.
+            config: the recipe, shown beside the run in W&B.
+
+        Raises:
+            UserError: W&B was asked for and is not installed, or an earlier ``metrics.jsonl`` is damaged.
+        """
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._console = console or rich.get_console()
+        self._clock = clock
+        self._spans: dict[str, float] = defaultdict(float)
+        self._wandb = _open_wandb(wandb_project, self.folder, first_step, config) if wandb_project else None
+        path = self.folder / METRICS_FILE
+        kept = [row for row in _read_rows(path) if row["step"] < first_step] if first_step and path.exists() else []
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard: Any = None
+        if tensorboard:
+            # Late: base must import in a fraction of a second, without torch.
+            from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+
+            if not first_step:
+                remove(self.folder / "tensorboard")
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first_step or None)
+
+    def log(self, step: int, scalars: Mapping[str, float], line: bool = True) -> None:
+        """Write the scalars of ``step`` and the seconds of the spans since the last call; print them if ``line``.
+
+        Names are paths (``loss/full``); TensorBoard groups by the first part. A value that is not finite becomes null
+        in ``metrics.jsonl``, because NaN is not JSON.
+        """
+        values = {name: float(value) for name, value in scalars.items()}
+        values |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()}
+        self._spans.clear()
+        row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+        if line:
+            shown = "  ".join(f"{name} {_short(value)}" for name, value in scalars.items())
+            self.say(f"step {step:>6,}  {shown}")
+
+    def say(self, text: str) -> None:
+        """Print one plain line, above any progress bar."""
+        _say(self._console, text)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a block; the sum since the last `log` is written as ``time/{name}_s``.
+
+        Host time: on an accelerator, work that was queued inside the block may finish outside it.
+        """
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._spans[name] += self._clock() - start
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path | str) -> list[dict[str, float]]:
+    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN.
+
+    Raises:
+        UserError: there is no such file, or a line other than the last is damaged.
+    """
+    path = Path(folder) / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {folder} is not the folder of a run that has started")
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in _read_rows(path)]
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):  # a whole line ends in a newline; what follows the last is torn
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(
+                f"{path}: line {number}: not a row of metrics; the file is damaged, start the run in a new folder"
+            )
+        rows.append(row)
+    return rows
+
+
+def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str, Any] | None) -> Any:
+    try:
+        import wandb  # optional, and slow to import
+    except ImportError:
+        raise UserError(
+            "wandb_project: W&B is not installed; pip install 'stretto[wandb]' or leave the key out"
+        ) from None
+    path = folder / "wandb_id"
+    if not first_step or not path.exists():
+        write_text(path, uuid.uuid4().hex)
+    return wandb.init(
+        project=project,
+        name=folder.name,
+        dir=str(folder),
+        config=dict(config or {}),
+        id=path.read_text(encoding="utf-8"),
+        resume="allow",
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(value: float) -> str:
+    """Four significant digits, whole thousands with separators: ``2.314``, ``12,345``."""
+    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"

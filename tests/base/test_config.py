@@ -1,0 +1,81 @@
+"""A recipe is read whole and checked before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field, ValidationError
+
+from stretto.base.config import Config, read_recipe
+from stretto.base.errors import UserError, nearest
+
+
+class Inner(Config):
+    steps: int = Field(default=10, gt=0)
+    name: str = "books"
+
+
+class Recipe(Config):
+    train: Inner = Inner()
+    seed: int = 0
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text("seed = 3\n[train]\nsteps = 5\n")
+    return path
+
+
+def test_a_recipe_with_overrides(recipe: Path) -> None:
+    read = read_recipe(recipe, Recipe, ["train.steps=7", "train.name=web", "seed=1"])
+    assert read == Recipe(train=Inner(steps=7, name="web"), seed=1)
+
+
+def test_an_override_may_open_a_table(tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    assert read_recipe(tmp_path / "empty.toml", Recipe, ["train.steps=2"]).train.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stesp=7", r"small\.toml: train\.stesp: unknown key \(did you mean 'steps'\?\)"),
+        ("train.steps=0", r"small\.toml: train\.steps: .*greater than 0"),
+        ("train.steps=many", r"small\.toml: train\.steps: .*valid integer"),
+        ("train.steps", r"--set train\.steps: expected key\.path=value"),
+        ("seed.x=1", r"--set seed\.x=1: 'seed' is a value, not a table"),
+    ],
+)
+def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read_recipe(recipe, Recipe, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such recipe"), (b"\xff\xfe", "cannot be read as UTF-8"), (b"a = = 1", "not valid TOML")],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "bad.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"bad.toml: {message}") as caught:
+        read_recipe(path, Recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_frozen_and_replace_validates() -> None:
+    inner = Inner()
+    with pytest.raises(ValidationError):
+        inner.steps = 3  # type: ignore[misc]
+    assert inner.replace(steps=3) == Inner(steps=3)
+    with pytest.raises(ValidationError):
+        inner.replace(steps=-1)
+
+
+def test_nearest_says_nothing_when_nothing_is_near() -> None:
+    assert nearest("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
+    assert nearest("zzz", ["steps", "seed"]) == ""

@@ -1,0 +1,74 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json, replacing, write_json, write_text
+
+
+def test_a_file_takes_its_place_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "a.json", {"key": "é"})
+    write_json(tmp_path / "new" / "a.json", {"key": 2})
+    assert read_json(tmp_path / "new" / "a.json") == {"key": 2}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
+
+
+def test_a_folder_replaces_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        with replacing(tmp_path / "out") as temporary:
+            temporary.mkdir()
+            (temporary / text).write_text(text)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "second"]
+
+
+def test_a_failed_attempt_leaves_the_older_result(tmp_path: Path) -> None:
+    write_text(tmp_path / "a", "old")
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "a").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"a.json: cannot be written: .*; free some space or choose another folder"):
+        write_json(tmp_path / "file" / "a.json", 1)
+
+
+def test_a_missing_input_is_not_reported_as_the_output(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "out") as temporary:
+        temporary.write_text((tmp_path / "input").read_text())
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    # A limit on the size of files stops a write in its middle, as a full disk does. It cannot be lifted, hence the child.
+    code = (
+        "import resource, sys\n"
+        "from stretto.base.errors import UserError\n"
+        "from stretto.base.paths import write_text\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "try:\n    write_text(sys.argv[1], 'x' * 1_000_000)\n"
+        "except UserError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, check=True)
+    assert "a: cannot be written" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
+def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.json: not readable as JSON"):
+        read_json(tmp_path / "a.json")
+
+
+def test_missing_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.json: no such file"):
+        read_json(tmp_path / "a.json")

@@ -1,0 +1,213 @@
+"""The house rules that can be counted: README against the disk, sizes, layers, light imports.
+
+``REWRITE_README=1 pytest tests/test_house.py`` rewrites README's generated blocks instead of comparing them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+# Every exception has a limit of its own and a reason; one that is no longer needed fails.
+LONG_FILES: dict[str, tuple[int, str]] = {}
+LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
+
+SOURCES = sorted(path for folder in ("stretto", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
+PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "stretto")]
+has_cli = pytest.mark.skipif(not (ROOT / "stretto/apps/cli.py").exists(), reason="there is no command line yet")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def test_readme_shows_the_tree_on_disk() -> None:
+    check_block("tree", "```\n" + "\n".join(tree_lines()) + "\n```")
+
+
+@has_cli
+def test_readme_shows_the_commands() -> None:
+    check_block("commands", "```\n" + "\n".join(command_lines()) + "\n```")
+
+
+def check_block(name: str, expected: str) -> None:
+    """Compare (or rewrite) what stands between the two marks of ``name`` in README."""
+    text = README.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- {name}: end -->"
+    assert text.count(begin) == text.count(end) == 1, f"README needs one block marked {begin.strip()}"
+    before, rest = text.split(begin)
+    found, after = rest.split(end)
+    if os.environ.get("REWRITE_README"):
+        README.write_text(before + begin + expected + end + after, encoding="utf-8")
+        return
+    assert found == expected, f"README's {name} is out of date: REWRITE_README=1 pytest tests/test_house.py"
+
+
+def tree_lines() -> Iterator[str]:
+    """The package as a tree, lowest layer first, each file with the first line of its docstring."""
+    yield "stretto/"
+    for package in layers():
+        folder = ROOT / "stretto" / package
+        files = sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
+        if files:
+            yield f"  {package}/"
+        width = max((len(path.relative_to(folder).as_posix()) for path in files), default=0)
+        for path in files:
+            yield f"    {path.relative_to(folder).as_posix():<{width}}  {first_line(path)}"
+
+
+def layers() -> list[str]:
+    """Packages from the contract in pyproject.toml, lowest first."""
+    contract = PYPROJECT["tool"]["importlinter"]["contracts"][0]
+    return [name for layer in reversed(contract["layers"]) for name in re.findall(r"\w+", layer)]
+
+
+def first_line(path: Path) -> str:
+    docstring = ast.get_docstring(parse(path))
+    assert docstring, f"{name_of(path)} does not say what it is for"
+    return docstring.splitlines()[0].removesuffix(".").replace("``", "`")
+
+
+def test_every_file_is_in_a_layer() -> None:
+    shown = {path for package in layers() for path in (ROOT / "stretto" / package).rglob("*.py")}
+    assert sorted(map(name_of, set(PACKAGE) - shown - {ROOT / "stretto" / "__init__.py"})) == []
+
+
+def command_lines() -> Iterator[str]:
+    """Every command with its arguments and the first line of its help, in the order of ``stretto --help``."""
+    import typer
+
+    from stretto.apps import cli
+
+    group = typer.main.get_command(cli.app)
+    rows = []
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        if not command.hidden:
+            arguments = [each.make_metavar(None) for each in command.params if each.param_type_name == "argument"]
+            help_text = inspect.cleandoc(command.help or "")
+            assert help_text, f"stretto {name} has no help"
+            rows.append((" ".join(["stretto", name, *arguments]), help_text.splitlines()[0].removesuffix(".")))
+    width = max(len(usage) for usage, _ in rows)
+    for usage, text in rows:
+        yield f"{usage:<{width}}  {text}"
+
+
+def test_files_are_short() -> None:
+    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    check_sizes(sizes, MAX_FILE_LINES, LONG_FILES)
+
+
+def test_functions_are_short() -> None:
+    sizes = {
+        f"{name_of(path)}:{name}": num_lines
+        for path in SOURCES
+        if not path.is_relative_to(ROOT / "tests")
+        for name, num_lines in functions(parse(path))
+    }
+    check_sizes(sizes, MAX_FUNCTION_LINES, LONG_FUNCTIONS)
+
+
+def check_sizes(sizes: dict[str, int], limit: int, exceptions: dict[str, tuple[int, str]]) -> None:
+    too_long = {name: num for name, num in sizes.items() if num > exceptions.get(name, (limit, ""))[0]}
+    assert too_long == {}, f"more than {limit} lines"
+    unneeded = [name for name in exceptions if sizes.get(name, 0) <= limit]
+    assert unneeded == [], "remove these from the exceptions"
+    assert all(reason for _, reason in exceptions.values())
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Name and length of every function; decorators and docstring do not count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                docstring = node.body[0]
+                num_lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+            yield prefix + node.name, num_lines
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+
+
+def test_no_import_of_our_own_hides_in_a_function() -> None:
+    # Apps may: they keep torch out of `stretto --help`. Elsewhere it would hide an import that goes up.
+    hidden = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in PACKAGE
+        if not path.is_relative_to(ROOT / "stretto/apps")
+        for function in ast.walk(parse(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "stretto")
+    ]
+    assert hidden == []
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    contract = PYPROJECT["tool"]["importlinter"]["contracts"][1]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for source in contract["source_modules"]
+        for path in [ROOT / (source.replace(".", "/") + ".py"), *(ROOT / source.replace(".", "/")).rglob("*.py")]
+        if path.exists()
+    ]
+    assert "stretto.base.track" in modules
+    assert heavy_imports(f"import {', '.join(modules)}", ["torch"]) == []
+
+
+@has_cli
+def test_help_does_not_import_torch_or_transformers() -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from stretto.apps.cli import main\n"
+        "sys.argv = ['stretto', '--help']\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):\n    main()"
+    )
+    assert heavy_imports(code, ["torch", "transformers", "datasets", "optuna", "matplotlib"]) == []
+
+
+def heavy_imports(code: str, names: list[str]) -> list[str]:
+    """Those of ``names`` that a fresh interpreter has loaded after running ``code``."""
+    report = f"\nimport sys; print(*[name for name in {names!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_direct_dependencies_are_pinned() -> None:
+    def names(lines: list[str]) -> set[str]:
+        found = (re.match(r"[A-Za-z0-9_.-]+", line) for line in lines if not line.startswith("#"))
+        return {re.sub(r"[-_.]+", "-", match.group()).lower() for match in found if match}
+
+    project = PYPROJECT["project"]
+    wanted = names(
+        [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    )
+    pinned = names((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
+    assert pinned == wanted - {"torch"}
+
+
+def test_the_installed_command_exists() -> None:
+    module, _, function = PYPROJECT["project"]["scripts"]["stretto"].partition(":")
+    if importlib.util.find_spec(module) is None:
+        pytest.skip("there is no command line yet")
+    assert callable(getattr(importlib.import_module(module), function))
