@@ -1,0 +1,88 @@
+"""Cutting a Subnet out of a maximum network, and keeping its experts in balance.
+
+Shape letters: W branches of balance state, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stretto.model.moe import MoeLayer
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, extracted_config, kept_experts
+from stretto.model.transformer import Transformer
+
+
+def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of the ordinary network that ``subnet`` is inside ``config``.
+
+    Drops layers, and keeps of each MoE layer the first experts of its order, their router rows and the balance bias
+    that was trained at that width. Tensors are copies.
+    """
+    check_subnet(config, subnet)
+    target = extracted_config(config, subnet)
+    kept_rows = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+    width_of = {config.moe_layers[row]: count for row, count in zip(kept_rows, subnet.experts, strict=True)}
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if not name.startswith("blocks."):
+            result[name] = tensor.clone()
+            continue
+        _, index, rest = name.split(".", 2)
+        layer = int(index)
+        if layer not in subnet.layers:
+            continue
+        if rest in EXPERT_TENSORS and layer in width_of:
+            row = config.moe_layers.index(layer)
+            kept = torch.tensor(kept_experts(config.expert_orders[row], width_of[layer]), device=tensor.device)
+            if rest == "mlp.bias_WE":
+                branches = [config.branch(width_of[layer]), *(config.branch(width) for width in target.widths[1:])]
+                tensor = tensor[torch.tensor(branches, device=tensor.device)][:, kept]
+            else:
+                tensor = tensor.index_select(0, kept)
+        result[f"blocks.{subnet.layers.index(layer)}.{rest}"] = tensor.clone()
+    return result
+
+
+EXPERT_TENSORS = ("mlp.gate", "mlp.gate_up", "mlp.down", "mlp.bias_WE")
+"""Names, inside an MoE block, of what has one row (or column) an expert."""
+
+
+def extract(model: Transformer, subnet: Subnet) -> Transformer:
+    """``subnet`` as an ordinary network of its own (weights copied, same device and dtype)."""
+    smaller = Transformer(extracted_config(model.config, subnet))
+    smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()))
+    first = next(model.parameters())
+    return smaller.to(device=first.device, dtype=first.dtype)
+
+
+@torch.no_grad()
+def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -> None:
+    """Auxiliary-loss-free balancing (2408.15664): raise the bias of experts below the mean load, lower the others.
+
+    ``counts`` are the slots of one whole optimisation step (all micro-batches, all ranks), by MoE row. Each width has
+    a bias of its own and is steered by its own tokens over its own experts: one bias for all widths would be pulled in
+    opposite directions. A branch that saw no token in the step is left alone.
+    """
+    if not model.config.selection_bias or rate == 0.0:
+        return
+    layers = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+    for row, counts_WE in counts.items():
+        layer = layers[row]
+        allowed_WE = _branch_experts(model.config, layer)
+        load_WE = counts_WE.float() * allowed_WE
+        mean_W1 = load_WE.sum(1, keepdim=True) / allowed_WE.sum(1, keepdim=True)
+        step_WE = rate * torch.sign(mean_W1 - load_WE) * allowed_WE
+        layer.bias_WE += torch.where(mean_W1 > 0, step_WE, 0.0)
+
+
+def _branch_experts(config: ModelConfig, layer: MoeLayer) -> Tensor:
+    """Which experts each branch of balance state steers [W, E]: the width's prefix, or all for an extra branch."""
+    limits = [min(width, layer.rank_E.numel()) for width in config.widths]
+    limits += [layer.rank_E.numel()] * (config.num_branches - len(limits))
+    return layer.rank_E[None, :] < torch.tensor(limits, device=layer.rank_E.device)[:, None]
+
+
+def load_balance(counts_E: Tensor) -> float:
+    """Largest load over the mean load of the experts that may be chosen: 1.0 is perfect balance."""
+    return float(counts_E.max() / counts_E.float().mean().clamp_min(1e-9))

@@ -1,0 +1,319 @@
+"""What a network is (`ModelConfig`, the maximum) and which part of it runs (`Subnet`, a frozen choice).
+
+Imports no torch: recipes, the search and the command line reason about shapes without it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError, nearest
+
+
+class ModelConfig(Config):
+    """Shape of a decoder-only Mixture-of-Experts transformer.
+
+    Layers that are not in ``dense_layers`` are MoE layers; per-MoE-layer tuples are indexed by their order among the
+    MoE layers. ``experts_per_layer`` and ``top_k_per_layer`` describe an extracted network whose layers differ; they
+    are None where every layer has ``num_experts`` and ``top_k``.
+    """
+
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    expert_intermediate_size: int = Field(gt=0)
+    num_shared_experts: int = Field(default=0, ge=0)
+    """Shared experts are one SwiGLU of ``num_shared_experts * expert_intermediate_size``, as on disk everywhere."""
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate_size: int = Field(default=0, ge=0)
+    experts_per_layer: tuple[int, ...] | None = None
+    top_k_per_layer: tuple[int, ...] | None = None
+
+    qk_norm: bool = False
+    attention_bias: bool = False
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of ``head_dim`` that is rotated; the leading part, halves paired (not interleaved)."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    max_positions: int = Field(default=4096, gt=0)
+    tie_embeddings: bool = False
+
+    router: Literal["sigmoid", "softmax"] = "sigmoid"
+    selection_bias: bool = True
+    """An aux-loss-free balance bias that takes part in choosing experts, never in weighting them."""
+    normalize_gates: bool = True
+    routed_scaling: float = Field(default=1.0, gt=0)
+
+    widths: tuple[int, ...] = ()
+    """Expert counts that have a balance state of their own, largest first; filled in with ``(num_experts,)``."""
+    num_branches: int = Field(default=0, ge=0)
+    """Rows of balance state: one a width, plus any branch a sampler asks for (a complement); 0 means ``len(widths)``."""
+    expert_order: tuple[tuple[int, ...], ...] | None = None
+    """Per MoE layer, expert ids from first kept to first dropped; None is `interleaved_order` everywhere."""
+    layer_order: tuple[int, ...] | None = None
+    """Layers from first kept to first dropped; None is `spaced_layer_order`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.widths:
+            object.__setattr__(self, "widths", (self.num_experts,))
+        if not self.num_branches:
+            object.__setattr__(self, "num_branches", len(self.widths))
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+        )
+        _require(
+            self.rotary_dim % 2 == 0 and self.rotary_dim > 0,
+            f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number",
+        )
+        _require(self.top_k <= self.num_experts, f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
+        _require(sorted(set(self.dense_layers)) == list(self.dense_layers), "dense_layers must be sorted and unique")
+        _require(
+            all(0 <= layer < self.num_layers for layer in self.dense_layers),
+            f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}",
+        )
+        _require(
+            not self.dense_layers or self.dense_intermediate_size > 0,
+            "dense_intermediate_size must be set when there are dense_layers",
+        )
+        num_moe = self.num_moe_layers
+        for name in ("experts_per_layer", "top_k_per_layer", "expert_order"):
+            value = getattr(self, name)
+            _require(
+                value is None or len(value) == num_moe, f"{name} needs one entry for each of the {num_moe} MoE layers"
+            )
+        for experts, k in zip(self.experts_by_layer, self.top_k_by_layer, strict=True):
+            _require(
+                1 <= k <= experts <= self.num_experts,
+                f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})",
+            )
+        _require(
+            list(self.widths) == sorted(set(self.widths), reverse=True), f"widths {self.widths} must fall strictly"
+        )
+        _require(
+            self.widths[0] == self.num_experts, f"widths {self.widths} must start with num_experts {self.num_experts}"
+        )
+        _require(
+            self.num_branches >= len(self.widths),
+            f"num_branches {self.num_branches} is less than the {len(self.widths)} widths",
+        )
+        if self.expert_order is not None:
+            for order, experts in zip(self.expert_order, self.experts_by_layer, strict=True):
+                _require(
+                    sorted(order) == list(range(experts)),
+                    f"expert_order {order} is not a permutation of {experts} experts",
+                )
+        if self.layer_order is not None:
+            _require(
+                sorted(self.layer_order) == list(range(self.num_layers)),
+                f"layer_order {self.layer_order} is not a permutation of the layers",
+            )
+        return self
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - len(self.dense_layers)
+
+    @property
+    def experts_by_layer(self) -> tuple[int, ...]:
+        return self.experts_per_layer or (self.num_experts,) * self.num_moe_layers
+
+    @property
+    def top_k_by_layer(self) -> tuple[int, ...]:
+        return self.top_k_per_layer or (self.top_k,) * self.num_moe_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def expert_orders(self) -> tuple[tuple[int, ...], ...]:
+        return self.expert_order or tuple(interleaved_order(experts) for experts in self.experts_by_layer)
+
+    @property
+    def layer_ranking(self) -> tuple[int, ...]:
+        return self.layer_order or spaced_layer_order(self.num_layers)
+
+    def branch(self, num_experts: int) -> int:
+        """Row of balance state for a layer that keeps ``num_experts``: the smallest trained width that holds them."""
+        return max(row for row, width in enumerate(self.widths) if width >= num_experts)
+
+    def full(self) -> Subnet:
+        """The Subnet with everything on."""
+        return Subnet(layers=tuple(range(self.num_layers)), experts=self.experts_by_layer, top_k=self.top_k_by_layer)
+
+    def subnet(self, depth: int | None = None, experts: int | None = None, top_k: int | None = None) -> Subnet:
+        """The nested Subnet of ``depth`` layers, ``experts`` experts and ``top_k`` a layer; None leaves an axis full.
+
+        Raises:
+            UserError: the choice lies outside the network.
+        """
+        depth = self.num_layers if depth is None else depth
+        if not 1 <= depth <= self.num_layers:
+            raise UserError(f"subnet: layers={depth} lies outside 1..{self.num_layers}")
+        layers = tuple(sorted(self.layer_ranking[:depth]))
+        kept = [row for row, layer in enumerate(self.moe_layers) if layer in layers]
+        subnet = Subnet(
+            layers=layers,
+            experts=tuple(self.experts_by_layer[row] if experts is None else experts for row in kept),
+            top_k=tuple(self.top_k_by_layer[row] if top_k is None else top_k for row in kept),
+        )
+        return check_subnet(self, subnet)
+
+
+class Subnet(Config):
+    """A choice of sub-network. ``experts`` and ``top_k`` have one entry for each *kept MoE* layer, in depth order.
+
+    ``experts[i]`` experts are kept: the first so many of that layer's expert order.
+    """
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    top_k: tuple[int, ...]
+
+    def label(self) -> str:
+        """Short text for tables: ``6 layers, 6 experts, top-2`` (ranges where layers differ)."""
+        return f"{len(self.layers)} layers, {_span(self.experts)} experts, top-{_span(self.top_k)}"
+
+
+class SubnetChoice(Config):
+    """How a recipe or a command names a nested Subnet; an axis left out stays full."""
+
+    layers: int | None = Field(default=None, gt=0)
+    experts: int | None = Field(default=None, gt=0)
+    top_k: int | None = Field(default=None, gt=0)
+
+    def of(self, config: ModelConfig) -> Subnet:
+        return config.subnet(self.layers, self.experts, self.top_k)
+
+
+def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
+    """Return ``subnet`` if it lies inside ``config``.
+
+    Raises:
+        UserError: a layer, an expert count or a top-k that the network does not have.
+    """
+    layers, limit = subnet.layers, config.num_layers
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
+        raise UserError(f"subnet: layers {list(layers)} must be rising indices in 0..{limit - 1}")
+    kept = [row for row, layer in enumerate(config.moe_layers) if layer in layers]
+    if not len(kept) == len(subnet.experts) == len(subnet.top_k):
+        raise UserError(
+            f"subnet: {len(subnet.experts)} expert counts and {len(subnet.top_k)} top-k for {len(kept)} kept MoE layers; give one each"
+        )
+    for row, experts, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+        available = config.experts_by_layer[row]
+        if not 1 <= experts <= available:
+            raise UserError(f"subnet: experts={experts} lies outside 1..{available}")
+        if not 1 <= k <= experts:
+            raise UserError(f"subnet: top_k={k} lies outside 1..{experts}, the experts kept")
+    return subnet
+
+
+def parse_subnet(text: str, config: ModelConfig, presets: dict[str, SubnetChoice]) -> Subnet:
+    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2`` as a Subnet of ``config``.
+
+    Raises:
+        UserError: unknown preset or axis, or a choice outside the network.
+    """
+    if text == "full":
+        return config.full()
+    if "=" not in text:
+        if text not in presets:
+            names = ["full", *presets]
+            raise UserError(
+                f"--subnet {text}: unknown preset{nearest(text, names)}; known: {', '.join(names)}, or layers=…,experts=…,top_k=…"
+            )
+        return presets[text].of(config)
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        if not part:
+            continue
+        axis, _, value = part.partition("=")
+        if axis not in SubnetChoice.model_fields:
+            raise UserError(
+                f"--subnet {text}: unknown axis {axis!r}{nearest(axis, SubnetChoice.model_fields)}; use layers, experts, top_k"
+            )
+        if not value.isdigit() or int(value) < 1:
+            raise UserError(f"--subnet {text}: {axis} needs a whole number above 0")
+        axes[axis] = int(value)
+    return SubnetChoice(**axes).of(config)
+
+
+def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
+    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``."""
+    kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+    place = {layer: index for index, layer in enumerate(subnet.layers)}
+    widest = max(subnet.experts, default=1)
+    even = len(set(subnet.experts)) <= 1
+    narrower = tuple(width for width in config.widths if width < widest) if even else ()
+    return config.replace(
+        num_layers=len(subnet.layers),
+        dense_layers=tuple(place[layer] for layer in config.dense_layers if layer in place),
+        num_experts=widest,
+        top_k=max(subnet.top_k, default=1),
+        experts_per_layer=None if even else subnet.experts,
+        top_k_per_layer=None if len(set(subnet.top_k)) <= 1 else subnet.top_k,
+        widths=(widest, *narrower),
+        num_branches=1 + len(narrower),
+        expert_order=tuple(
+            kept_order(config.expert_orders[row], experts) for row, experts in zip(kept, subnet.experts, strict=True)
+        ),
+        layer_order=tuple(place[layer] for layer in config.layer_ranking if layer in place),
+    )
+
+
+def kept_experts(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """Ids of the first ``num_experts`` of ``order``, rising: the order in which an extracted layer stores them."""
+    return tuple(sorted(order[:num_experts]))
+
+
+def kept_order(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """The nested order of an extracted layer, in its own expert ids."""
+    place = {expert: index for index, expert in enumerate(kept_experts(order, num_experts))}
+    return tuple(place[expert] for expert in order[:num_experts])
+
+
+def interleaved_order(num_experts: int) -> tuple[int, ...]:
+    """Experts by bit-reversed index, so that every prefix is spread evenly over contiguous expert-parallel blocks.
+
+    The order does not depend on the number of ranks: one rank and eight ranks train the same nested network.
+    """
+    bits = max(num_experts - 1, 1).bit_length()
+    return tuple(sorted(range(num_experts), key=lambda expert: int(f"{expert:0{bits}b}"[::-1], 2)))
+
+
+def spaced_layer_order(num_layers: int) -> tuple[int, ...]:
+    """Layers from first kept to first dropped, before anything is measured: first and last two, then evenly spaced.
+
+    Dropping follows the order backwards, so the first drops lie far apart in the middle (bit-reversed).
+    """
+    fixed = sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers)))
+    middle = [layer for layer in range(num_layers) if layer not in fixed]
+    spread = [middle[index] for index in interleaved_order(len(middle))] if middle else []
+    return (*fixed, *spread)
+
+
+def _span(values: tuple[int, ...]) -> str:
+    if not values:
+        return "no"
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,107 @@
+"""Dropless expert computation: every token goes through the experts it chose, grouped by expert.
+
+Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a token and choice), D hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def experts_reference(
+    x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+) -> Tensor:
+    """SwiGLU experts, one token group at a time: the definition that `experts` is tested against.
+
+    ``gate_up_EFD`` holds the gate's rows, then the up projection's (F = 2·I). Returns [N, D].
+    """
+    out_ND = torch.zeros_like(x_ND)
+    for expert in range(gate_up_EFD.shape[0]):
+        token, choice = (chosen_NK == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x_ND[token], gate_up_EFD[expert]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, down_EDI[expert]) * gates_NK[token, choice, None].to(x_ND.dtype)
+        out_ND = out_ND.index_add(0, token, y.to(x_ND.dtype))
+    return out_ND
+
+
+def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> Tensor:
+    """`experts_reference` through grouped matrix products.
+
+    The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is.
+    """
+    num_tokens, num_chosen = chosen_NK.shape
+    slots = group_slots(chosen_NK, gate_up_EFD.shape[0])
+    x_SD = _Gather.apply(x_ND, slots.token_S, slots.place_S, num_chosen)
+    y_SD = grouped_swiglu(x_SD, slots.ends_E, gate_up_EFD, down_EDI)
+    y_SD = _Gather.apply(y_SD, slots.place_S, slots.order_S, 1)  # back to the tokens' own order
+    y_NKD = y_SD.view(num_tokens, num_chosen, -1)
+    return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
+
+
+def grouped_swiglu(x_SD: Tensor, ends_E: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> Tensor:
+    """SwiGLU of slots sorted by expert; ``ends_E`` (int32) is where each expert's slots end. Returns [S, D]."""
+    dtype = compute_dtype(x_SD)
+    hidden_SF = F.grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
+    hidden_SI = swiglu(hidden_SF)
+    return F.grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+
+
+def swiglu(gate_up_NF: Tensor) -> Tensor:
+    """silu(gate) · up for the two halves of the last dim, contiguous."""
+    gate, up = gate_up_NF.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a matrix product should run in: autocast's where it is on (grouped_mm ignores it), else ``x``'s."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Slots:
+    """Where every (token, choice) pair goes when pairs are sorted by expert.
+
+    order_S: sorted place -> pair; place_S: pair -> sorted place; token_S: sorted place -> token; ends_E: int32 ends.
+    """
+
+    __slots__ = ("ends_E", "order_S", "place_S", "token_S")
+
+    def __init__(self, order_S: Tensor, place_S: Tensor, token_S: Tensor, ends_E: Tensor):
+        self.order_S, self.place_S, self.token_S, self.ends_E = order_S, place_S, token_S, ends_E
+
+
+def group_slots(chosen_NK: Tensor, num_experts: int) -> Slots:
+    """Sort the pairs of ``chosen_NK`` by expert, ties by token: a stable sort, so the layout is reproducible."""
+    flat_S = chosen_NK.reshape(-1)
+    order_S = torch.argsort(flat_S, stable=True)
+    place_S = torch.empty_like(order_S)
+    place_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
+    counts_E = torch.bincount(flat_S, minlength=num_experts)
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    return Slots(order_S, place_S, order_S // chosen_NK.shape[1], ends_E)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of ``x`` at ``index``, where the inverse is known: row r of x goes to places ``inverse[r·fan : (r+1)·fan]``.
+
+    Autograd's own backward of a gather is a scatter-add, serial on a CPU and unordered on a GPU; with the inverse
+    it is another gather and a sum in a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, fan: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.fan = fan
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        grad = grads[0].index_select(0, inverse)
+        if ctx.fan > 1:
+            grad = grad.view(-1, ctx.fan, grad.shape[-1]).sum(1)
+        return grad, None, None, None

@@ -1,0 +1,138 @@
+"""Losses straight from hidden states: the [N, V] logits exist one chunk of tokens at a time.
+
+Shape letters: N tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.grouped import compute_dtype
+
+IGNORED = -100
+"""Target of a position that carries no loss, as everywhere in PyTorch."""
+
+
+def log_probs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:
+    """Log-probability [N] (fp32) of each target; 0 where the target is `IGNORED`. Differentiable the slow way."""
+    logits_NV = F.linear(hidden_ND, head_VD).float()
+    kept_N = targets_N != IGNORED
+    picked_N = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
+    return torch.where(kept_N, picked_N, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Whose distribution a student is pulled to: final hidden states of the same tokens, and the head they go through.
+
+    The widths D of teacher and student may differ, the vocabulary may not. Neither tensor receives a gradient.
+    """
+
+    hidden_ND: Tensor
+    head_VD: Tensor
+
+
+def head_loss_reference(
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: Teacher | None = None, ce_weight: float = 1.0
+) -> Tensor:
+    """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student), by autograd."""
+    kept_N = targets_N != IGNORED
+    loss = -ce_weight * log_probs(hidden_ND, head_VD, targets_N).sum()
+    if teacher is not None:
+        student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
+        teacher_NV = F.linear(teacher.hidden_ND.detach(), teacher.head_VD.detach()).float().log_softmax(-1)
+        kl_N = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(-1)
+        loss = loss + (1.0 - ce_weight) * torch.where(kept_N, kl_N, 0.0).sum()
+    return loss
+
+
+def head_loss(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    teacher: Teacher | None = None,
+    ce_weight: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """`head_loss_reference` with its gradient computed in the forward pass, chunk by chunk.
+
+    Returns the loss (a scalar, fp32, differentiable in ``hidden_ND`` and ``head_VD``) and the plain negative
+    log-likelihood of each token [N] (detached, 0 where ignored).
+    """
+    assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} leaves a share of the loss to no teacher"
+    return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight, chunk)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        targets_N: Tensor,
+        teacher: Teacher | None,
+        ce_weight: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(hidden_ND)
+        teacher_VD = None if teacher is None else teacher.head_VD.detach().to(dtype)
+        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        weight_VD = head_VD.to(dtype)
+        nll_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
+        loss = hidden_ND.new_zeros((), dtype=torch.float32)
+        grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
+        grad_VD = torch.zeros_like(head_VD) if wants_grad else None
+        for start in range(0, hidden_ND.shape[0], chunk):
+            part = slice(start, start + chunk)
+            h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
+            teacher_NV = None
+            if teacher is not None and teacher_VD is not None:
+                teacher_NV = F.linear(teacher.hidden_ND[part].detach().to(dtype), teacher_VD).float()
+            probs_NV = F.linear(h_ND, weight_VD).float()
+            nll_N[part], kl_sum = _chunk_losses(probs_NV, t_N, teacher_NV)  # leaves probabilities in place of logits
+            loss += ce_weight * nll_N[part].sum() + (1.0 - ce_weight) * kl_sum
+            if grad_ND is not None and grad_VD is not None:
+                delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
+                grad_ND[part] = delta_NV @ weight_VD
+                grad_VD.addmm_(delta_NV.T.to(grad_VD.dtype), h_ND.to(grad_VD.dtype))
+        ctx.save_for_backward(grad_ND, grad_VD)
+        ctx.mark_non_differentiable(nll_N)
+        return loss, nll_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ND, grad_VD = ctx.saved_tensors
+        return grad_ND * grads[0], grad_VD * grads[0], None, None, None, None
+
+
+def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihoods [N] and the summed KL; overwrites both logits with their probabilities."""
+    kept_N = targets_N != IGNORED
+    safe_N1 = targets_N.clamp_min(0)[:, None]
+    kl_sum = logits_NV.new_zeros(())
+    lse_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    nll_N = torch.where(kept_N, (lse_N1 - logits_NV.gather(-1, safe_N1)).squeeze(-1), 0.0)
+    if teacher_NV is not None:
+        teacher_lse_N1 = teacher_NV.logsumexp(-1, keepdim=True)
+        # KL = Σ_v p·(teacher − student) − lse_teacher + lse_student, with p the teacher's probabilities
+        gap_NV = teacher_NV - logits_NV
+        teacher_NV.sub_(teacher_lse_N1).exp_()
+        kl_N = (teacher_NV * gap_NV).sum(-1) + (lse_N1 - teacher_lse_N1).squeeze(-1)
+        kl_sum = torch.where(kept_N, kl_N, 0.0).sum()
+    logits_NV.sub_(lse_N1).exp_()
+    return nll_N, kl_sum
+
+
+def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None, ce_weight: float) -> Tensor:
+    """d loss / d logits = student − (ce_weight·onehot + (1 − ce_weight)·teacher); overwrites ``probs_NV``."""
+    kept_N = targets_N != IGNORED
+    if teacher_NV is not None:
+        probs_NV.sub_(teacher_NV, alpha=1.0 - ce_weight)
+    hit_N1 = torch.full_like(probs_NV[:, :1], -ce_weight)
+    probs_NV.scatter_add_(-1, targets_N.clamp_min(0)[:, None], hit_N1)
+    return probs_NV.mul_(kept_N[:, None])
