@@ -1,0 +1,53 @@
+"""What an optimiser is told (no torch here), and the learning rate as a pure function of the step:
+a resumed run has nothing to restore.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.base.config import Config
+
+
+class ScheduleConfig(Config):
+    """Warm-up, stable, decay (WSD, 2404.06395); ``decay_fraction = 1`` with no warm-up is a plain linear decay."""
+
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1)
+    """Share of all steps, at the end, in which the rate falls."""
+    final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Rate after the last step over the peak rate: the *terminal* rate from which healing starts."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """``sqrt`` is 1 − √progress (2405.18392): falls fast first."""
+
+
+class OptimConfig(ScheduleConfig):
+    """Which optimiser, and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled; applied to matrices and expert stacks, never to norms and biases."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm."""
+    muon_lr_factor: float = Field(default=10.0, gt=0)
+    """Muon's rate over the AdamW rate of the same schedule; its orthogonalised updates have unit scale."""
+
+
+def learning_rate(config: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Rate of ``step`` (0-based) of a run of ``num_steps``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    decay_steps = round(config.decay_fraction * num_steps)
+    done = step - (num_steps - decay_steps)
+    if done < 0:
+        return config.lr
+    progress = (done + 1) / (decay_steps + 1)
+    kept = 1.0 - (progress if config.decay_shape == "linear" else progress**0.5)
+    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * kept)

@@ -1,0 +1,132 @@
+"""A recipe is a whole run: model, elastic mixture, optimiser, data and loop, complete before anything is built.
+
+Imports no torch, so that a bad recipe is refused at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.optim.schedule import OptimConfig
+
+
+class ElasticConfig(Config):
+    """Which Subnets a run trains, and how often. Shares are of training tokens, after the ramp."""
+
+    sampler: Literal["anchored", "ernie", "complements", "off"] = "anchored"
+    anchors: dict[str, SubnetChoice] = Field(default_factory=dict)
+    """Named Subnets that are trained exactly, evaluated, and offered as presets afterwards."""
+    anchor_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of all anchors together (the sandwich rule, 1903.05134)."""
+    depth_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
+    top_k_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of micro-batches with a random smaller top-k, drawn for each layer on its own (2509.26520; ERNIE: 0.2)."""
+    width_share: float = Field(default=0.1, ge=0, le=0.5)
+    """Share of rows with fewer experts. Above a quarter the full network suffers (Marin NEST-MOE)."""
+    min_depth: int = Field(default=1, gt=0)
+    """Smallest depth that is drawn at random."""
+    min_top_k: int = Field(default=1, gt=0)
+    ramp_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the steps, at the start, over which the mixture grows from full-only to the shares above."""
+    anchor_ce_weight: float = Field(default=0.5, ge=0, le=1)
+    """On anchor micro-batches: weight of cross-entropy; the rest is KL(full ‖ anchor), at the price of one forward."""
+    balance_rate: float = Field(default=1e-3, ge=0)
+    """Step of the balance bias, in units of the selection score."""
+    balance_final_rate: float = Field(default=1e-4, ge=0)
+    """The same while the learning rate decays."""
+    rank_layers_at: tuple[float, ...] = ()
+    """Shares of the run at which the layer order is measured anew; it is frozen after the last."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        total = self.anchor_share + self.depth_share + self.top_k_share
+        if total > 1:
+            raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
+        if "full" in self.anchors:
+            raise ValueError("anchors.full: 'full' is the whole network; choose another name")
+        if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:
+            raise ValueError("anchors: name at least one, or set anchor_share = 0")
+        return self
+
+
+class TrainConfig(Config):
+    """The loop."""
+
+    steps: int = Field(gt=0)
+    rows: int = Field(gt=0)
+    """Rows of one optimisation step, over all micro-batches and ranks."""
+    seq_len: int = Field(gt=0)
+    """Tokens a row."""
+    micro_batches: int = Field(default=1, gt=0)
+    """Forward/backward passes a step; each draws its own depth and top-k."""
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; ``auto`` is bf16 autocast where the device multiplies it in hardware."""
+    recompute: bool = False
+    """Recompute activations in the backward pass: less memory, one more forward."""
+    compile: bool = False
+    """Run the blocks through torch.compile (minutes of compilation, per top-k)."""
+    eval_every: int = Field(default=200, gt=0)
+    eval_rows: int = Field(default=64, gt=0)
+    """Held-out rows a loss is measured on."""
+    snapshot_every: int = Field(default=200, gt=0)
+    keep_snapshots: int = Field(default=2, gt=0)
+    log_every: int = Field(default=10, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rows % self.micro_batches:
+            raise ValueError(f"rows {self.rows} is not a multiple of micro_batches {self.micro_batches}")
+        return self
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of one micro-batch, over all ranks."""
+        return self.rows // self.micro_batches
+
+
+class Recipe(Config):
+    """A pre-training run."""
+
+    model: ModelConfig
+    elastic: ElasticConfig = ElasticConfig(anchor_share=0.0)
+    optim: OptimConfig
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, choice in self.elastic.anchors.items():
+            try:
+                choice.of(self.model)
+            except ValueError as error:
+                raise ValueError(f"elastic.anchors.{name}: {error}") from None
+        if self.elastic.min_depth > self.model.num_layers:
+            raise ValueError(f"elastic.min_depth {self.elastic.min_depth} exceeds num_layers {self.model.num_layers}")
+        if self.elastic.min_top_k > self.model.top_k:
+            raise ValueError(f"elastic.min_top_k {self.elastic.min_top_k} exceeds top_k {self.model.top_k}")
+        if self.train.seq_len > self.model.max_positions:
+            raise ValueError(f"train.seq_len {self.train.seq_len} exceeds max_positions {self.model.max_positions}")
+        return self
+
+    def network(self) -> ModelConfig:
+        """The model with the balance branches its sampler needs: a width each anchor, and the complement's own."""
+        anchors = (choice.experts for choice in self.elastic.anchors.values())
+        narrow = {experts for experts in anchors if experts is not None and self.elastic.sampler != "off"}
+        widths = tuple(sorted({*self.model.widths, *narrow}, reverse=True))
+        extra = self.elastic.sampler == "complements"
+        return self.model.replace(widths=widths, num_branches=len(widths) + int(extra))
+
+
+class HealRecipe(Config):
+    """A healing run: short training of an extracted network."""
+
+    optim: OptimConfig
+    train: TrainConfig
+    ce_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of cross-entropy; the rest is KL(parent's full network ‖ student). 1 needs no parent at hand."""
+    balance_rate: float = Field(default=1e-4, ge=0)

@@ -1,0 +1,148 @@
+"""Which Subnet each micro-batch trains: drawn from (seed, step), so every rank and every resume draws the same.
+
+Imports no torch. Shape letters: B rows of a micro-batch over all ranks, E expert ranks in nested order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.train.recipe import ElasticConfig
+
+GOLDEN = 0.6180339887498949
+"""Steps of the golden ratio, modulo one, fill [0, 1) evenly: shares are met closely in every stretch of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WidthPlan:
+    """Rows of a micro-batch that use fewer experts; see `stretto.model.moe.RowWidths`."""
+
+    branch_B: np.ndarray
+    allowed_BE: np.ndarray
+    counted_B: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class MicroPlan:
+    """What one micro-batch trains. Written by the sampler, read by the step."""
+
+    kind: str
+    """``full``, ``depth``, ``top_k``, ``mixed``, or an anchor's name: the label in the log."""
+    subnet: Subnet
+    widths: WidthPlan | None
+    is_anchor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws the plans of a step."""
+
+    config: ModelConfig
+    elastic: ElasticConfig
+    rows: int
+    """Rows of a micro-batch, over all ranks."""
+    micro_batches: int
+    num_steps: int
+    seed: int
+
+    def draw(self, step: int) -> tuple[MicroPlan, ...]:
+        """The plans of ``step`` (0-based), one a micro-batch."""
+        return tuple(self._draw_one(step, index) for index in range(self.micro_batches))
+
+    def _draw_one(self, step: int, index: int) -> MicroPlan:
+        if self.elastic.sampler == "off":
+            return MicroPlan("full", self.config.full(), None, False)
+        number = step * self.micro_batches + index
+        rng = np.random.default_rng((self.seed, number))
+        ramp_steps = self.elastic.ramp_fraction * self.num_steps
+        strength = min(1.0, (step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
+        if self.elastic.sampler == "ernie":
+            return self._independent(rng, strength)
+        offset = np.random.default_rng(self.seed).random()
+        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength)
+
+    def _stratified(self, where: float, rng: np.random.Generator, strength: float) -> MicroPlan:
+        """One axis at a time, or an anchor; ``where`` in [0, 1) picks the kind by its share."""
+        elastic = self.elastic
+        anchors = list(elastic.anchors.items())
+        anchor_share = elastic.anchor_share * strength if anchors else 0.0
+        if where < anchor_share:
+            name, choice = anchors[int(where / anchor_share * len(anchors))]
+            return MicroPlan(name, choice.of(self.config), None, True)
+        where -= anchor_share
+        widths = self._widths(rng, elastic.width_share * strength / max(1e-9, 1.0 - anchor_share))
+        if where < elastic.depth_share * strength:
+            return MicroPlan("depth", self.config.subnet(depth=self._depth(rng)), widths, False)
+        where -= elastic.depth_share * strength
+        if where < elastic.top_k_share * strength:
+            return MicroPlan("top_k", self._sparse(self.config.full(), rng), widths, False)
+        return MicroPlan("full", self.config.full(), widths, False)
+
+    def _independent(self, rng: np.random.Generator, strength: float) -> MicroPlan:
+        """ERNIE 5.0's sampler: every axis reduced on its own, with random subsets of experts (2602.04705)."""
+        depth, top_k, narrow = rng.random(3) < np.array((0.25, 0.2, 1.0)) * strength
+        subnet = self.config.subnet(depth=self._depth(rng)) if depth else self.config.full()
+        if top_k:
+            k = int(rng.integers(self.elastic.min_top_k, max(self.config.top_k, self.elastic.min_top_k + 1)))
+            subnet = subnet.replace(top_k=(k,) * len(subnet.top_k))
+        widths = self._random_subsets(rng, 0.2) if narrow else None
+        kind = "mixed" if depth or top_k else "full"
+        return MicroPlan(kind, subnet, widths, False)
+
+    def _depth(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.elastic.min_depth, max(self.config.num_layers, self.elastic.min_depth + 1)))
+
+    def _sparse(self, subnet: Subnet, rng: np.random.Generator) -> Subnet:
+        """A top-k of its own for each layer, at most the layer's full one."""
+        low = self.elastic.min_top_k
+        return subnet.replace(top_k=tuple(int(rng.integers(min(low, k), k + 1)) for k in subnet.top_k))
+
+    def _widths(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
+        """Rows narrowed to a trained prefix of the experts, or (``complements``) to a prefix or what it leaves out."""
+        config = self.config
+        if self.elastic.sampler == "complements":
+            return self._complements(rng, min(share, 0.5))
+        branches = self._narrow_branches()
+        narrow = rng.random(self.rows) < share
+        if not branches or not narrow.any():
+            return None
+        branch_B = np.where(narrow, rng.choice(branches, self.rows), 0)
+        limit_B = np.array(config.widths)[branch_B]
+        allowed_BE = np.arange(config.num_experts)[None, :] < limit_B[:, None]
+        return WidthPlan(branch_B, allowed_BE, np.ones(self.rows, dtype=bool))
+
+    def _complements(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
+        """Half of the narrowed rows take the largest narrower prefix, half its complement, in exact balance."""
+        config = self.config
+        num_pairs = int(share * self.rows / 2 + rng.random())
+        if not self._narrow_branches() or num_pairs == 0:
+            return None
+        chosen = rng.permutation(self.rows)[: 2 * num_pairs]
+        branch_B = np.zeros(self.rows, dtype=np.int64)
+        branch_B[chosen[:num_pairs]] = 1
+        branch_B[chosen[num_pairs:]] = config.num_branches - 1
+        prefix_E = np.arange(config.num_experts) < config.widths[1]
+        allowed_BE = np.ones((self.rows, config.num_experts), dtype=bool)
+        allowed_BE[branch_B == 1] = prefix_E
+        allowed_BE[branch_B == config.num_branches - 1] = ~prefix_E
+        return WidthPlan(branch_B, allowed_BE, np.ones(self.rows, dtype=bool))
+
+    def _narrow_branches(self) -> list[int]:
+        """Widths that rows can be narrowed to: those that still hold the full top-k."""
+        widths = self.config.widths
+        return [branch for branch in range(1, len(widths)) if widths[branch] >= self.config.top_k]
+
+    def _random_subsets(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
+        """Rows that see a random subset of the experts, of a trained size."""
+        config = self.config
+        branches = self._narrow_branches()
+        narrow = rng.random(self.rows) < share
+        if not branches or not narrow.any():
+            return None
+        limit_B = np.where(narrow, np.array(config.widths)[rng.choice(branches, self.rows)], config.num_experts)
+        place_BE = rng.random((self.rows, config.num_experts)).argsort(1).argsort(1)
+        # one bias for all: rows that saw a random subset must not steer it, they never chose what was masked
+        return WidthPlan(np.zeros(self.rows, dtype=np.int64), place_BE < limit_B[:, None], ~narrow)
