@@ -12,6 +12,9 @@ from typing import Any
 
 from stretto.base.errors import UserError
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+"""The shipped recipes, beside the package."""
+
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:

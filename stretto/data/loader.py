@@ -1,0 +1,230 @@
+"""The loader: packed batches from a mixture of data sets, the same whatever the number of ranks, resumable to the token.
+
+Each data set is a stream of rows: its documents in an order shuffled anew every epoch, taken a window at a time, packed
+within the window, the window's rows shuffled. A window follows from (seed, epoch, first document) alone, so a stream's
+state is three numbers. Every rank plans all rows, which reads document lengths only, and reads the tokens of its own.
+
+Shapes: B rows of this rank, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.base.errors import UserError
+from stretto.data.mixture import pick_parts
+from stretto.data.pack import Row, cut, fill_rows, plan_rows
+from stretto.data.shards import TokenSet
+from stretto.data.shuffle import key_of, mix, permute
+
+WINDOW_ROWS = 8192
+"""Rows packed together: enough for a tight fit, and for the rows of one long document to lie far apart."""
+_LOOK_AHEAD = 256
+"""Documents whose lengths are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's rows of a global batch; `stretto.data.pack.PackedRows` describes the arrays."""
+
+    tokens_BT: NDArray[np.int64]
+    targets_BT: NDArray[np.int64]
+    documents_BT: NDArray[np.int64]
+    positions_BT: NDArray[np.int64]
+    parts_B: NDArray[np.int64]
+    """Which data set of the mixture each row comes from; -1 for a row of padding."""
+    num_target_tokens: int
+    """Targets in these rows."""
+    global_target_tokens: int
+    """Targets in the rows of all ranks: what a loss is divided by, known without asking the others."""
+
+
+class RowStream:
+    """Planned rows of one data set, epoch after epoch."""
+
+    def __init__(self, data: TokenSet, seq_len: int, key: int, window_rows: int = WINDOW_ROWS) -> None:
+        self.data = data
+        self.epoch = 0
+        self._seq_len, self._key, self._window_tokens = seq_len, key, window_rows * seq_len
+        self._first = 0  # position, in the epoch's order, of the window's first document
+        self._row = 0  # rows of the window that were given out
+        self._plan()
+
+    def next(self) -> Row:
+        """The next row; epochs follow each other without end."""
+        if self._row == len(self._rows):
+            self._first, self._row = self._end, 0
+            if self._first == self.data.num_documents:
+                self.epoch, self._first = self.epoch + 1, 0
+            self._plan()
+        self._row += 1
+        return self._rows[self._row - 1]
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether every row of the current epoch was given out."""
+        return self._row == len(self._rows) and self._end == self.data.num_documents
+
+    def state(self) -> list[int]:
+        return [self.epoch, self._first, self._row]
+
+    def restore(self, state: Sequence[int]) -> None:
+        self.epoch, self._first, self._row = state
+        self._plan()
+
+    def _plan(self) -> None:
+        """Pack the window that starts at ``_first``, and shuffle its rows (packing sorts them by length)."""
+        order_key = key_of(self._key, self.epoch)
+        chosen: list[int] = []
+        lengths: list[int] = []
+        num_tokens, end, size = 0, self._first, self.data.num_documents
+        while num_tokens < self._window_tokens and end < size:
+            block = permute(np.arange(end, min(end + _LOOK_AHEAD, size)), size, order_key)
+            for document, length in zip(block.tolist(), self.data.lengths(block).tolist(), strict=True):
+                chosen.append(document)
+                lengths.append(length)
+                num_tokens += length
+                end += 1
+                if num_tokens >= self._window_tokens:
+                    break
+        rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
+        row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
+        self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
+
+
+class Loader:
+    """Batches of a mixture; `state` and `restore` resume to the token, on any number of ranks."""
+
+    def __init__(
+        self,
+        datasets: Sequence[TokenSet],
+        weights: Sequence[float],
+        rows: int,
+        seq_len: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Make a loader.
+
+        Args:
+            datasets: the parts of the mixture.
+            weights: share of the rows that each part gives, relative to the others.
+            rows: rows of the global batch, over all ranks.
+            seq_len: positions of a row, T.
+            seed: decides the order of everything.
+            rank: which share of the rows is read here.
+            world: number of ranks.
+
+        Raises:
+            UserError: ``rows`` that the ranks cannot share evenly.
+        """
+        assert len(datasets) == len(weights) > 0, f"{len(datasets)} data sets, {len(weights)} weights"
+        self._rows, self._mine = rows, _share(rows, rank, world)
+        self._datasets, self._weights, self._seq_len, self._seed = (
+            list(datasets),
+            [float(w) for w in weights],
+            seq_len,
+            seed,
+        )
+        self._position = 0
+        self._streams = [RowStream(data, seq_len, key_of(seed, part)) for part, data in enumerate(datasets)]
+
+    def next(self) -> Batch:
+        """The next batch."""
+        positions = np.arange(self._position, self._position + self._rows)
+        parts_B = pick_parts(positions, self._weights, self._seed)
+        rows = [self._streams[part].next() for part in parts_B]
+        self._position += self._rows
+        return _batch(rows, parts_B, self._datasets, self._seq_len, self._mine)
+
+    @property
+    def epochs(self) -> list[int]:
+        """Epoch of each part, counted from 0."""
+        return [stream.epoch for stream in self._streams]
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as plain JSON; the same on every rank."""
+        return {**self._identity(), "position": self._position, "streams": [stream.state() for stream in self._streams]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken: the same batches follow.
+
+        Raises:
+            UserError: other data, weights, row length or seed than the state was taken with.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise UserError(
+                    f"loader state: {name}: was {state.get(name)}, is now {value}; resume with the same data and recipe"
+                )
+        self._position = state["position"]
+        for stream, saved in zip(self._streams, state["streams"], strict=True):
+            stream.restore(saved)
+
+    def _identity(self) -> dict[str, Any]:
+        data = [f"{data.split}:{data.manifest.data_hash}" for data in self._datasets]
+        return {"data": data, "weights": self._weights, "seq_len": self._seq_len, "seed": self._seed}
+
+
+def eval_batches(
+    data: TokenSet,
+    rows: int,
+    seq_len: int,
+    num_batches: int | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+) -> list[Batch]:
+    """A fixed list of batches for evaluation: the first of one shuffled epoch, or all of it.
+
+    Args:
+        data: a held-out split.
+        rows: rows of a global batch; the last one is filled up with rows of padding.
+        seq_len: positions of a row.
+        num_batches: at most so many; None takes the whole epoch.
+        seed: chooses the documents where not all are taken.
+        rank: which share of the rows is read here.
+        world: number of ranks.
+
+    Raises:
+        UserError: ``rows`` that the ranks cannot share evenly.
+    """
+    mine = _share(rows, rank, world)
+    stream = RowStream(data, seq_len, key_of(seed))
+    batches: list[Batch] = []
+    while not stream.at_epoch_end and (num_batches is None or len(batches) < num_batches):
+        planned = [() if stream.at_epoch_end else stream.next() for _ in range(rows)]
+        parts_B = np.array([0 if row else -1 for row in planned])
+        batches.append(_batch(planned, parts_B, [data], seq_len, mine))
+    return batches
+
+
+def _share(rows: int, rank: int, world: int) -> slice:
+    assert 0 <= rank < world, f"rank {rank} of {world}"
+    if rows <= 0 or rows % world:
+        raise UserError(f"rows: {rows} rows cannot be shared evenly by {world} ranks; use a multiple of {world}")
+    return slice(rank * rows // world, (rank + 1) * rows // world)
+
+
+def _batch(
+    rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[TokenSet], seq_len: int, mine: slice
+) -> Batch:
+    """Read the ``mine`` of ``rows``."""
+    my_parts_B = parts_B[mine]
+    packed = fill_rows(rows[mine], seq_len, lambda row, document: datasets[my_parts_B[row]].document(document))
+    num_targets = [sum(piece.num_targets for piece in row) for row in rows]
+    return Batch(
+        tokens_BT=packed.tokens_BT,
+        targets_BT=packed.targets_BT,
+        documents_BT=packed.documents_BT,
+        positions_BT=packed.positions_BT,
+        parts_B=my_parts_B,
+        num_target_tokens=sum(num_targets[mine]),
+        global_target_tokens=sum(num_targets),
+    )

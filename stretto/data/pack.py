@@ -1,0 +1,115 @@
+"""Packing: documents of any length into rows of one length, with nothing lost and next to nothing wasted.
+
+A document longer than a row is cut into pieces; pieces are placed best-fit decreasing (each into the fullest row that
+still holds it), so that nothing else is cut (Ding et al., "Fewer Truncations Improve Language Modeling", 2024).
+Every token is an input exactly once. Its target is the next token of its document, also across a cut; the last token of
+a document has none.
+
+Shapes: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""Target of a position without one, as in torch's cross-entropy."""
+PADDING = -1
+"""Document number of a position that holds no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens ``start`` to ``start + length`` of a document, all inputs; written by `plan_rows`."""
+
+    document: int
+    start: int
+    length: int
+    is_last: bool
+    """Ends its document, so that its last token has no target."""
+
+    @property
+    def num_targets(self) -> int:
+        return self.length - self.is_last
+
+
+Row = tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows as arrays, written by `fill_rows`."""
+
+    tokens_BT: NDArray[np.int64]
+    targets_BT: NDArray[np.int64]
+    """Next token of the same document, or `IGNORED`."""
+    documents_BT: NDArray[np.int64]
+    """Number of the piece within its row, or `PADDING`: attention stays within equal numbers."""
+    positions_BT: NDArray[np.int64]
+    """Counted from the start of each piece; 0 at padding."""
+
+
+def cut(documents: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[Piece]:
+    """Pieces of at most ``seq_len`` tokens: whole rows first, then what remains."""
+    assert len(documents) == len(lengths), f"{len(documents)} documents, {len(lengths)} lengths"
+    return [
+        Piece(document, start, min(seq_len, length - start), start + seq_len >= length)
+        for document, length in zip(documents, lengths, strict=True)
+        for start in range(0, length, seq_len)
+    ]
+
+
+def plan_rows(pieces: Sequence[Piece], seq_len: int) -> list[Row]:
+    """Place ``pieces`` best-fit decreasing into as few rows as that gives; ties go to the earlier piece."""
+    rows: list[list[Piece]] = []
+    rows_by_gap: dict[int, list[int]] = {}
+    gaps: list[int] = []  # keys of rows_by_gap, rising
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        assert 0 < piece.length <= seq_len, f"piece of {piece.length} tokens in rows of {seq_len}"
+        place = bisect_left(gaps, piece.length)
+        if place == len(gaps):
+            row, gap = len(rows), seq_len
+            rows.append([])
+        else:
+            gap = gaps[place]
+            row = rows_by_gap[gap].pop()
+            if not rows_by_gap[gap]:
+                del rows_by_gap[gap], gaps[place]
+        rows[row].append(piece)
+        gap -= piece.length
+        if gap and gap not in rows_by_gap:
+            gaps.insert(bisect_left(gaps, gap), gap)
+        if gap:
+            rows_by_gap.setdefault(gap, []).append(row)
+    return [tuple(row) for row in rows]
+
+
+def fill_rows(rows: Sequence[Row], seq_len: int, read: Callable[[int, int], NDArray[np.unsignedinteger]]) -> PackedRows:
+    """Read the tokens of planned rows.
+
+    Args:
+        rows: one a row of the result; an empty one is all padding.
+        seq_len: positions of a row.
+        read: gives all tokens of a document; called with the row and the document's number.
+    """
+    shape = (len(rows), seq_len)
+    tokens_BT, positions_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    targets_BT, documents_BT = np.full(shape, IGNORED, np.int64), np.full(shape, PADDING, np.int64)
+    for index, row in enumerate(rows):
+        at = 0
+        for number, piece in enumerate(row):
+            tokens = read(index, piece.document)
+            here = slice(at, at + piece.length)
+            tokens_BT[index, here] = tokens[piece.start : piece.start + piece.length]
+            targets_BT[index, at : at + piece.num_targets] = tokens[
+                piece.start + 1 : piece.start + 1 + piece.num_targets
+            ]
+            documents_BT[index, here] = number
+            positions_BT[index, here] = np.arange(piece.length)
+            at += piece.length
+    return PackedRows(tokens_BT, targets_BT, documents_BT, positions_BT)

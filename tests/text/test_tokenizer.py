@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.base.errors import UserError
+from stretto.text import words
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from stretto.text.words import SETTLED_RANGES, WordEncoder, split_pattern
+
+TEXT = [
+    Path(words.__file__).read_text(),
+    Path(pytest.__file__).read_text(),
+    "Ελληνικά, 中文 and “quotes” … it's 1234 \r\n\n",
+] * 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(iter(TEXT), 600, chat_template=CHATML)
+
+
+@given(st.text())
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.lists(st.text(st.sampled_from("aB1'²s ſK\t\r\n.\u00a0\u2028é中٣<|>_im\U0001f600\u0558"))))
+@settings(max_examples=300)
+def test_fast_path_equals_the_rust_library(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert tokenizer.encode_batch(texts) == tokenizer.encode_reference(texts)
+
+
+SETTLED = [chr(code) for low, high in SETTLED_RANGES for code in range(low, high + 1)]
+
+
+@pytest.mark.parametrize("pattern", words._PATTERNS)
+@pytest.mark.parametrize(
+    "characters",
+    [
+        pytest.param([ch for ch in SETTLED if ch < "\u3100"] + SETTLED[::32], id="most"),
+        pytest.param(SETTLED, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_fast_path_splits_settled_characters_as_rust_does(characters: list[str], pattern: str) -> None:
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE())
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    assert split_pattern(rust) == pattern
+    encoder = WordEncoder(rust, pattern)
+    for index in range(0, len(characters), 256):  # each beside letters, digits, points, spaces and itself
+        text = "".join(f"a{ch}1{ch}. {ch}{ch} x{ch}'{ch}s \n{ch}" for ch in characters[index : index + 256])
+        ends = [end for _, (_, end) in split.pre_tokenize_str(text)]
+        assert encoder.accepts(text)
+        assert encoder._split(text) == [text[start:end] for start, end in pairwise([0, *ends])], repr(text)
+
+
+def test_fast_path_refuses_what_it_cannot_split(tokenizer: Tokenizer) -> None:
+    encoder = WordEncoder(tokenizer.rust, words._GPT2)
+    assert encoder.accepts("plain, “quoted” and 中文")
+    assert not encoder.accepts("newly assigned \u088f")
+
+
+def test_added_tokens_that_are_not_special_are_left_to_rust(tokenizer: Tokenizer) -> None:
+    rust = tokenizers.Tokenizer.from_str(tokenizer.rust.to_str())
+    rust.add_tokens(["<call>"])
+    with_added = Tokenizer(rust, tokenizer.eos_token)
+    assert with_added.encode("x <call> y") == with_added.encode_reference(["x <call> y"])[0]
+    assert with_added.vocab_size == tokenizer.vocab_size + 1
+    assert with_added.vocab_size - 1 in with_added.encode("x <call> y")
+
+
+def test_special_tokens_are_parsed_in_rendered_text_only(tokenizer: Tokenizer) -> None:
+    text = "a<|endoftext|>b"
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+    assert tokenizer.encode_rendered(text).count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(tokenizer.encode_rendered(text)) == tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_is_deterministic_and_bounded(tokenizer: Tokenizer) -> None:
+    assert train_tokenizer(iter(TEXT), 600).fingerprint() == tokenizer.fingerprint()
+    assert train_tokenizer(iter(TEXT[:1]), 600).fingerprint() != tokenizer.fingerprint()
+    assert tokenizer.vocab_size == 600
+    with pytest.raises(UserError, match="vocab_size: 100 is too small"):
+        train_tokenizer(iter(TEXT), 100)
+
+
+def test_saved_folder_loads_here_and_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path / "tok")
+    loaded = load_tokenizer(tmp_path / "tok")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tok")
+    text = "def f(x): return 'it''s' + x  # 中文\n"
+    assert loaded.encode(text) == theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert (loaded.fingerprint(), loaded.chat_template, loaded.config) == (
+        tokenizer.fingerprint(),
+        CHATML,
+        tokenizer.config,
+    )
+    assert (theirs.eos_token_id, theirs.chat_template, len(theirs)) == (tokenizer.eos_id, CHATML, tokenizer.vocab_size)
+    theirs.save_pretrained(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").encode(text) == tokenizer.encode(text)
+
+
+def test_pickle_keeps_everything(tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.fingerprint() == tokenizer.fingerprint()
+    assert copy.encode("a <|endoftext|>") == tokenizer.encode("a <|endoftext|>")
+
+
+def test_bad_tokenizers_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="eos_token: no token ends a document"):
+        load_tokenizer(tmp_path)
