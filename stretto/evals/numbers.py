@@ -1,0 +1,89 @@
+"""Numbers as people read them: one notation for the console, the page and the pictures."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def scale_of(value: float) -> tuple[float, str]:
+    """Power of a thousand that brings ``value`` to 1..999.5, and its SI prefix."""
+    power = 0
+    while abs(value) / 1000.0**power >= 999.5 and power < len(_PREFIXES) - 1:
+        power += 1
+    return 1000.0**power, _PREFIXES[power]
+
+
+def si(value: float, unit: str = "") -> str:
+    """Three significant digits with an SI prefix: ``12.3M``; with a unit, ``4.56 GFLOPs``."""
+    factor, prefix = scale_of(value)
+    digits = f"{value:g}" if factor == 1 and value == int(value) else three(value / factor)
+    return f"{digits}{' ' if unit else ''}{prefix}{unit}"
+
+
+def params(value: float) -> str:
+    """A number of parameters: ``3.41M``, ``1.20B``."""
+    return si(value).replace("G", "B")
+
+
+def trimmed(text: str) -> str:
+    """Without the zeros that only show precision: for ticks, ``1.50M`` becomes ``1.5M``."""
+    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", r"\1", text)
+
+
+def percent(share: float) -> str:
+    """``34 %``, and one decimal below ten."""
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 9.95 or value == 0 else f"{value:.1f} %"
+
+
+def loss(nats: float) -> str:
+    return f"{nats:.3f}"
+
+
+def difference(nats: float) -> str:
+    """Signed, with a real minus sign: ``+0.012``, ``−0.003``."""
+    text = f"{nats:+.3f}"
+    return text.replace("-", "−") if float(text) else "±0.000"
+
+
+def milliseconds(value: float) -> str:
+    return f"{three(value)} ms"
+
+
+def size_in_bytes(value: float) -> str:
+    """Binary units: ``768 B``, ``1.5 KiB``."""
+    power = 0
+    while value >= 1000 and power < 4:
+        value, power = value / 1024, power + 1
+    return f"{trimmed(three(value))} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def duration(seconds: float) -> str:
+    """``8.2 s``, ``12 min 05 s``, ``3 h 20 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 size``, ``3 sizes``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(items: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+def three(value: float) -> str:
+    """Three significant digits, thousands with separators."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = int(f"{value:.2e}".partition("e")[2])  # of the rounded number: 9.996 has two decimals no longer
+    return f"{value:,.{max(0, 2 - exponent)}f}"

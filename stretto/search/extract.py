@@ -1,0 +1,124 @@
+"""The gate before a Subnet becomes a network of its own: masked and extracted logits must agree.
+
+Shape letters: B rows, T positions, N tokens compared, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from stretto.base.errors import UserError
+from stretto.evals.loss import EvalBatch
+from stretto.model.elastic import extract
+from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.model.transformer import Transformer
+
+FLOOR = 1e-5
+"""Least relative tolerance (ours): about a hundred roundings of fp32, and a thousandth of what one wrong expert does."""
+
+
+class ExtractionError(UserError):
+    """Masked and extracted logits differ: the extracted weights are not those of the Subnet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """An extracted network that passed the gate."""
+
+    model: Transformer
+    """In the dtype and on the device of the maximum network."""
+    difference: float
+    """Largest |masked − extracted| over all logits looked at, in fp32."""
+    tolerance: float
+    """What it was held against."""
+    num_tokens: int
+    """Positions compared."""
+
+
+def verified_extract(
+    model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch], tolerance: float | None = None
+) -> Extracted:
+    """Cut ``subnet`` out of ``model`` and compare its logits with the masked ones of the maximum network.
+
+    Args:
+        batches: a few hundred real tokens are enough, as long as they reach every expert; all logits are held at once.
+        tolerance: largest difference allowed; None derives it (`derived_tolerance`) from the size of the logits.
+
+    Raises:
+        UserError: the Subnet lies outside the network, or there is nothing to compare on.
+        ExtractionError: the logits differ by more than the tolerance, or are not finite.
+    """
+    return verify(model, subnet, extract(model, check_subnet(model.config, subnet)), batches, tolerance)
+
+
+@torch.no_grad()
+def verify(
+    model: Transformer,
+    subnet: Subnet,
+    smaller: Transformer,
+    batches: Sequence[EvalBatch],
+    tolerance: float | None = None,
+) -> Extracted:
+    """The gate itself, for a network that is said to be ``subnet`` of ``model``.
+
+    Both run in fp32 whatever they are stored in: a lower precision would hide a wrong weight in its rounding.
+    """
+    wide, wide_smaller = _in_fp32(model), _in_fp32(smaller)
+    differences, scales, num_tokens = [], [], 0
+    with _full_precision():
+        for batch in batches:
+            # padding may be normed from anything; only tokens of documents are compared
+            documents_BT = batch.ctx.documents_BT
+            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+            if not real_BT.any():
+                continue
+            masked_NV = wide.logits(batch.ids_BT, subnet, batch.ctx)[real_BT]
+            own_NV = wide_smaller.logits(batch.ids_BT, wide_smaller.config.full(), batch.ctx)[real_BT]
+            differences.append((masked_NV - own_NV).abs().amax())
+            scales.append(masked_NV.abs().amax())
+            num_tokens += masked_NV.shape[0]
+    if not differences:
+        raise UserError("extract: no tokens to compare the logits on; give a held-out batch")
+    # torch's maximum keeps a NaN, Python's may lose it
+    difference, scale = float(torch.stack(differences).amax()), float(torch.stack(scales).amax())
+    allowed = derived_tolerance(model.config, subnet, scale) if tolerance is None else tolerance
+    if not difference <= allowed:  # also true for NaN
+        raise ExtractionError(
+            f"extract: {subnet.label()}: masked and extracted logits differ by {difference:.3g}, {allowed:.3g} is allowed; "
+            "nothing was written: the checkpoint is damaged or its orders are not the ones it was trained with"
+        )
+    return Extracted(smaller, difference, allowed, num_tokens)
+
+
+def derived_tolerance(config: ModelConfig, subnet: Subnet, scale: float) -> float:
+    """How far apart rounding alone can put two fp32 evaluations whose largest logit is ``scale``.
+
+    Both evaluate the same sums, in another order where a kernel blocks another number of experts otherwise. A product
+    of length D then differs by about u·√D (u = 2⁻²⁴, roundings as a random walk), and the two products in a row of each
+    of the 2·L sub-layers add up as a random walk too: u·√(4·L·D), relative to the size of the logits.
+    """
+    walk = 2.0**-24 * math.sqrt(4 * len(subnet.layers) * config.hidden_size)
+    return max(FLOOR, walk) * max(1.0, scale)
+
+
+def _in_fp32(model: Transformer) -> Transformer:
+    if all(tensor.dtype == torch.float32 for tensor in model.state_dict().values()):
+        return model
+    return copy.deepcopy(model).float()
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of fp32 in fp32: a training run may have allowed TF32 or bf16 passes for speed."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

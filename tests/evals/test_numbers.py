@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from stretto.evals import numbers
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (numbers.si(0), "0"),
+        (numbers.si(999), "999"),
+        (numbers.si(999_600), "1.00M"),
+        (numbers.si(9_996), "10.0k"),
+        (numbers.si(20_000), "20.0k"),
+        (numbers.si(1.5e15, "FLOPs"), "1.50 PFLOPs"),
+        (numbers.params(1_234_000_000), "1.23B"),
+        (numbers.trimmed("20.0k"), "20k"),
+        (numbers.trimmed("1.50 GFLOPs"), "1.5 GFLOPs"),
+        (numbers.trimmed("100"), "100"),
+        (numbers.percent(0.339), "34 %"),
+        (numbers.percent(0.0449), "4.5 %"),
+        (numbers.difference(-0.0031), "−0.003"),
+        (numbers.difference(-0.0001), "±0.000"),
+        (numbers.size_in_bytes(1536), "1.5 KiB"),
+        (numbers.duration(59.96), "1 min 00 s"),
+        (numbers.duration(12_000), "3 h 20 min"),
+        (numbers.counted(1, "size"), "1 size"),
+        (numbers.listed(["a", "b", "c"]), "a, b and c"),
+    ],
+)
+def test_numbers_read_well(shown: str, expected: str) -> None:
+    assert shown == expected

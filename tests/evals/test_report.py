@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.receipt import Alone, family, ledger
+from stretto.base.records import Lineage, Receipt, new_lineage
+from stretto.evals import captions
+from stretto.evals.pictures import pictures
+from stretto.evals.report import PAGE, REPORT_FOLDER, Shown, render, write_report
+from stretto.evals.report_data import Control, Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
+
+HOSTILE = "<script>alert('x')</script>&\"[red]$\\frac{"
+VOID = {"meta", "img", "br"}
+FULL = Size(
+    "full", "4 layers, 8 experts, top-2", 6_412_801, 2_301_443, 5_230_007, 4_096, 1.92, 3.214159, sample=" a < b"
+)
+CORNER = Size("corner", "2 layers, 3 experts, top-2", 2_170_003, 1_120_009, 2_610_011, 2_048, 1.12, 3.402, 3.301)
+
+
+def lineage(name: str, stage: str, flops: int, *parents: Lineage) -> Lineage:
+    receipt = Receipt(stage=stage, device="a CPU", flops=flops, tokens=1000, device_s=61.0, peak_memory_bytes=2**30)
+    return new_lineage(
+        name=name, stage=stage, weights_hash="0", total_params=9, active_params=3, receipt=receipt, parents=parents
+    )
+
+
+@pytest.fixture(scope="module")
+def data() -> ReportData:
+    """A run that has done everything."""
+    parent = lineage("demo", "pretrain", 60_000)
+    healed = lineage("healed", "heal", 5_200, parent)
+    points = (
+        SearchPoint(6_412_801, 2_301_443, 3.21, 3.214, 1.92, name="full", on_front=True, within=False),
+        SearchPoint(2_170_003, 1_120_009, 3.38, 3.402, 1.12, 3.301, "corner", on_front=True, chosen=True),
+    )
+    losses = tuple({"step": step, "loss/full": 9 / step, "loss/corner": 9.5 / step} for step in (1, 2, 3))
+    return ReportData(
+        name="demo",
+        sizes=(FULL, CORNER),
+        shape=("4 layers, hidden 64",),
+        environment="a CPU, commit abc",
+        prompt="def f",
+        controls=(Control("corner", 2_610_011, 3.322),),
+        pretraining=Curve("full", losses, 2048.0),
+        healing=(Curve("corner", ({"step": 5, "loss/full": 3.3},), 2048.0),),
+        search=SearchData(points, 1834, 0.34, 0.5, 2.0, "decode of 1 x 1", 0.87),
+        kept=Kept((True, False), ((True, False), (False, False))),
+        loads=(Load("full", (0, 1), ((0.5, 0.5), (0.25, 0.75))),),
+        ledger=ledger(healed),
+        family=family([parent, healed], [Alone(48_000, "computed"), Alone(24_000, "computed")]),
+        mixture_drawn={"full": 0.412, "corner": 0.588},
+        mixture_configured={"full": 0.4, "corner": 0.6},
+        recipe="[model]\nnum_layers = 4",
+    )
+
+
+@pytest.fixture(scope="module")
+def page(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(data, tmp_path_factory.mktemp("run"))
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and exact numbers of a page; checks on the way that tags close in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.values: list[tuple[str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._open and self._open[-1] == "data":
+            self.values.append((str(self.tags[-1][1]["value"]), data))
+
+
+def without_pictures(data: ReportData) -> list[Shown]:
+    """What `draw` gives, its pictures replaced by their captions, which is all that a test of words needs."""
+    return [
+        Shown(each.slug, each.heading, each.alt, each.absent(data) or each.caption(data), None) for each in pictures()
+    ]
+
+
+def test_report_holds_every_picture_twice_and_alike(page: Path) -> None:
+    assert page.name == PAGE and page.parent.name == REPORT_FOLDER
+    text = page.read_text(encoding="utf-8")
+    files = sorted(page.parent.glob("*.png"))
+    assert {file.stem for file in files} == {picture.slug for picture in pictures()}
+    for file in files:
+        assert base64.b64encode(file.read_bytes()).decode() in text, file.name
+    assert sorted(page.parent.iterdir()) == sorted([page, *files]), "nothing half-written is left"
+
+
+def test_page_is_self_contained(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "http://" not in text and "https://" not in text
+    assert "url(" not in text and "@import" not in text
+    reader = Reader(text)
+    for tag, attributes in reader.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed"}
+        assert "href" not in attributes and "srcset" not in attributes
+        assert (attributes.get("src") or "data:").startswith("data:")
+
+
+def test_page_is_semantic(page: Path) -> None:
+    reader = Reader(page.read_text(encoding="utf-8"))
+    counts = Counter(tag for tag, _ in reader.tags)
+    assert counts["h1"] == counts["main"] == counts["title"] == counts["details"] == 1
+    assert counts["figure"] == counts["figcaption"] == counts["img"] == 6
+    assert all(attributes["alt"] for tag, attributes in reader.tags if tag == "img")
+    assert ("html", {"lang": "en"}) in reader.tags
+    assert any(attributes.get("name") == "viewport" for _, attributes in reader.tags)
+
+
+def test_numbers_on_the_page_are_the_datas(page: Path, data: ReportData) -> None:
+    values = Reader(page.read_text(encoding="utf-8")).values
+    for size in data.sizes:
+        exact = (size.total_params, size.active_params, size.flops_per_token, size.kv_bytes_per_token, size.latency_ms)
+        for number in (*exact, size.nll, size.healed_nll):
+            if number is not None:
+                assert str(number) in dict(values), number
+    assert (str(FULL.nll), "3.214") in values
+    assert data.ledger is not None
+    assert (str(data.ledger.with_parents.flops), "65.2 kFLOPs") in values
+
+
+def test_samples_and_recipe_are_shown_as_written(page: Path) -> None:
+    reader = Reader(page.read_text(encoding="utf-8"))
+    assert "def f a < b" in reader.text
+    assert "[model]\nnum_layers = 4" in reader.text
+
+
+def test_same_data_gives_the_same_bytes(tmp_path: Path) -> None:
+    data = ReportData("demo", (FULL, CORNER))
+    first, second = (write_report(data, tmp_path / name).read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_a_network_alone_gets_sentences_instead_of_pictures(tmp_path: Path) -> None:
+    page = write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path)
+    assert list(page.parent.glob("*.png")) == []
+    reader = Reader(page.read_text(encoding="utf-8"))
+    assert "img" not in {tag for tag, _ in reader.tags}
+    assert "None" not in reader.text and "nan" not in reader.text
+    for sentence in ("Latency was not measured.", "No size was healed.", "No size was evaluated.", "No search was run.",
+                     "No sub-model was chosen, so nothing was dropped.", "Expert load was not measured.",
+                     "No held-out loss was logged during training.", "No cost was measured.", "No text was generated."):  # fmt: skip
+        assert sentence in reader.text
+
+
+@pytest.mark.parametrize(
+    ("lacking", "sentence"),
+    [
+        (lambda data: replace(data, search=None), "No search was run."),
+        (lambda data: replace(data, kept=None), "No sub-model was chosen"),
+        (lambda data: replace(data, sizes=tuple(replace(size, latency_ms=None) for size in data.sizes)), "Latency was not"),
+        (lambda data: replace(data, sizes=tuple(replace(size, healed_nll=None) for size in data.sizes)), "No size was healed"),
+        (lambda data: replace(data, pretraining=None, healing=()), "No held-out loss was logged"),
+        (lambda data: replace(data, ledger=None, family=None), "No cost was measured."),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said(data: ReportData, lacking: Callable[[ReportData], ReportData], sentence: str) -> None:
+    complete, partial = (Reader(render(each, without_pictures(each))).text for each in (data, lacking(data)))
+    assert sentence not in complete
+    assert sentence in partial
+
+
+def test_pictures_are_drawn_from_what_is_there(data: ReportData) -> None:
+    points = tuple(replace(point, latency_ms=None, healed_nll=None) for point in data.search.points)  # type: ignore[union-attr]
+    partial = replace(
+        data,
+        sizes=tuple(replace(size, latency_ms=None, healed_nll=None) for size in data.sizes),
+        search=SearchData(points, 2),
+        healing=(),
+        family=None,
+        controls=(),
+    )
+    for picture in pictures():
+        assert picture.absent(partial) is None
+        assert picture.draw(partial).axes
+        assert "None" not in picture.caption(partial)
+
+
+def test_hostile_text_stays_text(data: ReportData) -> None:
+    hostile = replace(
+        data,
+        name=HOSTILE,
+        sizes=tuple(replace(size, name=size.name + HOSTILE, label=HOSTILE, sample=HOSTILE) for size in data.sizes),
+        shape=(HOSTILE,),
+        environment=HOSTILE,
+        prompt=HOSTILE,
+        mixture_drawn={HOSTILE: 1.0},
+        recipe=HOSTILE,
+    )
+    text = render(hostile, without_pictures(hostile))
+    reader = Reader(text)
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert "<script" not in text
+    assert reader.text.count(HOSTILE) >= 10
+
+
+def test_a_second_report_replaces_the_first_whole(data: ReportData, tmp_path: Path) -> None:
+    alone = ReportData("demo", (Size("full", "1 layer", 10, 10, 20, 4),))
+    write_report(replace(alone, kept=data.kept), tmp_path)
+    assert (tmp_path / REPORT_FOLDER / "kept.png").exists()
+    page = write_report(alone, tmp_path)
+    assert [path.name for path in page.parent.iterdir()] == [PAGE]
+    assert [path.name for path in tmp_path.iterdir()] == [REPORT_FOLDER]
+
+
+def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("scratch", "said"), [(3.322, "0.021 nats below"), (3.3, "0.001 nats above"), (3.3012, "level with")]
+)
+def test_captions_follow_the_numbers(data: ReportData, scratch: float, said: str) -> None:
+    caption = captions.compute_caption(replace(data, controls=(Control("corner", 2_610_011, scratch),)))
+    assert f"Healed, corner lies {said} the same shape trained from scratch." in caption
+    assert "Healing moves corner by −0.101." in caption
+
+
+def test_headline_compares_with_the_full_network(data: ReportData) -> None:
+    assert "corner, keeps 34 % of them and 49 % of the active ones" in captions.headline(data)
+    assert "healed, its held-out loss lies 0.087 nats above the full network's" in captions.headline(data)
+    zero_shot = replace(data, sizes=(FULL, replace(CORNER, healed_nll=None)))
+    assert "its held-out loss lies 0.188 nats above" in captions.headline(zero_shot)
+
+
+def test_search_caption_states_the_limits(data: ReportData) -> None:
+    assert "1 of those meet the limits (total ≤ 34 %, active ≤ 50 %, latency ≤ 2.00 ms)" in captions.search_caption(
+        data
+    )
+    assert data.search is not None
+    free = replace(data, search=SearchData(data.search.points, 9))
+    assert "no limit was set" in captions.search_caption(free)
+    assert "Too few to rank" in captions.search_caption(free)

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.evals.loss import evaluate
+from stretto.search.evolve import Scorer, evolve, score_grids
+from stretto.search.frontier import SearchOptions, SearchResult, pareto_front, search, spearman
+from stretto.search.latency import DECODE
+from stretto.search.rank import Sensitivities
+from stretto.search.space import Limits, SearchSpace
+from stretto.search.timing import measure
+
+FAST = SearchOptions(num_trials=60, population=12, num_evaluated=6, num_spread=4, num_healed=3)
+
+
+def kill(model, *layers):
+    for layer in layers:
+        model.blocks[layer].attention.out.weight.data.zero_()
+        model.blocks[layer].mlp.down.data.zero_()
+        model.blocks[layer].mlp.shared.down.weight.data.zero_()
+
+
+def best_within(scorer, limits):
+    return min(candidate.predicted_nll for candidate in scorer.all() if candidate.fits(limits))
+
+
+def planted(num_layers: int) -> Sensitivities:
+    """Middle layers cost 1, 2, … in an order of their own; experts and k cost less the fewer are taken away."""
+    middle = list(range(2, num_layers - 2))
+    drop = {layer: 0.1 * (1 + (3 * index) % len(middle)) for index, layer in enumerate(middle)}
+    depth = {num: 0.15 * (num_layers - num) for num in range(4, num_layers + 1)}
+    return Sensitivities(
+        full_nll=2.0,
+        drop=drop,
+        depth=depth,
+        experts={6: 0.0, 5: 0.1, 4: 0.15, 3: 0.4, 2: 0.9},
+        top_k={3: 0.0, 2: 0.05, 1: 0.5},
+    )
+
+
+def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):
+    config = make_model(num_layers=11).config
+    space = SearchSpace.of(config)
+    limits = Limits(max_total=0.6, max_active=0.7)
+    scorer = Scorer(config, None, None)
+    scorer.sensitivities = planted(11)
+    every = [
+        scorer.sized(subnet, scorer.sensitivities.predict(config, subnet))
+        for num in range(8)
+        for dropped in combinations(space.droppable, num)
+        for experts in space.experts
+        for k in space.top_k
+        for subnet in [space.subnet(config, dropped, (experts,) * 11, k)]
+    ]
+    best = min(candidate.predicted_nll for candidate in every if candidate.fits(limits))
+    nested = min(
+        scorer.sized(subnet, scorer.sensitivities.predict(config, subnet)).predicted_nll
+        for subnet in space.grid(config)
+        if scorer.sized(subnet).fits(limits)
+    )
+    score_grids(scorer, space)
+    evolve(scorer, space, limits, "active", num_trials=100, population=30, seed=0)
+    assert best_within(scorer, limits) == pytest.approx(best, abs=1e-9) and best < nested
+
+
+def test_nsga_improves_on_equal_widths_where_layers_differ(make_model):
+    config = make_model().config
+    # three layers that need all their experts, three that need few
+    by_row = {row: {6: 0.0, 4: 0.05, 2: 0.1} if row % 2 else {6: 0.0, 4: 1.0, 2: 2.0} for row in range(6)}
+    scorer = Scorer(config, None, None)
+    scorer.sensitivities = Sensitivities(
+        full_nll=2.0,
+        drop=dict.fromkeys((2, 3), 3.0),
+        depth={4: 6.0, 5: 3.0, 6: 0.0},
+        experts={6: 0.0, 4: 3.15, 2: 6.3},
+        top_k={3: 0.0},
+        experts_by_row=by_row,
+    )
+    space = SearchSpace.of(config, widths="per_layer").replace(experts=(2, 4, 6), top_k=(3,))
+    limits = Limits(max_total=0.8)
+    score_grids(scorer, space)
+    equal = best_within(scorer, limits)
+    evolve(scorer, space, limits, "active", num_trials=400, population=30, seed=0)
+    assert equal == pytest.approx(5.15)
+    assert best_within(scorer, limits) < 2.7
+
+
+@pytest.mark.parametrize("layers", ["nested", "free"])
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_the_same_seed_proposes_the_same_candidates(make_model, layers, widths):
+    config = make_model().config
+    space = SearchSpace.of(config, layers=layers, widths=widths)
+
+    def run(seed: int) -> list:
+        scorer = Scorer(config, None, None)
+        scorer.sensitivities = planted(6)
+        scorer.score(config.full())
+        evolve(scorer, space, Limits(max_total=0.7), "active", num_trials=30, population=8, seed=seed)
+        return scorer.all()
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_search_drops_the_dead_layer_although_the_nested_order_would_drop_another(make_model, batches):
+    model = make_model(num_layers=7)
+    alive = model.config.layer_ranking[-1]
+    dead = next(layer for layer in (2, 3, 4) if layer != alive)
+    kill(model, dead)
+    without_one = Limits(max_total=0.9)
+    space = SearchSpace.of(model.config).replace(experts=(6,), top_k=(3,))
+    found = search(model, batches, without_one, space=space, options=FAST)
+    assert found.chosen.subnet.layers == tuple(layer for layer in range(7) if layer != dead)
+    assert found.chosen.nll == pytest.approx(found.sensitivities.full_nll, abs=1e-9)
+
+
+def test_the_chosen_is_within_every_limit_and_best_of_those_evaluated(make_model, batches):
+    model = make_model(num_layers=7)
+    limits = Limits(max_total=0.65, max_active=0.7)
+    presets = {"corner": model.config.subnet(5, 3, 2), "wide": model.config.subnet(depth=6)}
+    result = search(model, batches, limits, options=FAST, presets=presets)
+    within = [candidate for candidate in result.candidates if candidate.fits(limits)]
+    assert result.chosen in within and len(within) >= FAST.num_evaluated
+    assert result.chosen.nll == min(candidate.nll for candidate in within)
+    assert result.chosen.total_share <= 0.65 and result.chosen.active_share <= 0.7
+    for candidate in result.candidates:
+        assert candidate.nll == pytest.approx(evaluate(model, candidate.subnet, batches).nll, abs=1e-9)
+    # presets take part whether or not they are within the limits; the full network leads the list
+    named = {candidate.name: candidate for candidate in result.candidates if candidate.name}
+    assert set(named) == {"full", "corner", "wide"} and result.candidates[0] is named["full"]
+    assert not named["wide"].fits(limits)
+    assert result.num_tokens == 2 * 3 * 14
+    assert -1 <= result.correlations.predicted_true <= 1
+    assert any("rank correlation" in line for line in result.summary())
+    assert SearchResult.model_validate_json(result.model_dump_json()) == result
+
+
+def test_no_candidate_of_the_front_is_beaten(make_model, batches):
+    result = search(make_model(), batches, Limits(max_total=0.8), options=FAST)
+    points = [candidate.objectives("active") for candidate in result.candidates]
+    assert 0 < len(result.front) <= len(points)
+    for index in result.front:
+        for other in points:
+            assert any(a < b for a, b in zip(points[index], other, strict=True)) or points[index] == other
+
+
+def test_healing_decides_among_the_best_few(make_model, batches):
+    model = make_model()
+    limits = Limits(max_total=0.8)
+    plain = search(model, batches, limits, options=FAST)
+    ranked = sorted((c for c in plain.candidates if c.fits(limits)), key=lambda candidate: candidate.nll)
+    healed_loss = {candidate.subnet: 1.0 - 0.1 * place for place, candidate in enumerate(ranked[:3])}
+    seen = []
+
+    def heal(subnet):
+        seen.append(subnet)
+        return healed_loss[subnet]  # what was worst before becomes best
+
+    result = search(model, batches, limits, options=FAST, heal=heal)
+    assert seen == [candidate.subnet for candidate in ranked[:3]]
+    assert result.chosen.subnet == ranked[2].subnet and result.chosen.healed_nll == pytest.approx(0.8)
+    assert result.correlations.before_after_healing == pytest.approx(-1.0)
+    assert plain.chosen.subnet == ranked[0].subnet and plain.correlations.before_after_healing is None
+
+
+def test_latency_is_a_limit_and_the_third_objective(make_model, batches):
+    def seconds(network, workload):
+        return 1e-3 * (1.0 + sum(network.config.top_k_by_layer))
+
+    model = make_model()
+    table = measure(model, [2, 4, 6], [1, 2, 3], num_rounds=1, time_fn=seconds)
+    result = search(model, batches, Limits(max_latency_ms=9.5), options=FAST, table=table)
+    assert result.third == "latency" and result.workload == DECODE
+    assert result.chosen.latency_ms <= 9.5
+    assert result.candidates[0].latency_ms == pytest.approx(19.0)
+    with pytest.raises(
+        UserError, match=r"nothing fits under latency 2 ms; the nearest is layers=4,.*top_k=1 at latency 5 ms"
+    ):
+        search(model, batches, Limits(max_latency_ms=2.0), options=FAST, table=table)
+
+
+def test_a_latency_limit_needs_a_table(make_model, batches):
+    with pytest.raises(UserError, match="no latency table"):
+        search(make_model(), batches, Limits(max_latency_ms=5.0))
+
+
+def test_impossible_limits_are_refused_before_anything_is_evaluated(make_model):
+    with pytest.raises(UserError, match=r"limits: nothing fits under total 0\.01"):
+        search(make_model(), [], Limits(max_total=0.01))  # without batches an evaluation would complain of them
+
+
+def test_per_layer_widths_are_proposed_and_measured(make_model, batches):
+    model = make_model()
+    space = SearchSpace.of(model.config, widths="per_layer")
+    result = search(model, batches[:1], Limits(max_total=0.75), space=space, options=FAST)
+    assert result.sensitivities.experts_by_row
+    assert any(len(set(candidate.subnet.experts)) > 1 for candidate in result.candidates)
+
+
+def test_spearman():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 99]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    # ties share a rank: ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4
+    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(0.9486832980505138)
+    assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_pareto_front_keeps_equals_and_drops_the_beaten():
+    assert pareto_front([(1, 3), (2, 2), (3, 1), (3, 3), (2, 2)]) == (0, 1, 2, 4)
+    assert pareto_front([]) == ()
