@@ -44,7 +44,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format
 
 bench: $(BENCH_STAMP)
-	@set -e; for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in bench/[a-z]*.py; do name=$$(basename $$script .py); echo "== $$name"; $(BIN)/python -m bench.$$name; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

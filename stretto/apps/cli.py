@@ -1,0 +1,240 @@
+"""The command line. Every command imports its stage late, so that ``stretto --help`` needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES
+
+app = typer.Typer(
+    help="Train one Mixture-of-Experts language model that contains every smaller version of itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Data = Annotated[
+    list[str], typer.Option(help="File, folder or Hugging Face dataset; PATH@WEIGHT in a mixture.", show_default=False)
+]
+Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)],
+    data: Data = [],  # noqa: B006 - typer reads it once
+    run: Annotated[Path | None, typer.Option(help="Run folder; runs/ and the recipe's name by default.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+) -> None:
+    """Pre-train an elastic network from text."""
+    from stretto.base.config import read_recipe
+    from stretto.train.recipe import Recipe
+
+    parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps))
+    from stretto.apps.train import pretrain_command
+
+    folder = run or Path("runs") / recipe.stem
+    out = pretrain_command(parsed, folder, data, tokenizer, resume=resume, device=device, wandb_project=wandb)
+    _say(
+        f"checkpoint: {out}\nnext: stretto latency {folder}; stretto search {folder} --max-total 0.34 --max-active 0.5"
+    )
+
+
+@app.command()
+def tokenize(
+    data: Data,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Data folder to write.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Of a tokenizer that is trained.")] = 8192,
+) -> None:
+    """Turn text into token shards, in constant memory; killed, it goes on where it was."""
+    from stretto.apps.run import tokenise_data
+
+    manifest = tokenise_data(data, out, tokenizer, vocab_size)
+    _say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
+
+
+@app.command()
+def latency(
+    run: RunFolder,
+    device: Device = "auto",
+    verify: Annotated[bool, typer.Option(help="Measure the presets and set the predictions beside them.")] = False,
+) -> None:
+    """Measure this machine's latency table for the search."""
+    from stretto.apps.shape import LATENCY_FILE, latency_command, latency_errors
+
+    table = latency_command(run, device)
+    _say(
+        f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed"
+    )
+    if verify:
+        for name, error in latency_errors(run, device).items():
+            _say(f"{name}: predicted {error:+.1%} off the measured time")
+
+
+@app.command()
+def search(
+    run: RunFolder,
+    max_total: Annotated[float | None, typer.Option(help="Share of the total parameters (memory).")] = None,
+    max_active: Annotated[float | None, typer.Option(help="Share of the active parameters (compute).")] = None,
+    max_latency_ms: Annotated[float | None, typer.Option(help="Milliseconds a decoding step, by the table.")] = None,
+    heal_steps: Annotated[int, typer.Option(help="Heal the best few for so many steps before choosing.")] = 0,
+    heal_recipe: Annotated[Path | None, typer.Option(help="Recipe of that healing; recipes/heal.toml.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Find the sub-model of lowest loss within limits on memory, compute and latency."""
+    from stretto.base.config import read_recipe
+    from stretto.train.recipe import HealRecipe
+
+    healing = None
+    if heal_steps:
+        settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
+        healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
+    from stretto.apps.shape import search_command
+    from stretto.search.frontier import SearchOptions
+    from stretto.search.space import Limits
+
+    limits = Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
+    result = search_command(run, limits, SearchOptions(seed=seed), healing, device)
+    for line in result.summary():
+        _say(line)
+    _say(f"next: stretto extract {run} --subnet best -o OUT")
+
+
+@app.command()
+def extract(
+    source: Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)],
+    subnet: Annotated[str, typer.Option(help="A preset, best, or layers=…,experts=…,top_k=….")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint to write.")],
+    device: Device = "auto",
+) -> None:
+    """Cut a sub-model out as an ordinary checkpoint; refuses unless its logits are the same."""
+    from stretto.apps.shape import extract_command
+
+    done = extract_command(source, subnet, out, device)
+    _say(
+        f"{out}: {done.num_tokens} tokens compared, logits differ by {done.difference:.1e} (at most {done.tolerance:.1e})"
+    )
+    _say(f"next: stretto heal {out} --data … -o HEALED")
+
+
+@app.command()
+def heal(
+    source: Annotated[Path, typer.Argument(help="An extracted checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint to write.")],
+    data: Data = [],  # noqa: B006
+    recipe: Annotated[Path | None, typer.Option(help="A healing recipe; recipes/heal.toml by default.")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="Run or checkpoint it was cut from; known if not moved.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+) -> None:
+    """Train an extracted sub-model for a short while, towards the data and its parent."""
+    from stretto.base.config import read_recipe
+    from stretto.train.recipe import HealRecipe
+
+    parsed = read_recipe(recipe or RECIPES / "heal.toml", HealRecipe, _with_steps(settings, steps))
+    from stretto.apps.train import heal_command
+
+    _say(f"checkpoint: {heal_command(parsed, source, out, data, teacher, resume=resume, device=device)}")
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder, or file for --gguf.")],
+    family: Annotated[str, typer.Option(help="glm4_moe, qwen3_moe or ernie4_5_moe.")] = "glm4_moe",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
+) -> None:
+    """Write a checkpoint for other software: transformers, vLLM, SGLang, or llama.cpp."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {dtype}: unknown; use float32, bfloat16 or float16")
+    from stretto.apps.shape import export_command
+
+    export_command(source, family, out, dtype, gguf)
+    _say(f"written: {out}")
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Draw what a run found: report.html and pictures."""
+    from stretto.apps.report import report_command
+
+    _say(f"report: {report_command(run)}")
+
+
+@app.command()
+def cost(
+    folder: Annotated[
+        list[Path], typer.Argument(help="Checkpoints or runs; several are a family.", show_default=False)
+    ],
+) -> None:
+    """The ledger: what a model cost alone, with its parent, and a family against training each size by itself."""
+    from stretto.apps.report import cost_command
+
+    cost_command(folder)
+
+
+@app.command()
+def demo(
+    run: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo"),
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on where it stopped, or start over.")] = True,
+) -> None:
+    """The main job on real text: pretrain, search, extract, heal, export, report."""
+    from stretto.apps.demo import demo_command
+
+    demo_command(run, fresh=not resume)
+
+
+def main() -> None:
+    """Entry point: bad input becomes one line and exit code 2, Ctrl-C becomes 130."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted; a training run goes on with --resume", 130)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except typer.Abort:
+        _fail("interrupted; a training run goes on with --resume", 130)
+    except Exception as error:
+        if not hasattr(error, "exit_code"):  # click's own errors about arguments carry one
+            raise
+        show = getattr(error, "show", None)
+        if show is not None:
+            show()
+        sys.exit(int(error.exit_code))
+
+
+def _with_steps(settings: list[str], steps: int | None) -> list[str]:
+    return settings if steps is None else [*settings, f"train.steps={steps}"]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"stretto: {message}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The main job on real text, start to end: text → tokens → elastic network → search → cut → heal → hand over → report.
+
+Every stage leaves its result in the run folder, and one that finds its result there is done: an interrupted demo goes
+on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich
+from rich.table import Table
+
+from stretto.apps.report import report_command
+from stretto.apps.run import CHECKPOINT, learn_tokenizer, tokenise_documents
+from stretto.apps.shape import (
+    LATENCY_FILE,
+    SEARCH_FILE,
+    export_command,
+    extract_command,
+    latency_command,
+    search_command,
+)
+from stretto.apps.train import heal_command, pretrain_command
+from stretto.apps.write import Sample, read_samples, write_samples
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES, remove
+from stretto.data.demo_text import demo_documents
+from stretto.search.frontier import SearchOptions
+from stretto.search.space import Limits
+from stretto.train.recipe import HealRecipe, Recipe
+
+LIMITS = Limits(max_total=0.34, max_active=0.5)
+SEARCH_HEAL_STEPS = 8
+"""Enough to order candidates that lie close; the chosen one is healed properly afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One line of the demo."""
+
+    title: str
+    result: str
+    """File or folder, in the run folder, that is there when the stage is done."""
+    work: Callable[[], object]
+
+
+def demo_command(run: Path, fresh: bool = False) -> None:
+    """Run the demo in ``run``; go on where an earlier attempt stopped, or start over with ``fresh``."""
+    if fresh:
+        remove(run)
+    elif run.exists() and not (run / "data").is_dir():
+        raise UserError(f"{run}: not a folder of the demo; choose another with --run")
+    console = rich.get_console()
+    stages = _stages(run)
+    for number, stage in enumerate(stages, 1):
+        done = (run / stage.result).exists()
+        console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
+        if not done:
+            stage.work()
+    console.print(_samples_table(read_samples(run)))
+    console.print(report_command(run, quiet=False))
+    console.print(
+        f"\nThe small model is in {run / 'hf'} (transformers, vLLM, SGLang) and {run / 'model.gguf'} (llama.cpp)."
+    )
+
+
+def _stages(run: Path) -> tuple[Stage, ...]:
+    """The spine: what happens, in order."""
+    recipe = read_recipe(RECIPES / "demo.toml", Recipe)
+    healing = read_recipe(RECIPES / "heal.toml", HealRecipe)
+    brief = healing.replace(train=healing.train.replace(steps=SEARCH_HEAL_STEPS))
+    data = run / "data" / "00"
+    return (
+        Stage(
+            "text of this Python's library and of reasoning-gym, tokenised",
+            "data/00/data.json",
+            lambda: _text(run, recipe),
+        ),
+        Stage(
+            "pre-train one elastic network",
+            CHECKPOINT,
+            lambda: pretrain_command(recipe, run, [str(data)], resume=(run / "snapshots").is_dir(), device="cpu"),
+        ),
+        Stage("measure this machine's latency", LATENCY_FILE, lambda: latency_command(run, "cpu")),
+        Stage(
+            "search: at most 34 % of the parameters, 50 % of the active ones",
+            SEARCH_FILE,
+            lambda: search_command(run, LIMITS, SearchOptions(num_healed=2), brief, "cpu"),
+        ),
+        Stage("cut out the best, and the half", "best", lambda: _extract(run)),
+        Stage(
+            "heal the best",
+            "healed",
+            lambda: heal_command(
+                healing,
+                run / "best",
+                run / "healed",
+                [str(data)],
+                None,
+                resume=(run / "healed.run" / "snapshots").is_dir(),
+                device="cpu",
+            ),
+        ),
+        Stage(
+            "export for transformers",
+            "hf",
+            lambda: export_command(run / "healed", "glm4_moe", run / "hf", "float32", False),
+        ),
+        Stage(
+            "export for llama.cpp",
+            "model.gguf",
+            lambda: export_command(run / "healed", "glm4_moe", run / "model.gguf", "float32", True),
+        ),
+        Stage("let transformers write with each size", "samples.json", lambda: _write(run)),
+    )
+
+
+def _text(run: Path, recipe: Recipe) -> None:
+    folder = run / "data" / "00"
+    tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)
+    tokenise_documents({"train": demo_documents()}, folder, tokenizer)
+
+
+def _extract(run: Path) -> None:
+    extract_command(run, "half", run / "half", "cpu")
+    extract_command(run, "best", run / "best", "cpu")
+
+
+def _write(run: Path) -> None:
+    sizes = {"full": run / CHECKPOINT, "half": run / "half", "best": run / "hf"}
+    write_samples(run, sizes)
+
+
+def _samples_table(samples: list[Sample]) -> Table:
+    table = Table(title="Written by transformers, greedy", show_lines=True)
+    table.add_column("size")
+    table.add_column("text", overflow="fold")
+    for sample in samples:
+        table.add_row(sample.size, f"[dim]{sample.prompt}[/dim]{sample.text}")
+    return table

@@ -1,0 +1,163 @@
+"""A run folder and what every command finds in it.
+
+run.json       what the run was told: recipe, data, tokenizer (`RunInfo`)
+data/          token shards, where the run tokenised its own
+snapshots/     what --resume goes on from
+metrics.jsonl  every scalar logged; tensorboard/ beside it
+checkpoint/    the result: an ordinary Hugging Face folder with its lineage
+latency.json, search.json, report/   written by the commands of those names
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from stretto.base.config import Config, validate
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json, write_json
+from stretto.base.track import progress
+from stretto.data.mixture import Mixture, Part
+from stretto.data.shards import Manifest, read_manifest
+from stretto.data.sources import Document, open_sources
+from stretto.data.tokenise import TOKENIZER, tokenise
+from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from stretto.train.recipe import HealRecipe, Recipe
+
+RUN_FILE = "run.json"
+CHECKPOINT = "checkpoint"
+VAL_FRACTION = 0.01
+"""Held out where the data brings no validation split of its own (ours)."""
+TOKENIZER_CHARS = 20_000_000
+"""Text a tokenizer is trained on; a vocabulary of this size no longer changes beyond it (ours)."""
+
+
+class RunInfo(Config):
+    """What a training run was told; written before it starts, read by every later command."""
+
+    stage: str
+    recipe: Recipe | HealRecipe
+    data: Mixture
+    data_hash: str
+    """Over all parts of the mixture and their weights."""
+    tokenizer: Path
+    """Folder with the tokenizer's files."""
+    parent: Path | None = None
+    """Checkpoint that a healing run started from."""
+    teacher: Path | None = None
+
+
+def write_info(run: Path, info: RunInfo) -> None:
+    write_json(run / RUN_FILE, info.model_dump(mode="json"))
+
+
+def read_info(run: Path) -> RunInfo:
+    """Raises `UserError` where ``run`` is not a run folder."""
+    path = run / RUN_FILE
+    if not path.is_file():
+        raise UserError(f"{run}: not a run folder: it has no {RUN_FILE}; name the folder that `stretto pretrain` wrote")
+    return validate(RunInfo, read_json(path), source=str(path))
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """The checkpoint that ``path`` names: the folder itself, or the one of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    for folder in (path, path / CHECKPOINT):
+        if (folder / "config.json").is_file():
+            return folder
+    if (path / RUN_FILE).is_file():
+        raise UserError(f"{path}: this run has no checkpoint yet; finish it with --resume")
+    raise UserError(f"{path}: no checkpoint here (no config.json); name a run or a Hugging Face folder")
+
+
+def prepare_data(run: Path, data: Sequence[str], tokenizer: Path | None, vocab_size: int) -> tuple[Mixture, Path, str]:
+    """Token shards of every ``PATH[@WEIGHT]`` in ``data``: the mixture, the tokenizer's folder, a hash of it all.
+
+    A folder that `tokenise` wrote is used as it is, with the tokenizer it keeps; anything else is tokenised into the
+    run, with ``tokenizer`` or one trained on it.
+
+    Raises:
+        UserError: bad data, a tokenizer that does not fit, or a vocabulary larger than the model's.
+    """
+    if not data:
+        raise UserError("--data: name at least one file, folder or dataset")
+    parts: list[Part] = []
+    for number, argument in enumerate(data):
+        source, weight = _split_weight(argument)
+        if (Path(source) / "data.json").is_file():
+            folder = Path(source)
+        else:
+            folder = run / "data" / f"{number:02d}"
+            tokenise_data([source], folder, tokenizer, vocab_size)
+        tokenizer = tokenizer or folder / TOKENIZER
+        parts.append(Part(name=f"{number:02d}-{Path(source).name}", path=folder.resolve(), weight=weight))
+    assert tokenizer is not None
+    mixture = Mixture(parts=tuple(parts))
+    mixture.open()
+    manifests = [read_manifest(part.path) for part in parts]
+    largest = max(manifest.settings.vocab_size for manifest in manifests)
+    if largest > vocab_size:
+        raise UserError(
+            f"model.vocab_size: {vocab_size} is less than the tokenizer's {largest}; raise it in the recipe"
+        )
+    if load_tokenizer(tokenizer).fingerprint() != manifests[0].settings.tokenizer:
+        raise UserError(f"{tokenizer}: not the tokenizer that encoded {parts[0].path}; leave --tokenizer out")
+    told = "\n".join(f"{manifest.data_hash} {part.weight}" for manifest, part in zip(manifests, parts, strict=True))
+    return mixture, Path(tokenizer).resolve(), hashlib.sha256(told.encode()).hexdigest()
+
+
+def tokenise_data(data: Sequence[str], out: Path, tokenizer: Path | None, vocab_size: int) -> Manifest:
+    """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on it.
+
+    Raises:
+        UserError: bad data, or more than one source (a mixture is of data folders).
+    """
+    if len(data) != 1:
+        raise UserError(f"--data: one source makes one data folder, {len(data)} were named; tokenise each by itself")
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer)
+    elif (out / TOKENIZER).is_dir():  # an earlier attempt trained one
+        loaded = load_tokenizer(out / TOKENIZER)
+    else:
+        documents = itertools.chain.from_iterable(open_sources(data[0]).values())
+        loaded = learn_tokenizer(documents, vocab_size)
+    return tokenise_documents(open_sources(data[0]), out, loaded)
+
+
+def tokenise_documents(sources: Mapping[str, Iterable[Document]], out: Path, tokenizer: Tokenizer) -> Manifest:
+    """Tokenise ``sources`` into ``out`` and keep the tokenizer with the shards."""
+    tokenizer.save(out / TOKENIZER)
+    with progress("tokenise", None) as advance:
+        fraction = 0.0 if "val" in sources else VAL_FRACTION
+        return tokenise(sources, tokenizer, out, val_fraction=fraction, advance=advance)
+
+
+def learn_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
+    """Train a tokenizer of at most ``vocab_size`` on the first stretch of ``documents``."""
+    with progress("train tokenizer", None) as advance:
+
+        def texts() -> Iterator[str]:
+            num_chars = 0
+            for document in documents:
+                yield document.text
+                num_chars += len(document.text)
+                advance(len(document.text))
+                if num_chars > TOKENIZER_CHARS:
+                    return
+
+        return train_tokenizer(texts(), vocab_size)
+
+
+def _split_weight(argument: str) -> tuple[str, float]:
+    source, at, weight = argument.rpartition("@")
+    if not at:
+        return argument, 1.0
+    try:
+        return source, float(weight)
+    except ValueError:
+        return argument, 1.0  # a name with an @ in it

@@ -1,0 +1,220 @@
+"""The shaping commands: measure latency, search, extract, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stretto.apps.run import RunInfo, checkpoint_folder, read_info
+from stretto.apps.train import held_out
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json, write_json
+from stretto.base.receipt import Meter
+from stretto.base.records import new_lineage
+from stretto.base.track import progress
+from stretto.data.loader import Loader
+from stretto.evals.loss import EvalBatch, evaluate
+from stretto.model.count import count
+from stretto.model.elastic import extract
+from stretto.model.families import parse_family
+from stretto.model.gguf import write_gguf
+from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
+from stretto.model.parallel import Ranks, device_name, join
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, parse_subnet
+from stretto.model.transformer import Context, Transformer
+from stretto.search.extract import Extracted, verified_extract
+from stretto.search.frontier import SearchOptions, SearchResult, search
+from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, write_table
+from stretto.search.space import Limits, SearchSpace
+from stretto.search.timing import check, measure
+from stretto.train.heal import heal
+from stretto.train.recipe import HealRecipe, Recipe
+
+LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
+
+
+def latency_command(run: Path, device: str = "auto") -> LatencyTable:
+    """Measure this machine's latency table for the network of ``run``; written to the run folder."""
+    model = _load(run, join(device)).model
+    space = SearchSpace.of(model.config)
+    experts, top_ks = _ends(space.experts), _ends(space.top_k)
+    table = measure(model, experts, top_ks, (DECODE, Workload(phase="prefill", batch=1, context=256)))
+    write_table(run / LATENCY_FILE, table)
+    return table
+
+
+def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
+    """Relative error of the table's prediction against a true measurement, for every preset and the full network."""
+    checkpoint = _load(run, join(device))
+    table = read_table(run / LATENCY_FILE, checkpoint.model)
+    names = {"full": checkpoint.config.full()} | {
+        name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()
+    }
+    found = check(table, checkpoint.model, list(names.values()), num_rounds=3)
+    kinds = len(table.timings)
+    return {
+        f"{name}, {result.workload.phase}": result.error
+        for index, name in enumerate(names)
+        for result in found[index * kinds : (index + 1) * kinds]
+    }
+
+
+def search_command(
+    run: Path,
+    limits: Limits,
+    options: SearchOptions | None = None,
+    heal_recipe: HealRecipe | None = None,
+    device: str = "auto",
+) -> SearchResult:
+    """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
+
+    With ``heal_recipe`` the best few are healed briefly by it, and the choice is made among the healed.
+    """
+    info, ranks = read_info(run), join(device)
+    checkpoint = _load(run, ranks)
+    assert isinstance(info.recipe, Recipe), f"{run} is a {info.stage} run"
+    batches = held_out(info, info.recipe.train, ranks)
+    table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
+    healer = None
+    if heal_recipe is not None:
+        healer = _Healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches)
+    result = search(
+        checkpoint.model,
+        batches,
+        limits,
+        options=options,
+        presets={name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()},
+        table=table,
+        heal=healer,
+    )
+    write_json(run / SEARCH_FILE, result.model_dump(mode="json"))
+    return result
+
+
+def read_search(run: Path) -> SearchResult | None:
+    """The run's last search; None if there was none."""
+    path = run / SEARCH_FILE
+    return validate(SearchResult, read_json(path), source=str(path)) if path.is_file() else None
+
+
+class _Healer:
+    """Heals a Subnet for a few steps and tells its loss; each in a folder of its own."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        info: RunInfo,
+        recipe: HealRecipe,
+        folder: Path,
+        ranks: Ranks,
+        batches: tuple[EvalBatch, ...],
+    ):
+        self.model, self.info, self.recipe = model, info, recipe
+        self.folder, self.ranks, self.batches = folder, ranks, batches
+        self.num = 0
+
+    def __call__(self, subnet: Subnet) -> float:
+        train, ranks = self.recipe.train, self.ranks
+        loader = Loader(self.info.data.open(), self.info.data.weights, train.micro_rows, train.seq_len, train.seed)
+        folder = self.folder / f"heal-{self.num:02d}"
+        self.num += 1
+        healed = heal(
+            self.recipe,
+            folder,
+            extract(self.model, subnet),
+            self.model if self.recipe.ce_weight < 1.0 else None,
+            loader,
+            self.info.data_hash,
+            ranks,
+            observe=lambda model, step: {},
+        )
+        return evaluate(healed.model, healed.model.config.full(), self.batches).nll
+
+
+def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:
+    """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones."""
+    ranks = join(device)
+    checkpoint = _load(source, ranks)
+    subnet = choose_subnet(source, checkpoint, subnet_name)
+    meter = Meter("extract", device_name(ranks.device), ranks.world)
+    with meter:
+        batches = _probe(checkpoint.config, ranks)
+        extracted = verified_extract(checkpoint.model, subnet, batches)
+    config = extracted.model.config
+    counts = count(config, config.full())
+    full = count(checkpoint.config, subnet)
+    passes = full.forward_flops(extracted.num_tokens, batches[0].ids_BT.shape[1])
+    meter.add(flops=2 * passes, tokens=extracted.num_tokens)
+    lineage = new_lineage(
+        name=out.name,
+        stage="extract",
+        weights_hash="",
+        total_params=counts.total_params,
+        active_params=counts.active_params,
+        receipt=meter.receipt(),
+        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
+        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
+    )
+    has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
+    write_checkpoint(
+        out,
+        extracted.model,
+        config,
+        family=None,
+        tokenizer_dir=checkpoint.folder if has_tokenizer else None,
+        lineage=lineage,
+    )
+    return extracted
+
+
+def choose_subnet(source: Path, checkpoint: Checkpoint, name: str) -> Subnet:
+    """A preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``."""
+    if name != "best":
+        return parse_subnet(name, checkpoint.config, checkpoint.presets)
+    result = read_search(source)
+    if result is None:
+        raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
+    return check_subnet(checkpoint.config, result.chosen.subnet)
+
+
+def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool) -> None:
+    """Write the checkpoint ``source`` as a Hugging Face folder of ``family``, or as a GGUF file."""
+    folder = checkpoint_folder(source)
+    if gguf:
+        with progress("write GGUF", None) as advance:
+            write_gguf(
+                folder, out, dtype={"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype], advance=advance
+            )
+        return
+    checkpoint = read_checkpoint(folder)
+    with progress(f"write {family}", None) as advance:
+        write_checkpoint(
+            out,
+            checkpoint.model,
+            checkpoint.config,
+            family=parse_family(family),
+            tokenizer_dir=folder if (folder / "tokenizer.json").is_file() else None,
+            presets=checkpoint.presets,
+            lineage=checkpoint.lineage,
+            dtype=getattr(torch, dtype),
+            advance=advance,
+        )
+
+
+def _load(source: Path, ranks: Ranks) -> Checkpoint:
+    return read_checkpoint(checkpoint_folder(source), device=ranks.device)
+
+
+def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Smallest, middle and largest: the table interpolates between them."""
+    return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
+
+
+def _probe(config: ModelConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
+    """A few hundred tokens to compare logits on: random ids, since equality must hold for any input."""
+    length = min(128, config.max_positions)
+    ids_BT = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
+    ids_BT = ids_BT.to(ranks.device)
+    return (EvalBatch(ids_BT, ids_BT, Context.plain(ids_BT)),)

@@ -1,0 +1,232 @@
+"""The training commands: from arguments to a stage, and from its result to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from stretto.apps.run import CHECKPOINT, RunInfo, checkpoint_folder, prepare_data, read_info, write_info
+from stretto.base.errors import UserError
+from stretto.base.records import Lineage, new_lineage
+from stretto.base.track import Tracker
+from stretto.data.loader import Loader, eval_batches
+from stretto.evals.loss import EvalBatch, evaluate_many, to_device
+from stretto.model.count import count
+from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
+from stretto.model.parallel import Ranks, full_state, join
+from stretto.model.spec import SubnetChoice
+from stretto.model.transformer import Transformer
+from stretto.search.rank import rank_layers
+from stretto.text.tokenizer import load_tokenizer
+from stretto.train.heal import heal
+from stretto.train.loop import Observe, peak_memory
+from stretto.train.pretrain import Trained, pretrain
+from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
+
+EVAL_BATCH_ROWS = 16
+
+
+def pretrain_command(
+    recipe: Recipe,
+    run: Path,
+    data: Sequence[str],
+    tokenizer: Path | None = None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+) -> Path:
+    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder.
+
+    Raises:
+        UserError: bad data or recipe, or a folder in which another run lies.
+    """
+    info = _start(run, resume, lambda: _new_run(recipe, run, data, tokenizer))
+    assert isinstance(info.recipe, Recipe), f"{run} is a {info.stage} run"
+    if resume and recipe != info.recipe:
+        _explain_difference(run, info.recipe, recipe)
+    ranks = join(device)
+    batches = held_out(info, recipe.train, ranks)
+    trained = pretrain(
+        recipe,
+        run,
+        open_loader(info, recipe.train, ranks),
+        info.data_hash,
+        ranks,
+        observe=observer(recipe.elastic.anchors, batches, ranks),
+        rank_layers=lambda model: rank_layers(model, batches).order,
+        tracker=_tracker(run, recipe.model_dump(mode="json"), wandb_project),
+        resume=resume,
+    )
+    return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
+
+
+def heal_command(
+    recipe: HealRecipe,
+    source: Path,
+    out: Path,
+    data: Sequence[str],
+    teacher: Path | None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+) -> Path:
+    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``.
+
+    Raises:
+        UserError: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
+    """
+    run = out.with_name(out.name + ".run")
+    folder = checkpoint_folder(source)
+    student = read_checkpoint(folder, dtype=torch.float32)
+    guide = _read_teacher(recipe, student, teacher)
+    info = _start(run, resume, lambda: _new_heal(recipe, run, student, data, guide))
+    assert isinstance(info.recipe, HealRecipe), f"{run} is a {info.stage} run"
+    ranks = join(device)
+    trained = heal(
+        recipe,
+        run,
+        student.model,
+        guide.model if guide else None,
+        open_loader(info, recipe.train, ranks),
+        info.data_hash,
+        ranks,
+        observe=observer({}, held_out(info, recipe.train, ranks), ranks),
+        tracker=_tracker(run, recipe.model_dump(mode="json"), None),
+        resume=resume,
+    )
+    parents = (student.lineage,) if student.lineage else ()
+    return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
+
+
+def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
+    """The training loader; one batch is one micro-batch."""
+    return Loader(
+        info.data.open(), info.data.weights, train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world
+    )
+
+
+def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
+    """Fixed held-out batches, on the device: the first rows of every part of the mixture."""
+    parts = info.data.open("val")
+    rows = EVAL_BATCH_ROWS * ranks.world
+    num = max(1, train.eval_rows // (rows * len(parts)))
+    found = [eval_batches(part, rows, train.seq_len, num, 0, ranks.rank, ranks.world) for part in parts]
+    return to_device([batch for batches in found for batch in batches], ranks.device)
+
+
+def observer(presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], ranks: Ranks) -> Observe:
+    """Held-out loss of the full network and of every preset, over all ranks."""
+
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        subnets = {"full": model.config.full()} | {name: preset.of(model.config) for name, preset in presets.items()}
+        reports = evaluate_many(model, list(subnets.values()), batches)
+        sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
+        sums = ranks.sum(sums.to(ranks.device)).cpu()
+        return {f"loss/{name}": float(nll / num) for name, (nll, num) in zip(subnets, sums, strict=True)}
+
+    return observe
+
+
+def _start(run: Path, resume: bool, new: Callable[[], RunInfo]) -> RunInfo:
+    """The run's record: the one it was started with, or a new one."""
+    if resume:
+        return read_info(run)
+    if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
+        raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
+    info = new()
+    write_info(run, info)
+    return info
+
+
+def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None) -> RunInfo:
+    mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size)
+    return RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=folder)
+
+
+def _new_heal(
+    recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], guide: Checkpoint | None
+) -> RunInfo:
+    config = student.config
+    if recipe.train.seq_len > config.max_positions:
+        raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
+    if not (student.folder / "tokenizer.json").is_file():
+        raise UserError(f"{student.folder}: has no tokenizer.json; put the tokenizer beside the weights")
+    mixture, folder, data_hash = prepare_data(run, data, student.folder, config.vocab_size)
+    return RunInfo(
+        stage="heal",
+        recipe=recipe,
+        data=mixture,
+        data_hash=data_hash,
+        tokenizer=folder,
+        parent=student.folder.resolve(),
+        teacher=guide.folder.resolve() if guide else None,
+    )
+
+
+def _read_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Checkpoint | None:
+    if recipe.ce_weight >= 1.0:
+        return None
+    if teacher is None:
+        told = student.lineage.config.get("source") if student.lineage else None
+        if not told or not Path(told).is_dir():
+            raise UserError(
+                f"{student.folder}: --teacher: the network this was cut from is not at hand; "
+                "name it, or set ce_weight=1 to heal on the data alone"
+            )
+        teacher = Path(told)
+    guide = read_checkpoint(checkpoint_folder(teacher), dtype=torch.float32)
+    if guide.config.vocab_size != student.config.vocab_size:
+        raise UserError(
+            f"{teacher}: --teacher: vocabulary of {guide.config.vocab_size}, the student has {student.config.vocab_size}"
+        )
+    return guide
+
+
+def _write_result(
+    out: Path,
+    name: str,
+    info: RunInfo,
+    trained: Trained,
+    ranks: Ranks,
+    presets: Mapping[str, SubnetChoice],
+    parents: tuple[Lineage, ...],
+) -> Path:
+    """Write the checkpoint (rank 0) with its lineage."""
+    state = full_state(trained.model)
+    if ranks.is_first:
+        config = trained.model.config
+        counts = count(config, config.full())
+        lineage = new_lineage(
+            name=name,
+            stage=info.stage,
+            weights_hash="",
+            total_params=counts.total_params,
+            active_params=counts.active_params,
+            receipt=trained.meter.receipt(peak_memory(ranks)),
+            parents=parents,
+            run_id=trained.run_id,
+            data_hash=info.data_hash,
+            tokenizer_hash=load_tokenizer(info.tokenizer).fingerprint(),
+            config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
+        )
+        write_checkpoint(
+            out, state, config, tokenizer_dir=info.tokenizer, presets=presets, lineage=lineage, dtype=torch.float32
+        )
+    ranks.barrier()
+    return out
+
+
+def _tracker(run: Path, config: dict[str, object], wandb_project: str | None) -> Callable[[int], Tracker]:
+    def open_at(step: int) -> Tracker:
+        return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
+
+    return open_at
+
+
+def _explain_difference(run: Path, old: Recipe, new: Recipe) -> None:
+    was, now = old.model_dump(), new.model_dump()
+    field = next(f"{table}.{key}" for table in was for key in was[table] if was[table][key] != now[table][key])
+    raise UserError(f"{run}: {field}: differs from the recipe this run started with; leave it out when resuming")

@@ -1,0 +1,117 @@
+"""Bad input is one line that names the file, the field and the remedy; exit code 2; nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.apps.conftest import Result, Run
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.code == 2, result
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 1, result.err
+    for word in words:
+        assert word in lines[0], f"{word!r} not in {lines[0]!r}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("train.stepz=3", ("train.stepz", "unknown key", "steps")),
+        ("train.steps=0", ("train.steps", "greater than 0")),
+        ("model.top_k=9", ("top_k 9 is larger than num_experts 4",)),
+        ("model.num_kv_heads=3", ("num_kv_heads 3",)),
+        ("elastic.anchors.corner.experts=9", ("elastic.anchors.corner", "1..4")),
+        ("elastic.anchor_share=0.95", ("at most 1",)),
+        ("train.seq_len=128", ("max_positions 64",)),
+        ("nonsense", ("key.path=value",)),
+    ],
+)
+def test_a_bad_recipe_is_refused_before_anything_is_written(
+    stretto: Run, recipe: Path, text: Path, tmp_path: Path, setting: str, words: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    result = stretto("pretrain", recipe, "--data", text, "--run", run, "--set", setting)
+    refused(result, *words)
+    assert not run.exists()
+
+
+def test_a_missing_recipe_or_one_that_is_not_toml(stretto: Run, tmp_path: Path, text: Path) -> None:
+    refused(stretto("pretrain", tmp_path / "none.toml", "--data", text), "none.toml", "no such recipe")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    refused(stretto("pretrain", broken, "--data", text), "broken.toml", "not valid TOML")
+
+
+def test_bad_data(stretto: Run, recipe: Path, tmp_path: Path) -> None:
+    def pretrain(data: Path) -> Result:
+        return stretto("pretrain", recipe, "--data", data, "--run", tmp_path / "run")
+
+    refused(pretrain(tmp_path / "none.jsonl"), "none.jsonl")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    refused(pretrain(empty), "empty.txt")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(bytes(range(256)) * 10)
+    refused(pretrain(binary), "binary.txt")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Grüße aus Köln\n".encode("latin-1") * 50)
+    refused(pretrain(latin), "latin.txt")
+    no_field = tmp_path / "field.jsonl"
+    no_field.write_text('{"body": "text"}\n')
+    refused(pretrain(no_field), "field.jsonl", "text")
+
+
+def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for command in ("search", "latency", "report", "cost"):
+        refused(stretto(command, empty), "empty")
+    refused(stretto("extract", empty, "--subnet", "corner", "-o", tmp_path / "out"), "empty")
+    refused(stretto("heal", empty, "-o", tmp_path / "out", "--data", empty), "empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_of_nothing(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
+    refused(stretto("pretrain", recipe, "--data", text, "--run", tmp_path / "run", "--resume"), "run.json")
+
+
+@pytest.mark.slow
+def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made = stretto("pretrain", recipe, "--data", text, "--run", run)
+    assert made.code == 0, made.err
+
+    refused(stretto("pretrain", recipe, "--data", text, "--run", run), "--resume")
+    changed = ("--resume", "--set", "optim.lr=0.5")
+    refused(stretto("pretrain", recipe, "--data", text, "--run", run, *changed), "optim.lr")
+
+    out = tmp_path / "out"
+    refused(stretto("extract", run, "--subnet", "cornr", "-o", out), "did you mean 'corner'")
+    refused(stretto("extract", run, "--subnet", "layers=9", "-o", out), "1..5")
+    refused(stretto("extract", run, "--subnet", "depth=3", "-o", out), "depth")
+    refused(stretto("extract", run, "--subnet", "best", "-o", out), "stretto search")
+    refused(stretto("search", run, "--max-total", "0.01"), "nothing fits", "--max-total")
+    refused(stretto("search", run, "--max-latency-ms", "1"), "stretto latency")
+    assert not out.exists()
+
+    assert stretto("extract", run, "--subnet", "corner", "-o", out).code == 0
+    refused(stretto("export", out, "--family", "qwen3_moe", "-o", tmp_path / "q"), "qwen3_moe")
+    refused(stretto("export", out, "--family", "llama", "-o", tmp_path / "q"), "llama")
+    assert not (tmp_path / "q").exists()
+
+    healed = tmp_path / "healed"
+    nan = ("--set", "optim.lr=1e30", "--set", "optim.clip_norm=1e30")
+    refused(stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan), "not finite")
+    assert not healed.exists()
+
+    weights = out / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(stretto("export", out, "-o", tmp_path / "q"), "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    refused(stretto("export", out, "-o", tmp_path / "q"), "config.json")

@@ -1,0 +1,59 @@
+"""The whole path through the command line, on a tiny network: text in, a checkpoint that transformers loads out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.base.records import read_lineage
+from stretto.model.hub import read_checkpoint
+from tests.apps.conftest import Run
+
+
+@pytest.mark.slow
+def test_from_text_to_a_checkpoint_that_transformers_loads(
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, corner, healed, hf = (tmp_path / name for name in ("run", "run/corner", "run/healed", "run/hf"))
+
+    def ok(*arguments: object) -> str:
+        result = stretto(*arguments)
+        assert result.code == 0, result.err
+        return result.out
+
+    ok("pretrain", recipe, "--data", text, "--run", run)
+    assert "samples on" in ok("latency", run)
+    found = ok("search", run, "--max-total", 0.75, "--max-active", 0.9)
+    assert "chosen:" in found
+    assert "rank correlation" in found
+    assert "logits differ by" in ok("extract", run, "--subnet", "corner", "-o", corner)
+    ok("extract", run, "--subnet", "best", "-o", tmp_path / "best")
+    ok("heal", corner, "-o", healed, "--data", run / "data" / "00", "--recipe", healing)
+    ok("export", healed, "--family", "glm4_moe", "-o", hf)
+    ok("export", healed, "--gguf", "-o", run / "model.gguf")
+    assert (run / "model.gguf").stat().st_size > 10_000
+
+    ours = read_checkpoint(healed).model
+    theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(hf)("line 12: 144 is the square of 12").input_ids])
+    assert (ours.logits(ids) - theirs(ids).logits).abs().max() < 1e-4
+
+    stages = [lineage.stage for lineage in _ancestry(healed)]
+    assert stages == ["pretrain", "extract", "heal"]
+    assert {"pretrain", "extract", "heal"} <= set(ok("cost", healed).split())
+    page = Path(ok("report", run).split("report:")[1].strip())
+    assert "corner" in page.read_text()
+    assert json.loads((run / "search.json").read_text())["candidates"]
+
+
+def _ancestry(folder: Path) -> list:
+    lineage = read_lineage(folder)
+    chain = [lineage]
+    while chain[0].parents:
+        chain.insert(0, chain[0].parents[0])
+    return chain
