@@ -1,0 +1,268 @@
+"""What an elastic network costs and gives: figures 3 to 7, every run beside its control.
+
+    python -m bench.elastic_quality                        the small version, on text of this Python's library
+    python -m bench.elastic_quality --data FOLDER --steps 3000 --seeds 3
+
+For each seed it trains, on the same tokens: an ordinary network, an elastic one (``anchored``), an elastic one with
+ERNIE 5.0's sampler, and the corner's shape alone (the scratch control). Then it cuts the corner out of the elastic
+network and, pruned the same way, out of the ordinary one, and heals both with budgets that are shares of the scratch
+control's FLOPs. Every run leaves a result file in --out, and one that is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich
+from rich.table import Table
+
+from stretto.apps.run import CHECKPOINT, RunInfo, learn_tokenizer, prepare_data, tokenise_documents
+from stretto.apps.train import held_out, observer, open_loader
+from stretto.base.config import read_recipe
+from stretto.base.paths import read_json, write_json
+from stretto.base.track import Tracker
+from stretto.data.demo_text import demo_documents
+from stretto.evals.loss import evaluate
+from stretto.model.count import count
+from stretto.model.elastic import extract
+from stretto.model.hub import read_checkpoint, write_checkpoint
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig, extracted_config
+from stretto.search.rank import rank_layers
+from stretto.train.heal import heal
+from stretto.train.pretrain import pretrain
+from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
+
+BUDGETS = (0.015, 0.03, 0.06)
+"""Healing budgets, as shares of the scratch control's FLOPs; the aim is parity within the last."""
+RECIPE = Path(__file__).with_name("elastic_quality.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all runs share."""
+
+    recipe: Recipe
+    info: RunInfo
+    out: Path
+
+    def scratch(self) -> ModelConfig:
+        network = self.recipe.network()
+        return extracted_config(network, self.recipe.elastic.anchors["corner"].of(network))
+
+
+def main() -> None:
+    arguments = _parse()
+    recipe = read_recipe(arguments.recipe, Recipe, arguments.set + [f"train.steps={arguments.steps}"])
+    data = arguments.data or _own_text(arguments.out, recipe)
+    mixture, tokenizer, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
+    info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
+    bench = Bench(recipe, info, arguments.out)
+    rows = [_seed(bench, seed) for seed in range(arguments.seeds)]
+    rich.print(_table(bench, rows))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="data folder of `stretto tokenize`, or text")
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-quality"))
+    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe")
+    return parser.parse_args()
+
+
+def _own_text(out: Path, recipe: Recipe) -> Path:
+    folder = out / "data"
+    if not (folder / "data.json").is_file():
+        tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)
+        tokenise_documents({"train": demo_documents()}, folder, tokenizer)
+    return folder
+
+
+def _seed(bench: Bench, seed: int) -> dict[str, Any]:
+    """All runs of one seed: name -> result."""
+    elastic = bench.recipe.elastic
+    off = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
+    ernie = elastic.replace(sampler="ernie", rank_layers_at=())
+    runs = {
+        "ordinary": bench.recipe.replace(elastic=off),
+        "anchored": bench.recipe,
+        "ernie": bench.recipe.replace(elastic=ernie),
+        "scratch": bench.recipe.replace(model=bench.scratch(), elastic=ElasticConfig(sampler="off", anchor_share=0.0)),
+    }
+    found = {
+        name: _cached(bench, f"{name}-{seed}", lambda folder, r=recipe: _pretrain(bench, folder, _seeded(r, seed)))
+        for name, recipe in runs.items()
+    }
+    for parent in ("anchored", "ordinary"):
+        for budget in BUDGETS:
+            name = f"heal-{parent}-{budget:g}"
+            found[name] = _cached(
+                bench,
+                f"{name}-{seed}",
+                lambda folder, p=parent, b=budget: _heal(
+                    bench,
+                    folder,
+                    _seeded(runs[p], seed),
+                    bench.out / f"{p}-{seed}",
+                    b * found["scratch"]["flops"],
+                    seed,
+                ),
+            )
+    return found
+
+
+def _cached(bench: Bench, name: str, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    folder = bench.out / name
+    told = json.loads(bench.recipe.model_dump_json())
+    if (folder / "result.json").is_file():
+        kept = read_json(folder / "result.json")
+        assert kept["recipe"] == told, f"{folder} holds results of another recipe; choose another --out"
+        return kept
+    rich.print(f"[bold]{name}")
+    result = work(folder) | {"recipe": told}
+    write_json(folder / "result.json", result)
+    return result
+
+
+def _seeded(recipe: Recipe, seed: int) -> Recipe:
+    return recipe.replace(train=recipe.train.replace(seed=seed))
+
+
+def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
+    ranks = join("cpu")
+    batches = held_out(bench.info, recipe.train, ranks)
+    trained = pretrain(
+        recipe,
+        folder,
+        open_loader(bench.info, recipe.train, ranks),
+        bench.info.data_hash,
+        ranks,
+        observe=observer(recipe.elastic.anchors, batches, ranks),
+        rank_layers=lambda model: rank_layers(model, batches).order,
+        tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
+        resume=(folder / "snapshots").is_dir(),
+    )
+    write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
+    receipt = trained.meter.receipt()
+    losses = observer(recipe.elastic.anchors, batches, ranks)(trained.model, recipe.train.steps)
+    return {"losses": losses, "flops": receipt.flops, "tokens": receipt.tokens, "wall_s": receipt.wall_s}
+
+
+def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float, seed: int) -> dict[str, Any]:
+    """Cut the corner out of ``parent`` and heal it for ``flops``, by CE alone and by CE with the parent's KL."""
+    ranks = join("cpu")
+    batches = held_out(bench.info, recipe.train, ranks)
+    corner = recipe.elastic.anchors["corner"]
+    result: dict[str, Any] = {"flops": 0}
+    for label, ce_weight in (("ce", 1.0), ("kl", 0.5)):
+        big = read_checkpoint(parent / CHECKPOINT).model
+        student = extract(big, corner.of(big.config))
+        healing = _healing(recipe, student.config, big.config, ce_weight, flops, seed + 100)
+        train = healing.train
+        info = bench.info.replace(stage="heal", recipe=healing)
+        done = heal(
+            healing,
+            folder / label,
+            student,
+            big if ce_weight < 1 else None,
+            open_loader(info, train, ranks),
+            info.data_hash,
+            ranks,
+            observe=lambda model, step: {},
+        )
+        receipt = done.meter.receipt()
+        full = done.model.config.full()
+        result |= {
+            label: evaluate(done.model, full, batches).nll,
+            f"{label}_flops": receipt.flops,
+            f"{label}_tokens": receipt.tokens,
+        }
+    return result
+
+
+def _healing(
+    recipe: Recipe, student: ModelConfig, teacher: ModelConfig, ce_weight: float, flops: float, seed: int
+) -> HealRecipe:
+    """As many steps as ``flops`` pay for, at least one."""
+    train = recipe.train
+    length = train.seq_len
+    tokens = train.rows * length
+    a_step = 3 * count(student, student.full()).forward_flops(tokens, length)
+    if ce_weight < 1:
+        a_step += count(teacher, teacher.full()).forward_flops(tokens, length)
+    steps = max(1, int(flops / a_step))
+    loop = train.replace(
+        steps=steps, seed=seed, eval_every=steps, snapshot_every=steps, micro_batches=1, rows=train.rows
+    )
+    optim = recipe.optim.replace(
+        lr=recipe.optim.lr * 0.2, warmup_steps=min(5, steps), decay_fraction=1.0, final_lr_fraction=0.0
+    )
+    return HealRecipe(optim=optim, train=loop, ce_weight=ce_weight)
+
+
+def _table(bench: Bench, rows: Sequence[dict[str, Any]]) -> Table:
+    network = bench.recipe.network()
+    full = count(network, network.full())
+    small = count(network, bench.recipe.elastic.anchors["corner"].of(network))
+    title = (
+        f"{full.total_params / 1e6:.2f}M total, {full.active_params / 1e6:.2f}M active; corner "
+        f"{small.total_params / full.total_params:.1%} and {small.active_params / full.active_params:.1%}; "
+        f"{rows[0]['anchored']['tokens'] / 1e6:.2f}M tokens, {len(rows)} seeds"
+    )
+    table = Table(title=title)
+    for column in ("#", "figure", "mean", "lowest", "highest", "aim"):
+        table.add_column(column)
+
+    def loss(run: str, name: str) -> list[float]:
+        return [row[run]["losses"][f"loss/{name}"] for row in rows]
+
+    def add(number: str, text: str, values: Sequence[float], aim: str, form: str = "{:+.4f}") -> None:
+        shown = (statistics.fmean(values), min(values), max(values))
+        table.add_row(number, text, *(form.format(value) for value in shown), aim)
+
+    def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+        return [a - b for a, b in zip(left, right, strict=True)]
+
+    scratch = loss("scratch", "full")
+    for run in ("ordinary", "anchored", "ernie"):
+        add("", f"loss of {run}, full", loss(run, "full"), "", "{:.4f}")
+        add("", f"loss of {run}, corner", loss(run, "corner"), "", "{:.4f}")
+    add("", "loss of the corner's shape from scratch", scratch, "", "{:.4f}")
+    add("3", "tax: anchored full − ordinary full", minus(loss("anchored", "full"), loss("ordinary", "full")), "≤ +0.02")
+    add("4", "corner zero-shot − scratch", minus(loss("anchored", "corner"), scratch), "≤ +0.03")
+    for budget in BUDGETS:
+        for parent, number in (("anchored", "5"), ("ordinary", "6")):
+            for label in ("ce", "kl"):
+                healed = [row[f"heal-{parent}-{budget:g}"][label] for row in rows]
+                add(
+                    number,
+                    f"{parent} corner healed ({label}, {budget:.1%} of scratch FLOPs) − scratch",
+                    minus(healed, scratch),
+                    "≤ 0 at 6 %" if number == "5" else "printed",
+                )
+    for sizes in (1, 2, 4):
+        family = [_family_cost(row, sizes) for row in rows]
+        add("5", f"parent and {sizes} healed sizes, over the largest alone", family, "≤ 1.24 at 4", "{:.3f}")
+    add("7", "anchored full − ernie full", minus(loss("anchored", "full"), loss("ernie", "full")), "≤ 0")
+    add("7", "anchored corner − ernie corner", minus(loss("anchored", "corner"), loss("ernie", "corner")), "< 0")
+    return table
+
+
+def _family_cost(row: dict[str, Any], sizes: int) -> float:
+    """FLOPs of the elastic parent and ``sizes − 1`` healed corners (the full network is the first size), over the
+    ordinary network's. Healing is charged at the largest budget."""
+    healed = row[f"heal-anchored-{BUDGETS[-1]:g}"]
+    return (row["anchored"]["flops"] + (sizes - 1) * healed["kl_flops"]) / row["ordinary"]["flops"]
+
+
+if __name__ == "__main__":
+    main()
