@@ -64,7 +64,7 @@ def main() -> None:
     mixture, tokenizer, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     bench = Bench(recipe, info, arguments.out)
-    rows = [_seed(bench, seed) for seed in range(arguments.seeds)]
+    rows = [_seed(bench, seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
     rich.print(_table(bench, rows))
 
 
@@ -74,6 +74,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds can be run by several processes at once")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-quality"))
     parser.add_argument("--set", action="append", default=[], help="override a key of the recipe")
     return parser.parse_args()

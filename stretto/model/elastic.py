@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.model.moe import MoeLayer
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, extracted_config, kept_experts
+from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
 from stretto.model.transformer import Transformer
 
 
@@ -19,7 +19,6 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
     Drops layers, and keeps of each MoE layer the first experts of its order, their router rows and the balance bias
     that was trained at that width. Tensors are copies.
     """
-    check_subnet(config, subnet)
     target = extracted_config(config, subnet)
     kept_rows = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
     width_of = {config.moe_layers[row]: count for row, count in zip(kept_rows, subnet.experts, strict=True)}
@@ -51,9 +50,9 @@ EXPERT_TENSORS = ("mlp.gate", "mlp.gate_up", "mlp.down", "mlp.bias_WE")
 def extract(model: Transformer, subnet: Subnet) -> Transformer:
     """``subnet`` as an ordinary network of its own (weights copied, same device and dtype)."""
     smaller = Transformer(extracted_config(model.config, subnet))
-    smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()))
-    first = next(model.parameters())
-    return smaller.to(device=first.device, dtype=first.dtype)
+    # assigned, not copied: each tensor keeps its own dtype, and fp32 biases stay so beside bf16 weights
+    smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()), assign=True)
+    return smaller.to(device=next(model.parameters()).device)
 
 
 @torch.no_grad()
@@ -77,10 +76,14 @@ def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -
 
 
 def _branch_experts(config: ModelConfig, layer: MoeLayer) -> Tensor:
-    """Which experts each branch of balance state steers [W, E]: the width's prefix, or all for an extra branch."""
-    limits = [min(width, layer.rank_E.numel()) for width in config.widths]
-    limits += [layer.rank_E.numel()] * (config.num_branches - len(limits))
-    return layer.rank_E[None, :] < torch.tensor(limits, device=layer.rank_E.device)[:, None]
+    """Which experts each branch of balance state steers [W, E]: a width's prefix, or what the first cut leaves out.
+
+    A branch beyond the widths belongs to the complement of the largest narrower width.
+    """
+    rank_E = layer.rank_E
+    prefixes = [rank_E < width for width in config.widths]
+    cut = config.widths[1] if len(config.widths) > 1 else 0
+    return torch.stack(prefixes + [rank_E >= cut] * (config.num_branches - len(prefixes)))
 
 
 def load_balance(counts_E: Tensor) -> float:

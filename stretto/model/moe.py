@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from stretto.model.exchange import Exchange
 from stretto.model.layers import SwiGlu, linear_fp32
 from stretto.model.spec import ModelConfig
 from stretto.ops.grouped import experts
@@ -50,6 +51,7 @@ class MoeLayer(nn.Module):
         rank[torch.tensor(config.expert_orders[row])] = torch.arange(num_experts)
         self.register_buffer("rank_E", rank, persistent=False)
         self.register_buffer("bias_WE", torch.zeros(config.num_branches, num_experts))
+        self.exchange: Exchange | None = None  # set by `parallel.shard` where the experts lie on several ranks
 
     def forward(self, x_BTD: Tensor, num_experts: int, top_k: int, widths: RowWidths | None) -> tuple[Tensor, Tensor]:
         """The layer's output [B, T, D] and how many slots each expert got, by branch [W, E] (int64).
@@ -59,7 +61,8 @@ class MoeLayer(nn.Module):
         B, T, D = x_BTD.shape
         x_ND = x_BTD.reshape(B * T, D)
         routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths)
-        y_ND = experts(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
+        compute = experts if self.exchange is None else self.exchange.experts
+        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
         y_BTD = y_ND.view(B, T, D)
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(x_BTD)

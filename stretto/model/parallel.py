@@ -1,14 +1,34 @@
-"""Ranks: who computes what. One rank is the general case with a world of one."""
+"""Ranks: who computes what, and who holds what. One rank is the general case with a world of one.
+
+FSDP2 spreads every block's matrices over all ranks and gathers them for the block's own computation. With expert
+parallelism the experts are not gathered: neighbouring ranks hold a block of them each, and tokens travel.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from stretto.base.errors import UserError
+from stretto.model.exchange import Exchange
+from stretto.model.moe import MoeLayer
+from stretto.model.transformer import Transformer
+
+TIMEOUT_S = 600.0
+"""A rank that dies is noticed at once; this is for one that hangs. The longest honest wait is for a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +38,8 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    ep: int = 1
+    """Neighbouring ranks that share each layer's experts between them; divides ``world``."""
 
     @property
     def is_first(self) -> bool:
@@ -38,24 +60,68 @@ class Ranks:
         if self.world > 1:
             dist.barrier()
 
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Add up over all ranks the gradients of what each holds whole; FSDP has done it for the rest."""
+        whole = [grad for grad in _gradients(model) if not isinstance(grad, DTensor)]
+        if self.world > 1 and whole:
+            flat = self.sum(torch.cat([grad.flatten() for grad in whole]))
+            for grad, total in zip(whole, flat.split([grad.numel() for grad in whole]), strict=True):
+                grad.copy_(total.view_as(grad))
+
     def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+        grads = list(_gradients(model))
+        if self.world == 1:
+            norm = nn.utils.get_total_norm(grads, foreach=True)
+        else:
+            # each number of a sharded gradient lies on one rank, one of a whole gradient on all: counted on the first
+            mine = [_local(grad) for grad in grads if self.is_first or isinstance(grad, DTensor)]
+            norm = self.sum(nn.utils.get_total_norm(mine, foreach=True).square()).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_local(grad) for grad in grads], scale)
         return float(norm)
 
 
-def join(device: str = "auto") -> Ranks:
-    """Take this process's place: torchrun's environment if there is one, otherwise a world of one."""
+def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ranks:
+    """Take this process's place: torchrun's environment if there is one, otherwise a world of one.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        ep: expert-parallel ranks.
+        timeout_s: how long a collective waits for the other ranks before it raises.
+
+    Raises:
+        UserError: ``ep`` does not divide the number of ranks.
+    """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    if ep < 1 or world % ep:
+        raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
     if kind == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
+    place = Ranks(rank, world, torch.device(kind), ep)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind.startswith("cuda") else "gloo")
-    return Ranks(rank, world, torch.device(kind))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            # gloo would ask the network for this host's address, which a laptop or a container may not have
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        on_gpu = place.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=place.device if on_gpu else None,
+        )
+        # also after an error: closed connections make the other ranks' collectives fail instead of waiting
+        atexit.register(_leave)
+    return place
+
+
+_PLACE = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
@@ -71,14 +137,97 @@ def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and has else torch.float32
 
 
-def device_name(ranks: Ranks) -> str:
-    """Model name of the device, for receipts and latency tables."""
-    if ranks.device.type == "cuda":
-        return torch.cuda.get_device_name(ranks.device)
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+def device_name(device: torch.device) -> str:
+    """Model name of ``device`` as its driver or the kernel gives it; receipts and latency tables carry it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type == "cpu" and cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Spread ``model`` over the ranks; a world of one keeps it as it is."""
-    assert ranks.world == 1, "sharding is not built yet"
+def shard(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Spread ``model`` over the ranks, in place; a world of one keeps it as it is.
+
+    Weights stay in fp32. A block's matrices are gathered in ``dtype``, the compute dtype, to which autocast would cast
+    them anyway; norms and routers, which autocast leaves alone, are small and stay whole on every rank. Gradients are
+    added up in fp32: sums, not means, so that a loss divided by the global number of tokens needs no other factor.
+
+    Raises:
+        UserError: the ranks cannot share the experts evenly.
+    """
+    if ranks.world == 1:
+        return model
+    kind = ranks.device.type
+    everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("ranks",))
+    gathered = None if dtype == torch.float32 else dtype
+    # FSDP would cast the residual stream as well
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if ranks.ep > 1:
+        grid = init_device_mesh(kind, (ranks.world // ranks.ep, ranks.ep), mesh_dim_names=("copies", "ep"))
+        for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
+            _spread_experts(layer, grid, everyone, policy)
+    whole = {parameter for name, parameter in model.blocks.named_parameters() if _is_whole(name, parameter)}
+    for block in model.blocks:
+        fully_shard(block, mesh=everyone, mp_policy=policy, ignored_params=whole)
+    # embedding and head in fp32: they begin and end the residual stream. Gathered until the backward pass: the loss
+    # multiplies by the head outside the forward pass.
+    outer = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(model, mesh=everyone, mp_policy=outer, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Give each rank of a row of ``grid`` (copies × ep) its block of experts, and split each expert over the copies."""
+    copies, ep = grid.shape
+    num_experts, num_rows, hidden = layer.gate_up.shape
+    if num_experts % ep:
+        raise UserError(f"train.ep: {ep} does not divide the {num_experts} experts of a layer; choose a divisor")
+    if num_rows % copies or hidden % copies:
+        raise UserError(
+            f"train.ep: {copies} ranks cannot split experts of {num_rows} x {hidden} evenly; use more expert-parallel ranks"
+        )
+    layer.gate_up = nn.Parameter(distribute_tensor(layer.gate_up.data, grid["ep"], [Shard(0)]))
+    layer.down = nn.Parameter(distribute_tensor(layer.down.data, grid["ep"], [Shard(0)]))
+    layer.exchange = Exchange(grid.get_group("ep"))
+    if layer.shared is not None:
+        fully_shard(layer.shared, mesh=everyone, mp_policy=policy)
+    # along the rows of each expert, as a rank may hold fewer experts than there are copies
+    fully_shard(
+        layer,
+        mesh=grid["copies"],
+        mp_policy=policy,
+        ignored_params={layer.gate},
+        shard_placement_fn=lambda parameter: Shard(1),
+    )
+
+
+def _is_whole(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 1 or name.endswith("mlp.gate")
+
+
+def full_state(model: Transformer) -> dict[str, Tensor]:
+    """The state dict of ``model`` with whole tensors, on the CPU of rank 0; empty on the others. All must call it."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_first:
+            state[name] = whole.cpu()
+    return state
+
+
+def _gradients(model: nn.Module) -> Iterable[Tensor]:
+    return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What of ``tensor`` lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -254,7 +254,12 @@ def parse_subnet(text: str, config: ModelConfig, presets: dict[str, SubnetChoice
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
-    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``."""
+    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``.
+
+    Raises:
+        UserError: ``subnet`` lies outside the network.
+    """
+    check_subnet(config, subnet)
     kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
     place = {layer: index for index, layer in enumerate(subnet.layers)}
     widest = max(subnet.experts, default=1)

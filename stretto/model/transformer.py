@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
@@ -88,8 +89,13 @@ class Transformer(nn.Module):
 
     @property
     def head_VD(self) -> Tensor:
-        """The output matrix [V, D]: the embedding's own where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """The output matrix [V, D], whole on every rank: the embedding's own where they are tied.
+
+        Sharded, a forward pass leaves it gathered, and its gradient is summed over the ranks in that pass's backward;
+        before any forward pass all ranks must ask for it together, and it takes no gradient.
+        """
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""

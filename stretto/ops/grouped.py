@@ -31,22 +31,29 @@ def experts_reference(
 def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> Tensor:
     """`experts_reference` through grouped matrix products.
 
-    The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is.
+    The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
+    multiply the input of the down projection, which is linear: its rows are narrower than its output's.
     """
-    num_tokens, num_chosen = chosen_NK.shape
     slots = group_slots(chosen_NK, gate_up_EFD.shape[0])
+    num_chosen = chosen_NK.shape[1]
     x_SD = _Gather.apply(x_ND, slots.token_S, slots.place_S, num_chosen)
-    y_SD = grouped_swiglu(x_SD, slots.ends_E, gate_up_EFD, down_EDI)
-    y_SD = _Gather.apply(y_SD, slots.place_S, slots.order_S, 1)  # back to the tokens' own order
-    y_NKD = y_SD.view(num_tokens, num_chosen, -1)
-    return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
+    gates_S = _Gather.apply(gates_NK.reshape(-1), slots.order_S, slots.place_S, 1)
+    y_SD = grouped_swiglu(x_SD, slots.ends_E, gate_up_EFD, down_EDI, gates_S)
+    return _Combine.apply(y_SD, slots.place_S, slots.token_S, num_chosen)
 
 
-def grouped_swiglu(x_SD: Tensor, ends_E: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> Tensor:
-    """SwiGLU of slots sorted by expert; ``ends_E`` (int32) is where each expert's slots end. Returns [S, D]."""
+def grouped_swiglu(
+    x_SD: Tensor, ends_E: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor, gates_S: Tensor | None = None
+) -> Tensor:
+    """SwiGLU of slots sorted by expert; ``ends_E`` (int32) is where each expert's slots end. Returns [S, D].
+
+    ``gates_S`` are factors of the slots' outputs.
+    """
     dtype = compute_dtype(x_SD)
     hidden_SF = F.grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
     hidden_SI = swiglu(hidden_SF)
+    if gates_S is not None:
+        hidden_SI = hidden_SI * gates_S[:, None].to(dtype)
     return F.grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
 
 
@@ -101,7 +108,23 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        grad = grads[0].index_select(0, inverse)
-        if ctx.fan > 1:
-            grad = grad.view(-1, ctx.fan, grad.shape[-1]).sum(1)
-        return grad, None, None, None
+        return _gather_sum(grads[0], inverse, ctx.fan), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The transpose of `_Gather`: row r is the sum of rows ``place[r·fan : (r+1)·fan]``, in that order."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, place: Tensor, row: Tensor, fan: int) -> Tensor:
+        ctx.save_for_backward(row)
+        return _gather_sum(y, place, fan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (row,) = ctx.saved_tensors
+        return grads[0].index_select(0, row), None, None, None
+
+
+def _gather_sum(x: Tensor, index: Tensor, fan: int) -> Tensor:
+    gathered = x.index_select(0, index)
+    return gathered if fan == 1 else gathered.unflatten(0, (-1, fan)).sum(1)

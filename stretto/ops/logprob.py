@@ -111,28 +111,36 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods [N] and the summed KL; overwrites both logits with their probabilities."""
-    kept_N = targets_N != IGNORED
-    safe_N1 = targets_N.clamp_min(0)[:, None]
-    kl_sum = logits_NV.new_zeros(())
-    lse_N1 = logits_NV.logsumexp(-1, keepdim=True)
-    nll_N = torch.where(kept_N, (lse_N1 - logits_NV.gather(-1, safe_N1)).squeeze(-1), 0.0)
-    if teacher_NV is not None:
-        teacher_lse_N1 = teacher_NV.logsumexp(-1, keepdim=True)
-        # KL = Σ_v p·(teacher − student) − lse_teacher + lse_student, with p the teacher's probabilities
-        gap_NV = teacher_NV - logits_NV
-        teacher_NV.sub_(teacher_lse_N1).exp_()
-        kl_N = (teacher_NV * gap_NV).sum(-1) + (lse_N1 - teacher_lse_N1).squeeze(-1)
-        kl_sum = torch.where(kept_N, kl_N, 0.0).sum()
-    logits_NV.sub_(lse_N1).exp_()
-    return nll_N, kl_sum
+    """Negative log-likelihoods [N] and the summed KL; overwrites both logits with their probabilities.
+
+    Rows without a target become zero, so that they add nothing to the KL and receive no gradient.
+    """
+    kept_N1 = (targets_N != IGNORED)[:, None]
+    target_N1 = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None])
+    gap_NV = None if teacher_NV is None else teacher_NV - logits_NV
+    lse_N1 = _softmax_(logits_NV, kept_N1)
+    nll_N = ((lse_N1 - target_N1) * kept_N1).squeeze(-1)
+    if teacher_NV is None or gap_NV is None:
+        return nll_N, nll_N.new_zeros(())
+    # KL = Σ_v p·(teacher − student) − lse_teacher + lse_student, with p the teacher's probabilities
+    teacher_lse_N1 = _softmax_(teacher_NV, kept_N1)
+    return nll_N, (teacher_NV * gap_NV).sum() + ((lse_N1 - teacher_lse_N1) * kept_N1).sum()
+
+
+def _softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:
+    """Overwrite logits with probabilities, or zero where not kept; returns the rows' logsumexp [N, 1].
+
+    One exponential an entry, where a logsumexp and a softmax take two: on a CPU that is most of their time.
+    """
+    highest_N1 = logits_NV.amax(-1, keepdim=True)
+    total_N1 = logits_NV.sub_(highest_N1).exp_().sum(-1, keepdim=True)
+    logits_NV.mul_(kept_N1 / total_N1)
+    return total_N1.log().add_(highest_N1)
 
 
 def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None, ce_weight: float) -> Tensor:
     """d loss / d logits = student − (ce_weight·onehot + (1 − ce_weight)·teacher); overwrites ``probs_NV``."""
-    kept_N = targets_N != IGNORED
     if teacher_NV is not None:
         probs_NV.sub_(teacher_NV, alpha=1.0 - ce_weight)
-    hit_N1 = torch.full_like(probs_NV[:, :1], -ce_weight)
-    probs_NV.scatter_add_(-1, targets_N.clamp_min(0)[:, None], hit_N1)
-    return probs_NV.mul_(kept_N[:, None])
+    hit_N1 = torch.where(targets_N != IGNORED, -ce_weight, 0.0)[:, None].to(probs_NV.dtype)
+    return probs_NV.scatter_add_(-1, targets_N.clamp_min(0)[:, None], hit_N1)

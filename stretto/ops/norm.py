@@ -21,7 +21,7 @@ def rms_norm_reference(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of ``x_D`` […, D] and scale by ``weight_D`` (D, or any shape that broadcasts to ``x_D``)."""
-    if x_D.device.type == "cpu" and x_D.dtype == torch.float32:
+    if x_D.device.type == "cpu" and x_D.dtype in (torch.float32, torch.float64):
         return _CpuRmsNorm.apply(x_D, weight_D, eps)
     if weight_D.dim() == 1:
         return F.rms_norm(x_D, (x_D.shape[-1],), weight_D.to(x_D.dtype), eps)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from stretto.optim.schedule import OptimConfig
@@ -17,9 +18,12 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
     hidden = [parameter for name, parameter in named if config.name == "muon" and _is_hidden_matrix(name, parameter)]
     chosen = {id(parameter) for parameter in hidden}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
+    matrices = [parameter for parameter in rest if parameter.dim() >= 2]
+    vectors = [parameter for parameter in rest if parameter.dim() < 2]
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay, "lr_factor": 1.0},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_factor": 1.0},
+        {"params": params, "weight_decay": decay, "lr_factor": 1.0}
+        for decay, some in ((config.weight_decay, matrices), (0.0, vectors))
+        for params in _by_mesh(some)
     ]
     # FSDP2 shards are DTensors, which the fused kernel takes only on an accelerator
     fused = all(type(parameter) is nn.Parameter for parameter in rest) or rest[0].device.type == "cuda"
@@ -29,6 +33,14 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
     factor = config.muon_lr_factor
     groups = [{"params": hidden, "weight_decay": config.weight_decay / factor, "lr_factor": factor}]
     return (adamw, torch.optim.Muon(groups, lr=config.lr * factor))
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Apart by the ranks they are spread over: torch's multi-tensor kernels take one kind at a time."""
+    found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:

@@ -42,7 +42,7 @@ def heal(
         teacher = teacher.to(ranks.device).requires_grad_(False)
     model = shard(model.to(ranks.device), ranks)
     job = Job("heal", run, recipe.train, recipe.optim, recipe.model_dump(mode="json"), data_hash, new_run_id(), ranks)
-    meter = Meter("heal", device_name(ranks), ranks.world)
+    meter = Meter("heal", device_name(ranks.device), ranks.world)
     state = State(model, build_optimizers(recipe.optim, model), loader, meter)
     if resume:
         job, state = resumed(job, state)

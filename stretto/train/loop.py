@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,11 +72,16 @@ class Window:
 
     nll_by_kind: Counter[str] = field(default_factory=Counter)
     tokens_by_kind: Counter[str] = field(default_factory=Counter)
+    num_rows: int = 0
+    num_narrow_rows: int = 0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, result: StepResult) -> None:
+    def add(self, result: StepResult, micro: Sequence[MicroPlan], rows: int) -> None:
+        """Count a step of ``rows`` rows, over all ranks."""
         self.nll_by_kind.update(result.nll_by_kind)
         self.tokens_by_kind.update(result.tokens_by_kind)
+        self.num_rows += rows
+        self.num_narrow_rows += sum(plan.num_narrow_rows for plan in micro)
 
     def scalars(self) -> dict[str, float]:
         tokens = sum(self.tokens_by_kind.values())
@@ -82,6 +89,7 @@ class Window:
         values |= {
             f"train/{kind}": self.nll_by_kind[kind] / num for kind, num in sorted(self.tokens_by_kind.items()) if num
         }
+        values["mixture/narrow_rows"] = self.num_narrow_rows / max(1, self.num_rows)
         values["speed/tokens_per_s"] = tokens / max(1e-9, time.perf_counter() - self.started)
         return values
 
@@ -106,29 +114,54 @@ def run_loop(
 ) -> None:
     """Train from ``state.step`` to the end of the recipe; ends on a snapshot.
 
-    Ctrl-C writes a snapshot and is raised again. ``after_step`` runs on every rank with the number of steps done,
-    before the snapshot that may follow.
+    Ctrl-C lets the step end, writes a snapshot and is raised then; a second one is raised at once. ``after_step`` runs
+    on every rank with the number of steps done, before the snapshot that may follow.
     """
     train, ranks = job.train, job.ranks
+    assert train.ep == ranks.ep, (
+        f"the recipe wants {train.ep} expert-parallel ranks, the ranks were joined with {ranks.ep}"
+    )
     dtype = compute_dtype(train.dtype, ranks.device)
     if train.compile:
         for block in state.model.blocks:
             block.compile()
     bar = progress(job.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
-    with bar as advance:
+    with bar as advance, _interrupts() as interrupted:
         advance(state.step)
-        try:
-            while state.step < train.steps:
-                with state.meter:
-                    result = _step(job, state, plan(state.step), dtype)
-                after_step(state.step)
-                _report(job, state, result, observe, tracker)
-                advance(1, f"loss {result.nll:.3f}")
-        except KeyboardInterrupt:
-            save(job, state)
-            raise
-    if job.snapshots.latest() != job.snapshots.path(state.step):
-        save(job, state)
+        while state.step < train.steps:
+            with state.meter:
+                result = _step(job, state, plan(state.step), dtype)
+            after_step(state.step)
+            _report(job, state, result, observe, tracker)
+            advance(1, f"loss {result.nll:.3f}")
+            # ranks see the signal at different times, and a snapshot needs them all at the same step
+            if ranks.sum(torch.tensor(int(interrupted()), device=ranks.device)):
+                _save_unless_saved(job, state)
+                raise KeyboardInterrupt
+    _save_unless_saved(job, state)
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Hold Ctrl-C back and tell whether it came: inside a step, the weights and the loader do not belong together.
+
+    A second one is raised at once. Python hands signals to the main thread only; elsewhere nothing is held back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    came = False
+
+    def hold(*_: object) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _step(job: Job, state: State, plan: Plan, dtype: torch.dtype) -> StepResult:
@@ -148,7 +181,7 @@ def _step(job: Job, state: State, plan: Plan, dtype: torch.dtype) -> StepResult:
     )
     state.step += 1
     state.tokens_by_kind.update(result.tokens_by_kind)
-    state.window.add(result)
+    state.window.add(result, plan.micro, job.train.rows)
     state.meter.add(flops=result.flops, tokens=result.num_tokens)
     return result
 
@@ -200,6 +233,11 @@ def save(job: Job, state: State) -> None:
         data_hash=job.data_hash,
     )
     job.snapshots.save(state.model, state.optimizers, meta, job.ranks)
+
+
+def _save_unless_saved(job: Job, state: State) -> None:
+    if job.snapshots.latest() != job.snapshots.path(state.step):
+        save(job, state)
 
 
 def peak_memory(ranks: Ranks) -> int | None:

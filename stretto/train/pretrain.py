@@ -63,7 +63,7 @@ def pretrain(
     optimizers = build_optimizers(recipe.optim, model)
     plain = recipe.model_dump(mode="json")
     job = Job("pretrain", run, recipe.train, recipe.optim, plain, data_hash, new_run_id(), ranks)
-    meter = Meter("pretrain", device_name(ranks), ranks.world)
+    meter = Meter("pretrain", device_name(ranks.device), ranks.world)
     state = State(model, optimizers, loader, meter)
     if resume:
         job, state = resumed(job, state)

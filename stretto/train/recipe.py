@@ -29,7 +29,7 @@ class ElasticConfig(Config):
     width_share: float = Field(default=0.1, ge=0, le=0.5)
     """Share of rows with fewer experts. Above a quarter the full network suffers (Marin NEST-MOE)."""
     min_depth: int = Field(default=1, gt=0)
-    """Smallest depth that is drawn at random."""
+    """Smallest depth that is drawn at random. The first and last two layers are always drawn, so four is the least."""
     min_top_k: int = Field(default=1, gt=0)
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps, at the start, over which the mixture grows from full-only to the shares above."""
@@ -64,6 +64,9 @@ class TrainConfig(Config):
     """Tokens a row."""
     micro_batches: int = Field(default=1, gt=0)
     """Forward/backward passes a step; each draws its own depth and top-k."""
+    ep: int = Field(default=1, gt=0)
+    """Expert-parallel ranks: so many share each layer's experts; divides the number of ranks and of experts. A resumed
+    run may change it."""
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; ``auto`` is bf16 autocast where the device multiplies it in hardware."""
@@ -111,7 +114,23 @@ class Recipe(Config):
             raise ValueError(f"elastic.min_top_k {self.elastic.min_top_k} exceeds top_k {self.model.top_k}")
         if self.train.seq_len > self.model.max_positions:
             raise ValueError(f"train.seq_len {self.train.seq_len} exceeds max_positions {self.model.max_positions}")
+        uneven = [experts for experts in self.model.experts_by_layer if experts % self.train.ep]
+        if uneven:
+            raise ValueError(f"train.ep {self.train.ep} does not divide the {uneven[0]} experts of a layer")
+        if self.elastic.sampler == "complements":
+            self._check_complements()
         return self
+
+    def _check_complements(self) -> None:
+        """A pair of rows, a prefix of the experts and the others, must be possible."""
+        widths, top_k = self.network().widths, max(self.model.top_k_by_layer, default=1)
+        if len(widths) < 2 or widths[1] < top_k or min(self.model.experts_by_layer) - widths[1] < top_k:
+            raise ValueError(
+                f"elastic.sampler 'complements': widths {widths} leave no two groups of at least top_k {top_k} experts; "
+                "set model.widths, for example to all and half of the experts"
+            )
+        if self.train.micro_rows < 2:
+            raise ValueError("elastic.sampler 'complements': needs two rows a micro-batch; lower train.micro_batches")
 
     def network(self) -> ModelConfig:
         """The model with the balance branches its sampler needs: a width each anchor, and the complement's own."""

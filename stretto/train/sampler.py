@@ -12,6 +12,8 @@ import numpy as np
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.train.recipe import ElasticConfig
 
+NUM_FIXED_LAYERS = 4
+"""The first and last two, which every layer order begins with."""
 GOLDEN = 0.6180339887498949
 """Steps of the golden ratio, modulo one, fill [0, 1) evenly: shares are met closely in every stretch of a run."""
 
@@ -34,6 +36,11 @@ class MicroPlan:
     subnet: Subnet
     widths: WidthPlan | None
     is_anchor: bool
+
+    @property
+    def num_narrow_rows(self) -> int:
+        """Rows, over all ranks, that use fewer experts than the Subnet."""
+        return 0 if self.widths is None else int((~self.widths.allowed_BE.all(axis=1)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +94,16 @@ class Sampler:
         subnet = self.config.subnet(depth=self._depth(rng)) if depth else self.config.full()
         if top_k:
             k = int(rng.integers(self.elastic.min_top_k, max(self.config.top_k, self.elastic.min_top_k + 1)))
-            subnet = subnet.replace(top_k=(k,) * len(subnet.top_k))
+            subnet = subnet.replace(top_k=tuple(min(k, full) for full in subnet.top_k))
         widths = self._random_subsets(rng, 0.2) if narrow else None
         kind = "mixed" if depth or top_k else "full"
         return MicroPlan(kind, subnet, widths, False)
 
     def _depth(self, rng: np.random.Generator) -> int:
-        return int(rng.integers(self.elastic.min_depth, max(self.config.num_layers, self.elastic.min_depth + 1)))
+        """A depth below the full one that still holds the first and last two layers, if there is any."""
+        num_layers = self.config.num_layers
+        low = max(self.elastic.min_depth, min(NUM_FIXED_LAYERS, num_layers))
+        return int(rng.integers(low, max(num_layers, low + 1)))
 
     def _sparse(self, subnet: Subnet, rng: np.random.Generator) -> Subnet:
         """A top-k of its own for each layer, at most the layer's full one."""
@@ -120,6 +130,7 @@ class Sampler:
         num_pairs = int(share * self.rows / 2 + rng.random())
         if not self._narrow_branches() or num_pairs == 0:
             return None
+        assert self.rows > 1, "a pair of a prefix and its complement needs two rows"
         chosen = rng.permutation(self.rows)[: 2 * num_pairs]
         branch_B = np.zeros(self.rows, dtype=np.int64)
         branch_B[chosen[:num_pairs]] = 1
@@ -131,9 +142,9 @@ class Sampler:
         return WidthPlan(branch_B, allowed_BE, np.ones(self.rows, dtype=bool))
 
     def _narrow_branches(self) -> list[int]:
-        """Widths that rows can be narrowed to: those that still hold the full top-k."""
-        widths = self.config.widths
-        return [branch for branch in range(1, len(widths)) if widths[branch] >= self.config.top_k]
+        """Widths that rows can be narrowed to: those that still hold the largest top-k of any layer."""
+        widths, top_k = self.config.widths, max(self.config.top_k_by_layer, default=1)
+        return [branch for branch in range(1, len(widths)) if widths[branch] >= top_k]
 
     def _random_subsets(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
         """Rows that see a random subset of the experts, of a trained size."""

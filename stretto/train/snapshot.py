@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, remove, write_json
+from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
 from stretto.model.parallel import Ranks
 from stretto.model.transformer import Transformer
 
 META = "meta.json"
+LAYOUT = ("train.ep",)
+"""Fields of a recipe that say where things are computed, not what: a resumed run may change them."""
 
 
 class SnapshotMeta(Config):
@@ -58,30 +66,24 @@ class Snapshots:
         """Write a snapshot with all ranks, then delete the oldest beyond ``keep``.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written; older snapshots are untouched.
+            UserError: on all ranks: the disk is full or the folder cannot be written; older snapshots are untouched.
         """
         final = self.path(meta.step)
         partial = self.folder / f".{final.name}.partial"
-        if ranks.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove(partial)
-        ranks.barrier()
-        try:
-            dcp.save(_state(model, optimizers), checkpoint_id=partial, no_dist=ranks.world == 1)
+        state = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
+        with self._attempt(final, ranks):
             if ranks.is_first:
-                write_json(partial / META, meta.model_dump(mode="json"))
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._sweep()
+        with self._attempt(final, ranks), _quietly():
+            save(state, checkpoint_id=partial, no_dist=ranks.world == 1)
+        with self._attempt(final, ranks):
+            if ranks.is_first:
+                (partial / META).write_text(meta.model_dump_json(indent=2), encoding="utf-8")
                 remove(final)
                 partial.rename(final)
                 for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
                     shutil.rmtree(old)
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-            remove(partial)
-            last = self.latest()
-            have = f"the last good one is {last.name}" if last else "there is no earlier one"
-            raise UserError(
-                f"{final}: cannot be written: {_cause(error)}; free some space ({have}), then --resume"
-            ) from error
-        ranks.barrier()
 
     def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> SnapshotMeta:
         """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed.
@@ -90,15 +92,43 @@ class Snapshots:
             UserError: the snapshot is damaged or of another network.
         """
         meta = read_meta(path)
-        state = _state(model, optimizers)
+        for optimizer in optimizers:
+            _start(optimizer)
         try:
-            dcp.load(state, checkpoint_id=path, no_dist=ranks.world == 1)
-        except (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+            stored = FileSystemReader(path).read_metadata().state_dict_metadata
+            for optimizer, parameter, name in _owned(model, optimizers):
+                if not any(key.startswith(f"optim.{name}.") for key in stored):
+                    del optimizer.state[parameter]  # had no gradient yet
+            state = {"model": model.state_dict(), "optim": _optimizer_state(model, optimizers)}
+            with _quietly():
+                load(state, checkpoint_id=path, no_dist=ranks.world == 1)
+        except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
             raise UserError(
                 f"{path}: cannot be restored: {_cause(error)}; delete this snapshot to use the one before"
             ) from error
-        set_state_dict(model, list(optimizers), model_state_dict=state["model"], optim_state_dict=state["optim"])
         return meta
+
+    @contextmanager
+    def _attempt(self, final: Path, ranks: Ranks) -> Iterator[None]:
+        """A part of saving ``final``. All ranks leave it together: if it failed on one, every rank raises."""
+        error: BaseException | None = None
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as caught:
+            error = caught
+        if not ranks.sum(torch.tensor(int(error is not None), device=ranks.device)):
+            return
+        if ranks.is_first:
+            self._sweep()
+        last = self.latest()
+        have = f"the last good one is {last.name}" if last else "there is no earlier one"
+        cause = "another rank failed" if error is None else _cause(error)
+        raise UserError(f"{final}: cannot be written: {cause}; free some space ({have}), then --resume") from error
+
+    def _sweep(self) -> None:
+        """Remove what saving left behind where it was killed."""
+        for partial in self.folder.glob(".step-*.partial"):
+            remove(partial)
 
 
 def read_meta(path: Path) -> SnapshotMeta:
@@ -117,7 +147,7 @@ def check_same_run(meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str
     if meta.data_hash != data_hash:
         raise UserError(f"{where}: data: changed since this run started; use the same data, or start a new run folder")
     old, new = _flat(meta.recipe), _flat(json.loads(json.dumps(recipe)))
-    for field in sorted(old.keys() | new.keys()):
+    for field in sorted((old.keys() | new.keys()) - set(LAYOUT)):
         if old.get(field) != new.get(field):
             raise UserError(
                 f"{where}: {field}: was {old.get(field)!r} when this run started, is {new.get(field)!r} now; "
@@ -125,14 +155,43 @@ def check_same_run(meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str
             )
 
 
-def _state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    model_state, optim_state = get_state_dict(model, list(optimizers))
-    return {"model": model_state, "optim": optim_state}
+def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor, str]]:
+    """Every parameter that an optimiser has state for, with its name."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter in list(optimizer.state):
+            yield optimizer, parameter, names[parameter]
+
+
+def _optimizer_state(model: Transformer, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """The optimisers' tensors by parameter. Their settings follow from the recipe, their kernels from the ranks."""
+    return {name: optimizer.state[parameter] for optimizer, parameter, name in _owned(model, optimizers)}
+
+
+def _start(optimizer: Optimizer) -> None:
+    """Give every parameter a state to load into, by a step of rate zero along a gradient of zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warning that one process alone is saved or loaded: here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _cause(error: BaseException) -> str:
     """The innermost message of a chain, on one line."""
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

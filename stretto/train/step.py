@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.base.errors import UserError
 from stretto.model.count import count
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
@@ -74,7 +75,7 @@ class StepResult:
         return sum(self.nll_by_kind.values()) / max(1, self.num_tokens)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError):
     """A loss or gradient is NaN or infinite. Nothing was applied: the last snapshot is good."""
 
 
@@ -102,8 +103,8 @@ def optimisation_step(
     for batch in batches:
         with torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32):
             loss, nll, batch_counts = _forward(model, batch)
-        # FSDP averages gradients over ranks, while this loss is already a share of the global sum
-        (loss * (ranks.world / total_tokens)).backward()
+        # a share of the global mean: gradients are added up over ranks, not averaged
+        (loss * (1.0 / total_tokens)).backward()
         nll_by_kind[batch.kind] += nll
         tokens_by_kind[batch.kind] += batch.num_target_tokens
         for row, counts_WE in batch_counts.items():
@@ -114,6 +115,7 @@ def optimisation_step(
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
+    ranks.sum_gradients(model)
     grad_norm = ranks.clip_gradients(model, clip_norm)
     _check_finite(nll_by_kind, grad_norm)
     for optimizer in optimizers:

@@ -1,0 +1,202 @@
+"""``kill -9`` at random moments, then resume: the final weights against those of an uninterrupted run.
+
+    python -m bench.kill_resume [--kills N] [--seed S]
+
+A small real pre-training (anchors, depth, top-k and row widths, layers ranked anew half-way) runs in a process of its
+own, which is killed by its id: in turns at a random moment of a step, and while a snapshot is being written. The text
+is the interpreter's standard library. Every life imports the package anew: an edit meanwhile makes the results differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stretto.base.track import progress
+from stretto.data.demo_text import demo_documents
+from stretto.data.loader import Loader
+from stretto.data.shards import TokenSet
+from stretto.data.tokenise import tokenise
+from stretto.model.parallel import join
+from stretto.model.transformer import Transformer
+from stretto.text.tokenizer import train_tokenizer
+from stretto.train.pretrain import pretrain
+from stretto.train.recipe import Recipe
+
+VOCAB, TEXT_CHARS = 512, 300_000
+SNAPSHOT_EVERY = 6
+STEPS_A_LIFE = (1, 14)
+"""A process is killed after so many steps: some die before their first snapshot."""
+POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One life of the training process; written by `_live`."""
+
+    resumed_from: int | None
+    """Step of the snapshot it went on from; None for a start afresh."""
+    step: int
+    """Steps done when it was killed."""
+    moment: str
+    """``step``, or ``snapshot`` where one was left half-written."""
+
+
+def recipe(steps: int) -> Recipe:
+    model = {
+        "vocab_size": VOCAB, "hidden_size": 48, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12,
+        "num_experts": 8, "top_k": 3, "expert_intermediate_size": 32, "num_shared_experts": 1, "qk_norm": True,
+        "dense_layers": (0,), "dense_intermediate_size": 96, "tie_embeddings": True,
+    }  # fmt: skip
+    elastic = {
+        "sampler": "anchored", "anchors": {"corner": {"layers": 4, "experts": 4, "top_k": 2}}, "anchor_share": 0.2,
+        "depth_share": 0.15, "top_k_share": 0.15, "width_share": 0.2, "ramp_fraction": 0.2, "rank_layers_at": (0.5,),
+    }  # fmt: skip
+    train = {
+        "steps": steps, "rows": 8, "micro_batches": 2, "seq_len": 128, "eval_every": 1, "snapshot_every": SNAPSHOT_EVERY,
+        "log_every": 1,
+    }  # fmt: skip
+    return Recipe.model_validate({"model": model, "elastic": elastic, "optim": {"lr": 2e-3}, "train": train})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _train(options.worker, options.tokens, options.steps, options.resume)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        same = _compare(Path(temporary), options.kills, random.Random(options.seed))
+    raise SystemExit(0 if same else 1)
+
+
+def _compare(folder: Path, num_kills: int, rng: random.Random) -> bool:
+    documents = list(demo_documents(TEXT_CHARS, 0))
+    tokenise({"train": documents}, train_tokenizer((each.text for each in documents), VOCAB), folder / "tokens")
+    steps = num_kills * STEPS_A_LIFE[1] // 2 + 4 * SNAPSHOT_EVERY
+    with progress("lives", num_kills + 2) as advance:
+        expected = _finish(folder, "whole", steps)
+        advance(1)
+        kills = []
+        for number in range(num_kills):
+            kills.append(_live(folder, steps, rng, in_snapshot=number % 2 == 1))
+            advance(1, f"killed at step {kills[-1].step}")
+        found = _finish(folder, "killed", steps)
+        advance(1)
+    table = Table(title=f"kill -9, then resume: {steps} steps, a snapshot every {SNAPSHOT_EVERY}")
+    for heading in ("kill", "resumed from", "killed after step", "while", "steps lost"):
+        table.add_column(heading, justify="right")
+    for number, kill in enumerate(kills, start=1):
+        start = "afresh" if kill.resumed_from is None else str(kill.resumed_from)
+        after = kills[number].resumed_from if number < len(kills) else found["resumed_from"]
+        table.add_row(str(number), start, str(kill.step), kill.moment, str(kill.step - (after or 0)))
+    console = Console()
+    console.print(table)
+    differing = [name for name in expected["result"] if expected["result"][name] != found["result"][name]]
+    verdict = "bitwise equal" if not differing else f"DIFFERENT in {', '.join(differing)}"
+    console.print(f"weights, balance biases, layer order, tokens and FLOPs after {num_kills} kills: {verdict}")
+    return not differing
+
+
+def _start(folder: Path, name: str, steps: int) -> tuple[subprocess.Popen[bytes], int | None]:
+    """A training process in ``folder/name``, and the step of the snapshot that it goes on from."""
+    run = folder / name
+    snapshots = sorted((run / "snapshots").glob("step-*"))
+    command = [sys.executable, __file__, "--worker", str(run), "--tokens", str(folder / "tokens")]
+    command += ["--steps", str(steps), *(["--resume"] if snapshots else [])]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return process, int(snapshots[-1].name.removeprefix("step-")) if snapshots else None
+
+
+def _finish(folder: Path, name: str, steps: int) -> dict[str, Any]:
+    """Let the run go to its end."""
+    process, resumed_from = _start(folder, name, steps)
+    _, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the run {name} failed:\n{errors.decode()}")
+    return {"resumed_from": resumed_from, "result": json.loads((folder / name / "result.json").read_text())}
+
+
+def _live(folder: Path, steps: int, rng: random.Random, in_snapshot: bool) -> Kill:
+    """Start or resume the run and kill it at a random moment."""
+    process, resumed_from = _start(folder, "killed", steps)
+    snapshots = folder / "killed" / "snapshots"
+    leftovers = set(snapshots.glob(".*"))
+    # the last two snapshots are left to the life that ends well
+    target = min((resumed_from or 0) + rng.randint(*STEPS_A_LIFE), steps - 2 * SNAPSHOT_EVERY)
+    while _steps_done(folder) < target or (in_snapshot and not set(snapshots.glob(".step*")) - leftovers):
+        if process.poll() is not None:
+            errors = process.stderr.read().decode() if process.stderr else ""
+            raise SystemExit(f"the process ended by itself, {process.returncode}:\n{errors}")
+        time.sleep(POLL_S)
+    time.sleep(rng.uniform(0.0, 0.03 if in_snapshot else 0.3))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    torn = bool(set(snapshots.glob(".step*")) - leftovers)
+    return Kill(resumed_from, _steps_done(folder), "snapshot" if torn else "step")
+
+
+def _steps_done(folder: Path) -> int:
+    try:
+        return int((folder / "killed" / "steps").read_text())
+    except (FileNotFoundError, ValueError):  # not there yet, or being written
+        return -1
+
+
+def _train(run: Path, tokens: Path, steps: int, resume: bool) -> None:
+    """The worker: train, tell the step after each, and describe the result bit for bit."""
+    chosen = recipe(steps)
+    data = TokenSet(tokens)
+    run.mkdir(exist_ok=True)
+    (run / "steps").unlink(missing_ok=True)
+
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        (run / "steps").write_text(str(step))
+        return {}
+
+    def rank_layers(model: Transformer) -> tuple[int, ...]:
+        """An order that follows from the weights: middle layers by the norm of what they write."""
+        norms = {layer: float(model.blocks[layer].attention.out.weight.detach().norm()) for layer in (2, 3)}
+        return (0, 1, 4, 5, *sorted(norms, key=lambda layer: -norms[layer]))
+
+    loader = Loader([data], [1.0], chosen.train.micro_rows, chosen.train.seq_len, chosen.train.seed)
+    trained = pretrain(
+        chosen, run, loader, data.manifest.data_hash, join("cpu"),
+        observe=observe, rank_layers=rank_layers, resume=resume,
+    )  # fmt: skip
+    digest = hashlib.sha256()
+    for name, tensor in trained.model.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    receipt = trained.meter.receipt()
+    result = {
+        "weights and biases": digest.hexdigest(),
+        "layer order": trained.model.config.layer_ranking,
+        "tokens": trained.tokens_by_kind,
+        "FLOPs": receipt.flops,
+    }
+    (run / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Training speed: ours against transformers' Glm4MoeForCausalLM of the same shape, weights and batch.
+
+    python -m bench.train_speed [--shape small|medium] [--steps N] [--threads N]
+
+A step is forward, loss, backward, gradient clipping and fused AdamW. transformers runs SDPA attention and, of its
+expert implementations, the fastest on this machine. All run in one process and take turns. A fixed matrix product is
+timed before and after each step; steps around which it was slow (another job had the cores) are dropped. Beside wall
+time stands the processor time of this process, which other jobs disturb less; the two agree on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from stretto.base.track import progress
+from stretto.model.hub import write_checkpoint
+from stretto.model.parallel import compute_dtype, join
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Context, Transformer, build
+from stretto.ops.allocator import keep_freed_memory
+from stretto.ops.logprob import IGNORED
+from stretto.optim.build import build_optimizers
+from stretto.optim.schedule import OptimConfig
+from stretto.train.step import MicroBatch, optimisation_step
+
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+"""Those of transformers that run without optional kernels."""
+HOPELESS = 4.0
+"""An implementation whose first step takes this many times the best one's is not timed further."""
+BATCHED_BYTES = 6 * 2**30
+"""batched_mm copies an expert's weights for every token and choice; beyond this it is left out."""
+SLOW = 1.25
+"""A step is dropped when the matrix product beside it took this many times its best."""
+OPTIM = OptimConfig(lr=1e-4)
+
+Step = Callable[[], float]
+"""One optimisation step; returns its loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured."""
+
+    config: ModelConfig
+    rows: int
+    length: int
+    """Tokens a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed step."""
+
+    wall_s: float
+    processor_s: float
+    calibration_s: float
+    """The slower of the two matrix products around it."""
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name; every layer is a MoE layer with one shared expert."""
+    common: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "top_k": 4, "num_shared_experts": 1}
+    small = ModelConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        num_layers=8,
+        num_heads=4,
+        num_experts=16,
+        expert_intermediate_size=64,
+        **common,
+    )
+    medium = ModelConfig(
+        vocab_size=8192,
+        hidden_size=192,
+        num_layers=8,
+        num_heads=6,
+        num_experts=32,
+        expert_intermediate_size=96,
+        **common,
+    )
+    return {"small": Shape(small, 8, 256), "medium": Shape(medium, 16, 256)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=shapes(), default="small")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each; the median is shown")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    shape, ranks = shapes()[options.shape], join("cpu")
+    dtype = compute_dtype("auto", ranks.device)
+    ours, theirs = _models(shape.config)
+    torch.manual_seed(0)
+    ids_BT = torch.randint(shape.config.vocab_size, (shape.rows, shape.length))
+    our_loss, their_loss = _our_loss(ours, ids_BT), _their_loss(theirs, ids_BT)
+    assert abs(our_loss - their_loss) < 1e-4, f"not the same model: losses {our_loss} and {their_loss}"
+    console = Console()
+    console.print(f"same weights, same batch: loss {our_loss:.6f} ours, {their_loss:.6f} transformers'")
+
+    steps = {"ours": _our_step(ours, ids_BT, dtype), "theirs": _their_step(theirs, ids_BT, dtype)}
+    best = _fastest_experts(theirs, steps["theirs"], shape, console)
+    num_steps = 2 * (2 + options.steps)
+    with progress("allocator's defaults", num_steps) as advance:
+        default = measure(steps, options.steps, advance)
+    kept = keep_freed_memory()  # cannot be taken back, so it comes second
+    with progress("freed memory kept", num_steps) as advance:
+        samples = measure(steps, options.steps, advance)
+    _show(
+        console, options.shape, shape, dtype, samples | {f"{key}, default": default[key] for key in default}, best, kept
+    )
+
+
+def _models(config: ModelConfig) -> tuple[Transformer, nn.Module]:
+    """Our model and transformers' of the same weights, handed over as a checkpoint on disk."""
+    import transformers
+
+    model = build(config, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(f"{folder}/model", model, config, family="glm4_moe")
+        theirs = transformers.Glm4MoeForCausalLM.from_pretrained(
+            f"{folder}/model", attn_implementation="sdpa", dtype=torch.float32
+        )
+    return model, theirs.train()
+
+
+def _targets(ids_BT: Tensor) -> Tensor:
+    return torch.cat((ids_BT[:, 1:], torch.full_like(ids_BT[:, :1], IGNORED)), dim=1)
+
+
+@torch.no_grad()
+def _our_loss(model: Transformer, ids_BT: Tensor) -> float:
+    logits_BTV = model.logits(ids_BT)
+    return float(
+        nn.functional.cross_entropy(logits_BTV.flatten(0, 1), _targets(ids_BT).flatten(), ignore_index=IGNORED)
+    )
+
+
+@torch.no_grad()
+def _their_loss(model: nn.Module, ids_BT: Tensor) -> float:
+    return float(model(ids_BT, labels=ids_BT, use_cache=False).loss)
+
+
+def _our_step(model: Transformer, ids_BT: Tensor, dtype: torch.dtype) -> Step:
+    optimizers, ranks = build_optimizers(OPTIM, model), join("cpu")
+    targets_BT, num_targets = _targets(ids_BT), ids_BT.shape[0] * (ids_BT.shape[1] - 1)
+    batch = MicroBatch("full", ids_BT, targets_BT, Context.plain(ids_BT), model.config.full(), num_targets)
+
+    def step() -> float:
+        result = optimisation_step(
+            model, optimizers, [batch], ranks, clip_norm=OPTIM.clip_norm, balance_rate=0.0, dtype=dtype
+        )
+        return result.nll
+
+    return step
+
+
+def _their_step(model: nn.Module, ids_BT: Tensor, dtype: torch.dtype) -> Step:
+    optimizers = build_optimizers(OPTIM, model)
+
+    def step() -> float:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = model(ids_BT, labels=ids_BT, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm, foreach=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def _fastest_experts(model: Any, step: Step, shape: Shape, console: Console) -> str:
+    """Leave ``model`` with its fastest expert implementation; returns the name."""
+    config = shape.config
+    slots = shape.rows * shape.length * config.top_k
+    copies = 4 * slots * 3 * config.hidden_size * config.expert_intermediate_size * config.num_layers
+    times: dict[str, float] = {}
+    for name in EXPERTS_IMPLEMENTATIONS:
+        if name == "batched_mm" and copies > BATCHED_BYTES:
+            console.print(
+                f"transformers' batched_mm: left out, it would keep {copies / 2**30:.0f} GiB of copied weights"
+            )
+            continue
+        model.set_experts_implementation(name)
+        times[name] = _processor_s(step, 1)
+        if times[name] < HOPELESS * min(times.values()):
+            times[name] = _processor_s(step, 3)
+    best = min(times, key=lambda name: times[name])
+    for name, seconds in times.items():
+        console.print(f"transformers' {name}: {seconds / times[best]:.2f}x the step time of its fastest")
+    model.set_experts_implementation(best)
+    return best
+
+
+def _processor_s(step: Step, rounds: int) -> float:
+    return median(sample.processor_s for sample in measure({"": step}, rounds, warm_up=0)[""])
+
+
+def measure(
+    steps: dict[str, Step], rounds: int, advance: Callable[[int], None] = lambda num: None, warm_up: int = 2
+) -> dict[str, list[Sample]]:
+    """Time ``rounds`` steps of each, taking turns, after ``warm_up`` untimed ones."""
+    samples: dict[str, list[Sample]] = {name: [] for name in steps}
+    operand = torch.randn(1024, 1024)
+    for index in range(-warm_up, rounds):
+        for name, step in steps.items():
+            before = _calibrate(operand)
+            wall, processor = time.perf_counter(), time.process_time()
+            step()
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+            after = _calibrate(operand)
+            if index >= 0:
+                samples[name].append(Sample(wall, processor, max(before, after)))
+            advance(1)
+    return samples
+
+
+def _calibrate(operand: Tensor) -> float:
+    start = time.perf_counter()
+    operand @ operand
+    return time.perf_counter() - start
+
+
+def quiet(samples: list[Sample], best_s: float) -> list[Sample]:
+    """The samples taken while the machine was not slow; ``best_s`` is the calibration's best of the run."""
+    return [sample for sample in samples if sample.calibration_s <= SLOW * best_s]
+
+
+def _show(
+    console: Console,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    samples: dict[str, list[Sample]],
+    best: str,
+    memory_kept: bool,
+) -> None:
+    fastest = min(sample.calibration_s for each in samples.values() for sample in each)
+    config, num_tokens = shape.config, shape.rows * shape.length
+    wall = {key: [s.wall_s for s in quiet(each, fastest)] for key, each in samples.items()}
+    processor = {key: [s.processor_s for s in each] for key, each in samples.items()}
+    title = (
+        f"{name}: {config.num_layers} layers, hidden {config.hidden_size}, {config.num_experts} experts, top-{config.top_k}, "
+        f"{shape.rows}x{shape.length} tokens, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+    )
+    table = Table(title=title)
+    for heading in ("", "tokens/s", "tokens per processor-s", "quiet steps"):
+        table.add_column(heading, justify="right" if heading else "left")
+    labels = {"ours": "stretto", "theirs": f"transformers, {best}"}
+    labels |= {f"{key}, default": f"{label}, allocator's defaults" for key, label in labels.items()}
+    for key, label in labels.items():
+        speed = f"{num_tokens / median(wall[key]):,.0f}" if wall[key] else "none quiet"
+        table.add_row(
+            label, speed, f"{num_tokens / median(processor[key]):,.0f}", f"{len(wall[key])} of {len(samples[key])}"
+        )
+    console.print(table)
+    pairs = (
+        ("ours", "theirs"),
+        ("ours", "theirs, default"),
+        ("ours, default", "theirs, default"),
+        ("ours", "ours, default"),
+    )
+    for a, b in pairs:
+        line = f"{labels[a]}, over {labels[b]}: {median(processor[b]) / median(processor[a]):.2f}x by processor time"
+        if wall[a] and wall[b]:
+            line += f", {median(wall[b]) / median(wall[a]):.2f}x by wall time"
+        console.print(line, soft_wrap=True)
+    setting = "with freed memory kept in the process" if memory_kept else "as on all systems without glibc"
+    console.print(f"Rows without a note on the allocator ran {setting}, ours and transformers' alike.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from stretto.ops.attention import attention, attention_reference, document_mask, rotary_tables, rotate
+
+Close = Callable[[Tensor, Tensor, int], None]
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2, [0] * 11 + [-1] * 5, [-1] * 16])
+"""Three documents; one and padding; nothing but padding."""
+
+
+def _qkv(rows: int, heads: int, groups: int, length: int, width: int = 8) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(rows, num, length, width, requires_grad=True) for num in (heads, groups, groups)]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_the_reference(heads: int, groups: int, packed: bool, close: Close) -> None:
+    qkv = _qkv(3, heads, groups, 16)
+    mask = document_mask(DOCUMENTS) if packed else None
+    actual, expected = attention(*qkv, mask), attention_reference(*qkv, mask)
+    close(actual, expected, 16)
+    upstream = torch.randn_like(actual)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, qkv, upstream), torch.autograd.grad(expected, qkv, upstream), strict=True
+    ):
+        close(ours, theirs, 16 * heads // groups)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    qkv = [x.detach().double().requires_grad_() for x in _qkv(1, 2, 1, 5, width=4)]
+    mask = document_mask(torch.tensor([[0, 0, 1, 1, 1]]))
+    assert gradcheck(lambda q, k, v: attention(q, k, v, mask), qkv)
+
+
+def test_a_packed_document_sees_only_itself(close: Close) -> None:
+    qkv = [x[:1] for x in _qkv(1, 4, 2, 16)]
+    together = attention(*qkv, document_mask(DOCUMENTS[:1]))
+    for start, stop in ((0, 5), (5, 14), (14, 16)):
+        alone = attention(*(x[:, :, start:stop].contiguous() for x in qkv), None)
+        close(together[:, :, start:stop], alone, stop - start)
+
+
+def test_padding_gives_no_gradient_to_tokens() -> None:
+    qkv = _qkv(3, 2, 2, 16)
+    out = attention(*qkv, document_mask(DOCUMENTS))
+    out[1, :, 11:].sum().backward()  # the padding of the second row
+    for x in qkv:
+        assert x.grad is not None
+        assert torch.isfinite(x.grad).all()
+        assert not x.grad[1, :, :11].any()
+
+
+def test_document_mask_is_causal_within_documents() -> None:
+    mask = document_mask(DOCUMENTS[:1])[0, 0]
+    for query in range(16):
+        for key in range(16):
+            same = bool(DOCUMENTS[0, query] == DOCUMENTS[0, key])
+            assert bool(mask[query, key]) == (same and key <= query), (query, key)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone(close: Close) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(1, 1, 1, 8, dtype=torch.float32), torch.randn(1, 1, 1, 8)
+    positions = torch.arange(12)[None]
+    cos, sin = rotary_tables(positions, 8, 10_000.0)
+    xs, ys = rotate(x.expand(1, 12, 1, 8), cos, sin), rotate(y.expand(1, 12, 1, 8), cos, sin)
+    close(xs.norm(dim=-1), x.norm(dim=-1).expand(1, 12, 1), 8)
+    products = xs[0, :, 0] @ ys[0, :, 0].T
+    for distance in range(1, 5):
+        diagonal = products.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5)  # angles of up to 12 in fp32
+    assert not torch.allclose(products[0, 0], products[0, 1], atol=1e-3)
+
+
+def test_rotation_pairs_halves_and_leaves_the_rest() -> None:
+    x = torch.zeros(1, 1, 1, 6)
+    x[..., 0], x[..., 4] = 1.0, 7.0
+    cos, sin = rotary_tables(torch.tensor([[1]]), 4, 10_000.0)
+    angle = torch.tensor(1.0)
+    expected = torch.tensor([angle.cos(), 0.0, angle.sin(), 0.0, 7.0, 0.0])
+    assert torch.allclose(rotate(x, cos, sin).flatten(), expected)
+
+
+def test_rotation_gradients_are_those_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_tables(torch.arange(3).expand(2, 3), 4, 100.0)
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: rotate(x, cos.double(), sin.double()), (x,))

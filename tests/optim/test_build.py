@@ -1,0 +1,91 @@
+"""Which parameter goes to which optimiser, and with what decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Context, Transformer, build
+from stretto.ops.logprob import head_loss
+from stretto.optim.build import build_optimizers, set_learning_rate
+from stretto.optim.schedule import OptimConfig
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "num_experts": 4, "top_k": 2, "expert_intermediate_size": 8, "num_shared_experts": 1, "qk_norm": True,
+    "attention_bias": True, "dense_layers": (1,), "dense_intermediate_size": 16,
+}  # fmt: skip
+
+
+def network(**changes: Any) -> Transformer:
+    return build(ModelConfig(**{**SHAPE, **changes}), seed=0)
+
+
+def groups_of(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, dict[str, Any]]:
+    """The group of each parameter, by name; every parameter is in exactly one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [
+        (names[id(parameter)], {**group, "kind": type(optimizer).__name__})
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    assert sorted(name for name, _ in found) == sorted(names.values())
+    return dict(found)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = network()
+    for name, group in groups_of(model, build_optimizers(OptimConfig(lr=1e-3, weight_decay=0.3), model)).items():
+        plain = name.endswith(("norm.weight", "q_norm", "k_norm", "bias"))
+        assert group["weight_decay"] == (0.0 if plain else 0.3), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_single_hidden_matrices(tied: bool) -> None:
+    model = network(tie_embeddings=tied)
+    config = OptimConfig(name="muon", lr=1e-3, weight_decay=0.3, muon_lr_factor=8.0)
+    optimizers = build_optimizers(config, model)
+    groups = groups_of(model, optimizers)
+    chosen = {name for name, group in groups.items() if group["kind"] == "Muon"}
+    linear = ("attention.qkv.weight", "attention.out.weight")
+    dense = ("mlp.gate_up.weight", "mlp.down.weight")
+    shared = ("mlp.shared.gate_up.weight", "mlp.shared.down.weight")
+    assert chosen == {
+        f"blocks.{layer}.{name}" for layer in range(3) for name in (*linear, *(dense if layer == 1 else shared))
+    }
+    set_learning_rate(optimizers, 2e-4)
+    for group in groups_of(model, optimizers).values():
+        factor = 8.0 if group["kind"] == "Muon" else 1.0
+        assert group["lr"] == pytest.approx(2e-4 * factor)
+        # decoupled decay is rate times weight_decay: the same pull on every matrix, whichever optimiser has it
+        assert group["lr"] * group["weight_decay"] in (0.0, pytest.approx(2e-4 * 0.3))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    model = network()
+    optimizers = build_optimizers(OptimConfig.model_validate({"name": name, "lr": 3e-3}), model)
+    ids = torch.randint(0, 40, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(8):
+        hidden_BTD = model(ids, model.config.full(), Context.plain(ids)).hidden_BTD
+        loss, _ = head_loss(hidden_BTD[:, :-1].flatten(0, 1), model.head_VD, ids[:, 1:].flatten())
+        (loss / ids.numel()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()) / ids.numel())
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = network()
+    model.embedding.requires_grad_(False)
+    (adamw,) = build_optimizers(OptimConfig(lr=1e-3), model)
+    assert all(parameter.requires_grad for group in adamw.param_groups for parameter in group["params"])

@@ -1,0 +1,161 @@
+"""A tiny data set, and a run on it that can be stopped and resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.base.track import Tracker
+from stretto.data.loader import Loader
+from stretto.data.shards import TokenSet
+from stretto.data.sources import Document
+from stretto.data.tokenise import tokenise
+from stretto.model.parallel import join
+from stretto.model.transformer import Transformer
+from stretto.train.pretrain import RankLayers, Trained, pretrain
+from stretto.train.recipe import Recipe
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+class Bytes:
+    """The smallest real tokenizer: a token a byte."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+
+@pytest.fixture(scope="session")
+def make_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], TokenSet]:
+    """A data set by its seed: short documents of a few words that a small network soon learns to spell."""
+
+    def make(seed: int) -> TokenSet:
+        rng = random.Random(seed)
+        documents = [Document(" ".join(rng.choices(WORDS, k=rng.randint(2, 30)))) for _ in range(300)]
+        folder = tmp_path_factory.mktemp("tokens")
+        tokenise({"train": documents}, Bytes(), folder, processes=1)
+        return TokenSet(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokens(make_tokens: Callable[[int], TokenSet]) -> TokenSet:
+    return make_tokens(0)
+
+
+RECIPE: dict[str, Any] = {
+    "model": {
+        "vocab_size": 257, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "num_experts": 8, "top_k": 3, "expert_intermediate_size": 16, "num_shared_experts": 1, "qk_norm": True,
+        "tie_embeddings": True, "dense_layers": (0,), "dense_intermediate_size": 32,
+    },
+    "elastic": {
+        "sampler": "anchored", "anchors": {"corner": {"layers": 4, "experts": 4, "top_k": 2}}, "anchor_share": 0.25,
+        "depth_share": 0.2, "top_k_share": 0.2, "width_share": 0.25,
+    },
+    "optim": {"lr": 5e-3, "warmup_steps": 2},
+    "train": {
+        "steps": 12, "rows": 4, "seq_len": 48, "micro_batches": 2, "eval_every": 3, "snapshot_every": 4,
+        "log_every": 1, "dtype": "float32",
+    },
+}  # fmt: skip
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with dotted ``changes``: ``{"train.steps": 3}``."""
+    copy = {table: dict(values) for table, values in tree.items()}
+    for name, value in changes.items():
+        table, field = name.split(".")
+        copy[table][field] = value
+    return copy
+
+
+@dataclass
+class Run:
+    """One run folder; every call trains in it, from the start or from its newest snapshot."""
+
+    folder: Path
+    tokens: TokenSet
+
+    def __call__(
+        self,
+        *,
+        resume: bool = False,
+        observe: Callable[[Transformer, int], Mapping[str, float]] = lambda model, step: {},
+        rank_layers: RankLayers | None = None,
+        data: TokenSet | None = None,
+        log: bool = False,
+        **changes: Any,
+    ) -> Trained:
+        recipe = self.recipe(**changes)
+        data = data or self.tokens
+        train = recipe.train
+        return pretrain(
+            recipe,
+            self.folder,
+            Loader([data], [1.0], train.micro_rows, train.seq_len, train.seed),
+            data.manifest.data_hash,
+            join("cpu"),
+            observe=observe,
+            rank_layers=rank_layers,
+            tracker=(lambda step: Tracker(self.folder, first_step=step and step + 1, tensorboard=False))
+            if log
+            else None,
+            resume=resume,
+        )
+
+    @staticmethod
+    def recipe(**changes: Any) -> Recipe:
+        return Recipe.model_validate(
+            merged(RECIPE, {name.replace("__", "."): value for name, value in changes.items()})
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the snapshots in the folder."""
+        return sorted(int(path.name.removeprefix("step-")) for path in (self.folder / "snapshots").glob("step-*"))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tokens: TokenSet) -> Callable[[str], Run]:
+    return lambda name: Run(tmp_path / name, tokens)
+
+
+@pytest.fixture
+def run(make_run: Callable[[str], Run]) -> Run:
+    return make_run("run")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, tokens: TokenSet) -> Trained:
+    """The unchanged recipe, trained without interruption."""
+    return Run(tmp_path_factory.mktemp("reference"), tokens)()
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Trained, Trained], None]:
+    """Bit for bit the same network, out of the same work."""
+
+    def check(one: Trained, other: Trained) -> None:
+        state, others = one.model.state_dict(), other.model.state_dict()
+        assert state.keys() == others.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, others[name]), name
+        assert one.tokens_by_kind == other.tokens_by_kind
+        assert one.model.config.layer_ranking == other.model.config.layer_ranking
+        receipt, others_receipt = one.meter.receipt(), other.meter.receipt()
+        assert (receipt.flops, receipt.tokens) == (others_receipt.flops, others_receipt.tokens)
+
+    return check

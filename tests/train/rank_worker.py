@@ -1,0 +1,109 @@
+"""What the tests of several ranks run in each process: pre-training runs, one after the other, as a user's would be.
+
+RANK=0 WORLD_SIZE=2 … python rank_worker.py CASES.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.base.errors import UserError
+from stretto.base.track import Tracker
+from stretto.data.loader import Batch, Loader, eval_batches
+from stretto.data.shards import TokenSet
+from stretto.evals.loss import compare_many, to_device
+from stretto.model.parallel import Ranks, full_state, join
+from stretto.model.transformer import Transformer
+from stretto.train.pretrain import pretrain
+from stretto.train.recipe import Recipe
+
+
+class Reordered(Ranks):
+    """One rank that takes its rows in another order, which changes nothing but the order of summation."""
+
+    order: np.ndarray
+
+    def rows(self, num_rows: int) -> Any:
+        return self.order[:num_rows]
+
+
+@dataclass
+class ReorderedLoader:
+    """The batches of ``loader`` with their rows in another order."""
+
+    loader: Loader
+    order: np.ndarray
+
+    def next(self) -> Batch:
+        batch = self.loader.next()
+        arrays = (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT, batch.parts_B)
+        return Batch(*(array[self.order] for array in arrays), batch.num_target_tokens, batch.global_target_tokens)
+
+    def state(self) -> dict[str, Any]:
+        return self.loader.state()
+
+
+def run_case(case: dict[str, Any]) -> None:
+    """Train; leaves ``metrics.jsonl``, snapshots and, from rank 0, ``weights.pt`` in the run folder.
+
+    A case that is to run ``alone`` is run by rank 0 as a world of one, while the others go on to the next.
+    """
+    recipe, run = Recipe.model_validate(case["recipe"]), Path(case["run"])
+    ranks = join("cpu", recipe.train.ep)
+    if case.get("alone"):
+        if not ranks.is_first:
+            return
+        ranks = Ranks(0, 1, ranks.device)
+    if ranks.rank == case.get("missing_on"):
+        raise UserError("data: missing on this rank; this is what the test asked for")
+    data = TokenSet(Path(case["data"]))
+    micro_rows, length = recipe.train.micro_rows, recipe.train.seq_len
+    loader: Any = Loader([data], [1.0], micro_rows, length, recipe.train.seed, ranks.rank, ranks.world)
+    if "order_seed" in case:
+        order = np.random.default_rng(case["order_seed"]).permutation(micro_rows)
+        ranks, loader = Reordered(ranks.rank, ranks.world, ranks.device), ReorderedLoader(loader, order)
+        object.__setattr__(ranks, "order", order)
+    held_out = to_device(eval_batches(data, 4, length, 2, 1, ranks.rank, ranks.world), ranks.device)
+
+    def observe(model: Transformer, step: int) -> Mapping[str, float]:
+        subnets = {"full": model.config.full()}
+        subnets |= {name: choice.of(model.config) for name, choice in recipe.elastic.anchors.items()}
+        reports = compare_many(model, list(subnets.values()), held_out)
+        sums = [
+            [report.nll * report.num_tokens, report.kl * report.num_tokens, report.num_tokens] for report in reports
+        ]
+        total = ranks.sum(torch.tensor(sums, dtype=torch.float64))
+        means = (total[:, :2] / total[:, 2:]).tolist()
+        return {
+            f"{what}/{name}": value
+            for name, pair in zip(subnets, means, strict=True)
+            for what, value in zip(("loss", "kl"), pair, strict=True)
+        }
+
+    trained = pretrain(
+        recipe,
+        run,
+        loader,
+        data.manifest.data_hash,
+        ranks,
+        observe=observe,
+        tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
+        resume=case.get("resume", False),
+    )
+    weights = full_state(trained.model)
+    assert bool(weights) == ranks.is_first
+    if ranks.is_first:
+        torch.save(weights, run / "weights.pt")
+
+
+if __name__ == "__main__":
+    for each in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        run_case(each)

@@ -1,0 +1,280 @@
+"""Pre-training: it learns, stops, goes on bit for bit, and refuses what it cannot go on from."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.base.errors import UserError
+from stretto.base.track import read_metrics
+from stretto.data.shards import TokenSet
+from stretto.model.transformer import Transformer
+from stretto.train.pretrain import Trained
+from stretto.train.sampler import Sampler
+from stretto.train.snapshot import read_meta
+
+Same = Callable[[Trained, Trained], None]
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def ctrl_c_in_forward(number: int) -> Iterator[None]:
+    """Ctrl-C in the middle of the pass of that number, counted over all networks from now on."""
+    seen = 0
+
+    def hook(module: nn.Module, *_: object) -> None:
+        nonlocal seen
+        if isinstance(module, Transformer):
+            seen += 1
+            if seen == number:
+                press_ctrl_c()
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_the_loss_falls_and_the_mixture_is_logged(run: Any) -> None:
+    trained = run(log=True, train__steps=30)
+    rows = read_metrics(run.folder)
+    losses = [row["loss/train"] for row in rows]
+    assert len(rows) == 30 and losses[0] == pytest.approx(5.55, abs=0.4) and losses[-1] < losses[0] - 1.0
+    last = rows[-1]
+    drawn = {name.removeprefix("mixture/"): value for name, value in last.items() if name.startswith("mixture/")}
+    narrow = drawn.pop("narrow_rows")
+    assert 0 <= narrow <= 1 and sum(drawn.values()) == pytest.approx(1)
+    total = sum(trained.tokens_by_kind.values())
+    assert drawn == {kind: pytest.approx(num / total) for kind, num in trained.tokens_by_kind.items()}
+    assert set(drawn) == {"corner", "depth", "top_k", "full"}
+    assert trained.meter.receipt().tokens == total and trained.meter.receipt().flops > 0
+    assert last["experts/max_overload"] >= last["experts/mean_overload"] >= 1
+    assert run.steps() == [28, 30], "the newest two, the last step among them"
+
+
+@pytest.mark.parametrize("kind", ["anchored", "complements"])
+def test_nothing_reduced_is_the_plain_trainer_bit_for_bit(kind: str, make_run: Any, assert_same: Same) -> None:
+    zero = {
+        "elastic__anchors": {}, "elastic__anchor_share": 0, "elastic__depth_share": 0, "elastic__top_k_share": 0,
+        "elastic__width_share": 0, "model__widths": (8, 4),
+    }  # fmt: skip
+    plain = make_run("off")(elastic__sampler="off", train__steps=6, **zero)
+    reduced = make_run(kind)(elastic__sampler=kind, train__steps=6, **zero)
+    weights = {name: tensor for name, tensor in plain.model.state_dict().items() if not name.endswith("bias_WE")}
+    others = reduced.model.state_dict()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    if kind == "anchored":  # complements have one more branch of balance state
+        assert_same(plain, reduced)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="anchored"),
+        pytest.param({"elastic__sampler": "ernie", "model__widths": (8, 4)}, id="ernie", marks=pytest.mark.slow),
+        pytest.param(
+            {"elastic__sampler": "complements", "elastic__ramp_fraction": 0.5}, id="complements", marks=pytest.mark.slow
+        ),
+        pytest.param({"optim__name": "muon"}, id="muon"),
+        pytest.param(
+            {"train__recompute": True, "elastic__anchor_ce_weight": 1.0}, id="recompute", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"model__router": "softmax", "model__tie_embeddings": False}, id="softmax", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"elastic__anchor_share": 1.0, "elastic__depth_share": 0, "elastic__top_k_share": 0}, id="unused layers"
+        ),
+    ],
+)
+def test_a_resumed_run_is_an_uninterrupted_one(changes: dict[str, Any], make_run: Any, assert_same: Same) -> None:
+    reference = make_run("whole")(**changes)
+    stopped = make_run("stopped")
+    stopped(**changes)
+    for path in sorted((stopped.folder / "snapshots").glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    assert stopped.steps() == [8]
+    assert_same(reference, stopped(resume=True, **changes))
+
+
+@pytest.mark.parametrize("forward", [1, 2, 9])
+def test_ctrl_c_in_a_step_ends_the_step_and_goes_on_later(
+    forward: int, make_run: Any, reference: Trained, assert_same: Same
+) -> None:
+    stopped = make_run("stopped")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_forward(forward):
+        stopped()
+    assert signal.getsignal(signal.SIGINT) is before
+    (*_, step) = stopped.steps()
+    assert 1 <= step < 12
+    meta = read_meta(stopped.folder / "snapshots" / f"step-{step:07d}")
+    assert meta.step == step and meta.loader["position"] == 4 * step, "weights and data belong together"
+    assert_same(reference, stopped(resume=True))
+
+
+@pytest.mark.slow
+def test_ctrl_c_again_and_again(make_run: Any, reference: Trained, assert_same: Same) -> None:
+    stopped = make_run("stopped")
+    for attempt in range(5):
+        with pytest.raises(KeyboardInterrupt), ctrl_c_in_forward(2 + attempt):
+            stopped(resume=attempt > 0)
+    trained = stopped(resume=True)
+    assert_same(reference, trained)
+    assert read_meta(stopped.folder / "snapshots" / "step-0000012").run_id == trained.run_id
+
+
+def test_ctrl_c_while_observing(make_run: Any, reference: Trained, assert_same: Same) -> None:
+    """What follows a step belongs to it: the observation is logged, and the log has no gap afterwards."""
+
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        if step == 6 and stopped.steps()[-1] != 6:
+            press_ctrl_c()
+        return {"loss/full": float(step)}
+
+    stopped = make_run("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        stopped(observe=observe, log=True)
+    assert stopped.steps() == [4, 6]
+    assert_same(reference, stopped(observe=observe, log=True, resume=True))
+    rows = read_metrics(stopped.folder)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["loss/full"] for row in rows if "loss/full" in row] == [3, 6, 9, 12]
+
+
+def test_a_second_ctrl_c_is_not_held_back(run: Any) -> None:
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        press_ctrl_c()
+        press_ctrl_c()
+        raise AssertionError("still running")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(observe=observe)
+    assert run.steps() == [], "stopped at step 3, before the first snapshot"
+
+
+def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: Same) -> None:
+    asked: list[int] = []
+    orders = [(0, 1, 4, 5, 3, 2), (0, 1, 4, 5, 2, 3)]
+
+    def measure(model: Transformer) -> tuple[int, ...]:
+        asked.append(len(asked))
+        # as a real measurement would, follow from the weights: the sign of one number picks the order
+        return orders[int(model.embedding.weight.detach().flatten()[0] > 0)]
+
+    changes = {"elastic__rank_layers_at": (0.25, 0.5)}
+    reference = make_run("whole")(rank_layers=measure, **changes)
+    assert len(asked) == 2 and reference.model.config.layer_order in orders
+    stopped = make_run("stopped")
+
+    def interrupted(model: Transformer) -> tuple[int, ...]:
+        press_ctrl_c()  # while it measures: the step is done, its order is not
+        return measure(model)
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped(rank_layers=interrupted, **changes)
+    assert stopped.steps() == [3]
+    assert read_meta(stopped.folder / "snapshots" / "step-0000003").layer_order in orders
+    assert_same(reference, stopped(resume=True, rank_layers=measure, **changes))
+    # the order in force is the one that depths are drawn by
+    config, recipe = reference.model.config, stopped.recipe(**changes)
+    plans = [plan for step in range(12) for plan in Sampler(config, recipe.elastic, 2, 2, 12, 0).draw(step)]
+    last = config.layer_ranking[-1]
+    assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
+
+
+def test_a_finished_run_resumes_to_its_end(run: Any, assert_same: Same) -> None:
+    assert_same(run(), run(resume=True))
+
+
+def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int], TokenSet]) -> None:
+    with pytest.raises(UserError, match=r"run: --resume: there is no snapshot in it; start the run without --resume"):
+        run(resume=True)
+    run()
+    before = sorted((run.folder / "snapshots").rglob("*"))
+    for changes, message in {
+        "optim__lr": (4e-3, r"optim\.lr: was 0\.005 when this run started, is 0\.004 now; change it back"),
+        "elastic__anchors": ({"corner": {"layers": 5}}, r"elastic\.anchors\.corner\.experts: was 4 .* is None now"),
+        "train__steps": (13, r"train\.steps: was 12"),
+        "model__num_layers": (7, r"model\.num_layers: was 6"),
+    }.items():
+        with pytest.raises(UserError, match=message[1]) as caught:
+            run(resume=True, **{changes: message[0]})
+        assert "\n" not in str(caught.value) and str(run.folder) in str(caught.value)
+    with pytest.raises(UserError, match=r"data: changed since this run started; use the same data"):
+        run(resume=True, data=make_tokens(1))
+    assert sorted((run.folder / "snapshots").rglob("*")) == before
+
+
+def limit_file_size(folder: Path, num_bytes: int) -> Callable[[], None]:
+    """The kernel refuses to write any file beyond ``num_bytes``; returns the undoing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failed_snapshot_leaves_the_older_one(run: Any, reference: Trained, assert_same: Same) -> None:
+    undo: list[Callable[[], None]] = []
+
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        if step == 6 and not undo:
+            undo.append(limit_file_size(run.folder, 20_000))
+        return {}
+
+    try:
+        with pytest.raises(UserError, match=r"step-0000008: cannot be written: .*step-0000004.*--resume") as caught:
+            run(observe=observe)
+    finally:
+        undo[0]()
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (run.folder / "snapshots").iterdir()] == ["step-0000004"], "nothing half-written"
+    assert_same(reference, run(resume=True, observe=observe))
+
+
+def test_a_full_disk_leaves_the_older_snapshot(run: Any, reference: Trained, tmp_path: Path, assert_same: Same) -> None:
+    # weights and two moments in fp32, and half as much again: room for one snapshot and not for two
+    one_snapshot = 12 * sum(parameter.numel() for parameter in reference.model.parameters())
+    run.folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={one_snapshot * 3 // 2}", "none", str(run.folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        with pytest.raises(UserError, match=r"step-0000008: cannot be written: .*step-0000004.*--resume") as caught:
+            run()
+        assert "\n" not in str(caught.value)
+        assert [path.name for path in (run.folder / "snapshots").iterdir()] == ["step-0000004"]
+        shutil.copytree(run.folder, tmp_path / "moved")
+    finally:
+        subprocess.run(["umount", str(run.folder)], check=True)
+    run.folder = tmp_path / "moved"
+    assert_same(reference, run(resume=True))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
+    run: Any, reference: Trained, assert_same: Same
+) -> None:
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        if step == 6:
+            with torch.no_grad():
+                model.norm.weight[0] = torch.nan
+        return {}
+
+    with pytest.raises(UserError, match=r"the loss of .* is not finite; .*--resume"):
+        run(observe=observe)
+    assert run.steps() == [4]
+    assert_same(reference, run(resume=True))

@@ -1,0 +1,268 @@
+"""One rank equals several: FSDP2 and expert parallelism with real gloo processes, resharding on resume, failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.data.sources import Document
+from stretto.data.tokenise import tokenise
+from stretto.model.parallel import join
+from stretto.train.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("rank_worker.py")
+STEPS, ROWS, LENGTH = 20, 16, 32
+pytestmark = pytest.mark.timeout(900)  # several processes on a shared machine
+
+
+def tolerance(step: int) -> float:
+    """Largest relative difference between two orders of summation after ``step`` steps, in fp32.
+
+    A sum over the step's n tokens carries a relative error of about √n·ε, a random walk of n roundings. AdamW's update
+    is free of scale, so it inherits the gradient's relative error; the errors of the steps are independent and add up
+    as √steps. That the loss magnifies none of it is measured beside: `test_order_of_rows`.
+    """
+    return math.sqrt(ROWS * LENGTH * step) * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Bytes:
+    vocab_size: int = 257
+    eos_id: int = 256
+
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+
+def recipe(
+    *, steps: int = STEPS, tied: bool = True, sampler: str = "anchored", optim: str = "adamw", **train: Any
+) -> dict[str, Any]:
+    """Everything at once: dense and MoE layers, anchors with distillation, random depth and top-k, narrowed rows."""
+    return {
+        "model": {
+            "vocab_size": 257, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+            "num_experts": 8, "top_k": 2, "expert_intermediate_size": 16, "num_shared_experts": 1, "qk_norm": True,
+            "dense_layers": [0], "dense_intermediate_size": 48, "attention_bias": True, "widths": [8, 4],
+            "tie_embeddings": tied,
+        },
+        "elastic": {
+            "sampler": sampler, "anchors": {"corner": {"layers": 5, "experts": 4, "top_k": 1}}, "anchor_share": 0.25,
+            "depth_share": 0.2, "top_k_share": 0.2, "width_share": 0.25,
+        },
+        "optim": {"lr": 3e-3, "warmup_steps": 2, "name": optim},
+        "train": {
+            "steps": steps, "rows": ROWS, "seq_len": LENGTH, "micro_batches": 2, "eval_every": 5, "log_every": 1,
+            "snapshot_every": 10, "keep_snapshots": 5, "dtype": "float32", **train,
+        },
+    }  # fmt: skip
+
+
+class Bench:
+    """A folder with token data, in which groups of processes train."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        words = ("alpha", "beta", "gamma", "delta", "(x)", "return", "import", "def")
+        rng = random.Random(0)
+        texts = (" ".join(rng.choice(words) for _ in range(rng.randint(3, 20))) for _ in range(600))
+        tokenise({"train": map(Document, texts)}, Bytes(), folder / "data", processes=1)
+
+    def case(
+        self, name: str, *, start: str | None = None, order_seed: int | None = None, **changes: Any
+    ) -> dict[str, Any]:
+        """A run ``name``; with ``start`` it goes on from that run's snapshot of step 10."""
+        case = {"recipe": recipe(**changes), "run": str(self.folder / name), "data": str(self.folder / "data")}
+        if order_seed is not None:
+            case["order_seed"] = order_seed
+        if start is not None:
+            shutil.copytree(
+                self.folder / start / "snapshots" / "step-0000010", self.folder / name / "snapshots" / "step-0000010"
+            )
+            case["resume"] = True
+        return case
+
+    def launch(self, world: int, cases: list[dict[str, Any]]) -> list[subprocess.CompletedProcess[str]]:
+        """Run ``cases`` in ``world`` processes that know of each other as torchrun's do."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        path = self.folder / f"cases-{port}.json"
+        path.write_text(json.dumps(cases))
+        processes = []
+        for rank in range(world):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            command = [sys.executable, str(WORKER), str(path)]
+            processes.append(
+                subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            )
+        done = []
+        for process in processes:
+            out, err = process.communicate(timeout=600)
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        return done
+
+    def train(self, world: int, cases: list[dict[str, Any]]) -> None:
+        for done in self.launch(world, cases):
+            assert done.returncode == 0, done.stderr
+            assert "arning" not in done.stderr, done.stderr
+
+    def metrics(self, run: str) -> dict[int, dict[str, float]]:
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        kept = ("loss/", "kl/", "train/", "mixture/", "optim/grad_norm", "experts/")
+        return {
+            line["step"]: {name: value for name, value in line.items() if name.startswith(kept)}
+            for line in map(json.loads, lines)
+        }
+
+    def weights(self, run: str) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / run / "weights.pt")
+
+    def check_equal(self, one: str, other: str, first_step: int = 1, exactly: bool = False) -> None:
+        """``other`` has the losses of ``one`` from ``first_step`` on, and its final weights."""
+        expected, found = self.metrics(one), self.metrics(other)
+        assert sorted(found) == [step for step in sorted(expected) if step >= first_step]
+        for step, values in found.items():
+            assert values.keys() == expected[step].keys()
+            allowed = 0.0 if exactly else tolerance(step)
+            for name, value in values.items():
+                # a KL is a difference of terms as large as the loss
+                scale = expected[step]["loss/full"] if name.startswith("kl/") else abs(expected[step][name])
+                assert abs(value - expected[step][name]) <= allowed * scale, (one, other, step, name)
+        assert self.distance(one, other) <= (0.0 if exactly else tolerance(max(found)))
+
+    def distance(self, one: str, other: str) -> float:
+        """Root mean square difference of the final weights over their root mean square."""
+        left, right = self.weights(one), self.weights(other)
+        assert {name: (value.shape, value.dtype) for name, value in left.items()} == {
+            name: (value.shape, value.dtype) for name, value in right.items()
+        }
+        square = sum(float((left[name].double() - right[name].double()).square().sum()) for name in left)
+        return math.sqrt(square / sum(float(value.double().square().sum()) for value in left.values()))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
+    """The short version of all the others."""
+    bench.train(2, [bench.case("short-one", steps=4) | {"alone": True}, bench.case("short-split", steps=4, ep=2)])
+    bench.check_equal("short-one", "short-split")
+
+
+@pytest.fixture(scope="module")
+def trained(bench: Bench) -> Bench:
+    """The runs that the slow tests compare."""
+    bench.train(
+        1,
+        [
+            bench.case("one"),
+            *(bench.case(f"order-{seed}", order_seed=seed) for seed in range(3)),
+            bench.case("one-untied", tied=False),
+            bench.case("one-complements", sampler="complements"),
+        ],
+    )
+    bench.train(
+        2,
+        [
+            bench.case("two"),
+            bench.case("split", ep=2),
+            bench.case("two-untied", tied=False, recompute=True),
+            bench.case("split-complements", sampler="complements", ep=2, recompute=True),
+        ],
+    )
+    return bench
+
+
+@pytest.mark.slow
+def test_order_of_rows(trained: Bench) -> None:
+    """What the tolerance allows covers what another order of the same rows does on one rank, and not by much luck."""
+    spread = [trained.distance("one", f"order-{seed}") for seed in range(3)]
+    for seed in range(3):
+        trained.check_equal("one", f"order-{seed}")
+    assert max(spread) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("one", "two"), ("one", "split"), ("one-untied", "two-untied"), ("one-complements", "split-complements")],
+)
+def test_ranks_change_nothing(trained: Bench, one: str, other: str) -> None:
+    trained.check_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def resumed(trained: Bench) -> Bench:
+    trained.train(1, [trained.case("two-to-one", start="two"), trained.case("split-to-one", start="split")])
+    trained.train(
+        2,
+        [
+            trained.case("one-to-two", start="one"),
+            trained.case("one-to-split", start="one", ep=2),
+            trained.case("two-to-two", start="two"),
+            trained.case("split-to-split", start="split", ep=2),
+        ],
+    )
+    trained.train(4, [trained.case("one-to-grid", start="one", ep=2), trained.case("split-to-four", start="split")])
+    return trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["two-to-one", "split-to-one", "one-to-two", "one-to-split", "one-to-grid", "split-to-four"]
+)
+def test_a_run_goes_on_with_other_ranks(resumed: Bench, name: str) -> None:
+    resumed.check_equal("one", name, first_step=11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "resumed_run"), [("two", "two-to-two"), ("split", "split-to-split")])
+def test_a_run_goes_on_bit_for_bit_with_the_same_ranks(resumed: Bench, whole: str, resumed_run: str) -> None:
+    resumed.check_equal(whole, resumed_run, first_step=11, exactly=True)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_and_ends_clean(bench: Bench) -> None:
+    path = bench.folder / "torchrun.json"
+    path.write_text(json.dumps([bench.case("torchrun", steps=2)]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "arning" not in done.stderr and "rror" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_failure_on_one_rank_ends_all(bench: Bench) -> None:
+    """The last rank is told of data that it does not have; the others must not wait for it for ever."""
+    results = bench.launch(2, [bench.case("failing", steps=2) | {"missing_on": 1}])
+    assert "UserError" in results[1].stderr
+    assert [done.returncode for done in results] == [1, 1]
+
+
+def test_expert_parallel_ranks_must_divide() -> None:
+    with pytest.raises(UserError, match=r"train\.ep: 2 does not divide the number of ranks, 1"):
+        join("cpu", ep=2)
+    with pytest.raises(ValueError, match=r"train\.ep 3 does not divide the 8 experts"):
+        Recipe.model_validate(recipe(ep=3))

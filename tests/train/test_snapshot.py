@@ -1,0 +1,82 @@
+"""Snapshots of one rank; `test_ranks` has those of several."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.base.receipt import Meter
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Context, Transformer, build
+from stretto.optim.build import build_optimizers
+from stretto.optim.schedule import OptimConfig
+from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run
+
+CONFIG = ModelConfig(
+    vocab_size=17, hidden_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=4, top_k=2,
+    expert_intermediate_size=4,
+)  # fmt: skip
+
+
+def meta(step: int, recipe: dict[str, object] | None = None) -> SnapshotMeta:
+    return SnapshotMeta(
+        step=step, loader={}, receipt=Meter("pretrain", "cpu", 1).receipt(None), run_id="r", layer_order=(0, 1, 2),
+        tokens_by_kind={}, recipe=recipe or {}, data_hash="d",
+    )  # fmt: skip
+
+
+def train(model: Transformer, optimizers: tuple[torch.optim.Optimizer, ...], subnet: Subnet, seed: int) -> None:
+    ids_BT = torch.randint(17, (2, 6), generator=torch.Generator().manual_seed(seed))
+    model(ids_BT, subnet, Context.plain(ids_BT)).hidden_BTD.square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_what_had_no_gradient_yet_starts_afresh_after_a_resume(tmp_path: Path, optim: str) -> None:
+    """A layer that no step has run has no optimiser state to save; its first step must be a first step."""
+    ranks, snapshots = join("cpu"), Snapshots(tmp_path, keep=2)
+    settings = OptimConfig.model_validate({"lr": 1e-2, "name": optim})
+    shallow = CONFIG.full().replace(layers=(0, 2), experts=(4, 4), top_k=(2, 2))
+    models = [build(CONFIG, seed) for seed in (0, 1)]
+    optimizers = [build_optimizers(settings, model) for model in models]
+    train(models[0], optimizers[0], shallow, 0)
+    snapshots.save(models[0], optimizers[0], meta(1), ranks)
+    snapshots.load(snapshots.path(1), models[1], optimizers[1], ranks)
+    for model, own in zip(models, optimizers, strict=True):
+        train(model, own, CONFIG.full(), 1)
+    left, right = (model.state_dict() for model in models)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_what_a_killed_save_left_is_swept_away(tmp_path: Path) -> None:
+    model, snapshots = build(CONFIG, 0), Snapshots(tmp_path, keep=1)
+    for step in (1, 2):
+        (tmp_path / f".step-{step:07d}.partial").mkdir()
+        (tmp_path / f".step-{step:07d}.partial" / "__0_0.distcp").write_bytes(b"torn")
+    assert snapshots.latest() is None
+    snapshots.save(model, build_optimizers(OptimConfig(lr=1e-2), model), meta(2), join("cpu"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000002"]
+
+
+def test_one_rank_hears_no_warning(tmp_path: Path) -> None:
+    model, snapshots = build(CONFIG, 0), Snapshots(tmp_path, keep=1)
+    optimizers = build_optimizers(OptimConfig(lr=1e-2), model)
+    train(model, optimizers, CONFIG.full(), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        snapshots.save(model, optimizers, meta(1), join("cpu"))
+        snapshots.load(snapshots.path(1), model, optimizers, join("cpu"))
+
+
+def test_a_resume_may_lay_experts_out_anew_but_change_nothing_else() -> None:
+    saved = meta(1, {"train": {"ep": 1, "steps": 4}})
+    check_same_run(saved, {"train": {"ep": 2, "steps": 4}}, "d", Path("run"))
+    with pytest.raises(UserError, match=r"train\.steps: was 4"):
+        check_same_run(saved, {"train": {"ep": 1, "steps": 5}}, "d", Path("run"))

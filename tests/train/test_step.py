@@ -1,0 +1,264 @@
+"""The optimisation step: the same gradient however it is split, and nothing applied when something is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.model.elastic import load_balance
+from stretto.model.moe import MoeLayer, RowWidths
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Context, Transformer, build
+from stretto.ops.logprob import IGNORED, log_probs
+from stretto.optim.build import build_optimizers
+from stretto.optim.schedule import OptimConfig
+from stretto.train.step import Distil, MicroBatch, NonFiniteError, StepResult, optimisation_step
+
+VOCAB, LENGTH = 41, 24
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 24, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+    "num_experts": 8, "top_k": 3, "expert_intermediate_size": 16, "num_shared_experts": 1, "widths": (8, 4),
+}  # fmt: skip
+SAME = 1e-6
+"""Relative difference that another order of summation may make: a few dozen fp32 roundings of 6e-8."""
+DOCUMENTS = [
+    torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (24, 11, 13, 20, 4, 7, 8, 9)
+]
+
+
+class Catch(torch.optim.SGD):
+    """Keeps the gradients that a step would have applied, and applies nothing."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.model = model
+        self.caught: dict[str, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.caught = {name: grad.clone() for name, grad in grads.items() if grad is not None}
+
+
+def network(seed: int = 0, **changes: Any) -> Transformer:
+    return build(ModelConfig(**{**SHAPE, **changes}), seed)
+
+
+def packed(rows: list[list[list[int]]], widths: RowWidths | None = None, recompute: bool = False) -> dict[str, Any]:
+    """Ids, targets and context of rows of documents; a document's last token has no target."""
+    shape = (len(rows), LENGTH)
+    ids, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    targets, documents = torch.full(shape, IGNORED), torch.full(shape, -1)
+    for row, contents in enumerate(rows):
+        at = 0
+        for number, tokens in enumerate(contents):
+            place = slice(at, at + len(tokens))
+            ids[row, place], positions[row, place] = torch.tensor(tokens), torch.arange(len(tokens))
+            targets[row, at : at + len(tokens) - 1] = torch.tensor(tokens[1:])
+            documents[row, place] = number
+            at += len(tokens)
+    return {"ids_BT": ids, "targets_BT": targets, "ctx": Context(positions, documents, widths, recompute)}
+
+
+def micro(rows: list[list[list[int]]], subnet: Subnet, kind: str = "full", **extra: Any) -> MicroBatch:
+    batch = packed(rows, extra.pop("widths", None), extra.pop("recompute", False))
+    num = int((batch["targets_BT"] != IGNORED).sum())
+    return MicroBatch(kind=kind, subnet=subnet, num_target_tokens=num, **batch, **extra)
+
+
+def step(
+    model: Transformer,
+    batches: list[MicroBatch],
+    clip: float = 1e9,
+    rate: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[StepResult, dict[str, Tensor]]:
+    catch = Catch(model)
+    result = optimisation_step(model, [catch], batches, join("cpu"), clip_norm=clip, balance_rate=rate, dtype=dtype)
+    return result, catch.caught
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm, over all parameters."""
+    assert one.keys() == other.keys()
+    difference = sum(float((grad - other[name]).square().sum()) for name, grad in one.items())
+    return (difference / sum(float(grad.square().sum()) for grad in one.values())) ** 0.5
+
+
+PACKINGS: dict[str, list[list[list[list[int]]]]] = {
+    "one micro-batch": [[[DOCUMENTS[0]], [DOCUMENTS[1], DOCUMENTS[2]], [DOCUMENTS[3], DOCUMENTS[4]], [DOCUMENTS[5], DOCUMENTS[6], DOCUMENTS[7]]]],
+    "one row each": [[[DOCUMENTS[0]]], [[DOCUMENTS[1], DOCUMENTS[2]]], [[DOCUMENTS[3], DOCUMENTS[4]]], [[DOCUMENTS[5], DOCUMENTS[6], DOCUMENTS[7]]]],
+    "uneven": [[[DOCUMENTS[0]]], [[DOCUMENTS[1], DOCUMENTS[2]], [DOCUMENTS[3], DOCUMENTS[4]], [DOCUMENTS[5], DOCUMENTS[6], DOCUMENTS[7]]]],
+    "a document a row": [[[document] for document in DOCUMENTS]],
+    "other neighbours": [[[DOCUMENTS[7], DOCUMENTS[1]], [DOCUMENTS[4], DOCUMENTS[3]]], [[DOCUMENTS[6], DOCUMENTS[2]], [DOCUMENTS[5]], [DOCUMENTS[0]]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", list(PACKINGS)[1:])
+@pytest.mark.parametrize("distilled", [False, True])
+def test_splitting_and_packing_change_nothing(packing: str, distilled: bool) -> None:
+    model, parent = network(), network(1)
+    lesson = Distil(parent, parent.config.full(), 0.4) if distilled else None
+
+    def train(rows: list[list[list[list[int]]]]) -> tuple[StepResult, dict[str, Tensor]]:
+        return step(model, [micro(each, model.config.full(), distil=lesson) for each in rows])
+
+    result, grads = train(PACKINGS["one micro-batch"])
+    other, others = train(PACKINGS[packing])
+    assert other.num_tokens == result.num_tokens == sum(len(document) - 1 for document in DOCUMENTS)
+    assert other.nll == pytest.approx(result.nll, rel=SAME)
+    assert other.grad_norm == pytest.approx(result.grad_norm, rel=SAME)
+    assert distance(grads, others) <= SAME
+    # padding takes part in routing, so only rows without it count the same
+    if packing in ("one row each", "uneven"):
+        assert all(torch.equal(counts, other.counts[row]) for row, counts in result.counts.items())
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_tokens() -> None:
+    """Against autograd through the plain definition, over micro-batches with different Subnets."""
+    model = network()
+    config = model.config
+    batches = [
+        micro([[DOCUMENTS[0]]], config.full()),
+        micro([[DOCUMENTS[4]], [DOCUMENTS[5]]], config.subnet(3, 4, 2), kind="corner"),
+    ]
+    result, grads = step(model, batches)
+    model.zero_grad(set_to_none=True)
+    sums = []
+    for batch in batches:
+        hidden_ND = model(batch.ids_BT, batch.subnet, batch.ctx).hidden_BTD.flatten(0, 1)
+        sums.append(-log_probs(hidden_ND, model.head_VD, batch.targets_BT.flatten()).sum())
+    (sum(sums) / 32).backward()  # 23 + 3 + 6 targets
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert distance(expected, grads) <= SAME
+    assert result.tokens_by_kind == {"full": 23, "corner": 9}
+    assert result.nll_by_kind == {"full": pytest.approx(sums[0].item()), "corner": pytest.approx(sums[1].item())}
+    assert result.nll == pytest.approx(sum(each.item() for each in sums) / 32)
+    norm = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5
+    assert result.grad_norm == pytest.approx(norm, rel=SAME)
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
+    model = network()
+    itself = Distil(model, model.config.full(), 0.0)
+    result, grads = step(model, [micro([DOCUMENTS[:1]], model.config.full(), distil=itself)])
+    assert result.grad_norm == 0.0
+    assert all(torch.count_nonzero(grad) == 0 for grad in grads.values())
+    half = Distil(model, model.config.full(), 0.5)
+    _, plain = step(model, [micro([DOCUMENTS[:1]], model.config.full())])
+    _, blend = step(model, [micro([DOCUMENTS[:1]], model.config.full(), distil=half)])
+    assert distance({name: 0.5 * grad for name, grad in plain.items()}, blend) <= SAME
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teachers_pass_does_not_cut_the_students_gradient(dtype: torch.dtype) -> None:
+    """Autocast keeps converted weights; those of a pass without gradients must not serve the pass with them."""
+    model = network()
+    nearly_ce = Distil(model, model.config.full(), 1 - 1e-6)
+    _, alone = step(model, [micro([DOCUMENTS[:1]], model.config.full())], dtype=dtype)
+    _, taught = step(model, [micro([DOCUMENTS[:1]], model.config.full(), distil=nearly_ce)], dtype=dtype)
+    assert distance(alone, taught) <= 1e-5
+
+
+def test_an_anchor_feeds_its_own_branch_and_outer_experts_get_nothing() -> None:
+    model = network()
+    corner = model.config.subnet(4, 4, 2)
+    anchor = micro([DOCUMENTS[:1]], corner, "corner", distil=Distil(model, model.config.full(), 0.5))
+    result, grads = step(model, [anchor], rate=0.01)
+    outer = list(model.config.expert_orders[0][4:])
+    for name, grad in grads.items():
+        if name.endswith((".mlp.gate", ".mlp.gate_up", ".mlp.down")):
+            assert torch.count_nonzero(grad[outer]) == 0 and torch.isfinite(grad).all(), name
+    for row, counts_WE in result.counts.items():
+        assert counts_WE.sum(1).tolist() == [0, LENGTH * 2], "the teacher's pass is not counted"
+        bias_WE = moe_layers(model)[row].bias_WE
+        assert torch.count_nonzero(bias_WE[0]) == 0, "the full width saw no token"
+        assert torch.count_nonzero(bias_WE[1][outer]) == 0 and torch.count_nonzero(bias_WE[1]) >= 2
+
+
+def moe_layers(model: Transformer) -> list[MoeLayer]:
+    return [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+
+
+def test_recomputation_counts_once_and_gives_the_same_gradient() -> None:
+    model = network()
+    plain, grads = step(model, [micro([DOCUMENTS[:1]], model.config.full())])
+    again, others = step(model, [micro([DOCUMENTS[:1]], model.config.full(), recompute=True)])
+    assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
+    assert all(torch.equal(counts, again.counts[row]) for row, counts in plain.counts.items())
+    assert again.nll == plain.nll and again.flops > plain.flops
+
+
+@pytest.mark.parametrize("clip", [0.01, 1e9])
+def test_clipping_holds_the_global_norm(clip: float) -> None:
+    model = network()
+    result, grads = step(model, [micro([DOCUMENTS[:1]], model.config.full())], clip=clip)
+    norm = sum(float(grad.square().sum()) for grad in grads.values()) ** 0.5
+    assert norm == pytest.approx(min(clip, result.grad_norm), rel=1e-4)
+    assert 0.01 < result.grad_norm < 1e9
+
+
+def poison_a_weight(model: Transformer) -> Callable[[], None]:
+    with torch.no_grad():
+        model.embedding.weight[DOCUMENTS[0][3]] = torch.nan
+    return lambda: None
+
+
+def poison_a_gradient(model: Transformer) -> Callable[[], None]:
+    handle = model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    return handle.remove
+
+
+@pytest.mark.parametrize(
+    ("poison", "message"),
+    [(poison_a_weight, "the loss of full is not finite"), (poison_a_gradient, "the gradient is not finite")],
+)
+def test_nothing_is_applied_when_something_is_not_finite(
+    poison: Callable[[Transformer], Callable[[], None]], message: str
+) -> None:
+    model, ranks = network(), join("cpu")
+    optimizers = build_optimizers(OptimConfig(lr=1e-3), model)
+    batches = [micro([DOCUMENTS[:1]], model.config.full()), micro([DOCUMENTS[1:2]], model.config.full(), "other")]
+    settings: dict[str, Any] = {"clip_norm": 1.0, "balance_rate": 0.01, "dtype": torch.float32}
+    optimisation_step(model, optimizers, batches, ranks, **settings)
+    poison(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moments = [value.clone() for state in optimizers[0].state.values() for value in state.values()]
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        optimisation_step(model, optimizers, batches, ranks, **settings)
+    assert "\n" not in str(caught.value)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(7.0), weights[name].nan_to_num(7.0)), name
+    after = [value for state in optimizers[0].state.values() for value in state.values()]
+    assert all(torch.equal(*pair) for pair in zip(moments, after, strict=True))
+
+
+def test_training_brings_the_load_of_every_width_down() -> None:
+    """Weights train too; half the rows are narrow. The same run without balancing is the control."""
+
+    def overload(rate: float) -> tuple[float, float]:
+        model = network(num_layers=2, num_shared_experts=0)
+        with torch.no_grad():
+            for layer in moe_layers(model):
+                layer.gate.mul_(4.0)  # uneven from the start
+        optimizers = build_optimizers(OptimConfig(lr=1e-3), model)
+        allowed_BE = torch.ones(2, 8, dtype=torch.bool)
+        allowed_BE[1, 4:] = False
+        widths = RowWidths(torch.tensor([0, 1]), allowed_BE, torch.ones(2, dtype=torch.bool))
+        rows = [[DOCUMENTS[0]], [DOCUMENTS[0]]]
+        for _ in range(80):
+            result = optimisation_step(
+                model, optimizers, [micro(rows, model.config.full(), widths=widths)], join("cpu"),
+                clip_norm=1.0, balance_rate=rate, dtype=torch.float32,
+            )  # fmt: skip
+        inner = list(model.config.expert_orders[0][:4])
+        counts = list(result.counts.values())
+        return max(load_balance(each[0]) for each in counts), max(load_balance(each[1][inner]) for each in counts)
+
+    balanced, control = overload(0.01), overload(0.0)
+    assert balanced[0] < 0.75 * control[0] and balanced[1] < control[1], (balanced, control)
