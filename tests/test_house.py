@@ -103,7 +103,7 @@ def command_lines() -> Iterator[str]:
     rows = []
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         if not command.hidden:
-            arguments = [each.make_metavar(None) for each in command.params if each.param_type_name == "argument"]
+            arguments = [each.name.upper() for each in command.params if each.param_type_name == "argument"]
             help_text = inspect.cleandoc(command.help or "")
             assert help_text, f"stretto {name} has no help"
             rows.append((" ".join(["stretto", name, *arguments]), help_text.splitlines()[0].removesuffix(".")))

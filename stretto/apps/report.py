@@ -81,7 +81,8 @@ def gather(run: Path) -> ReportData:
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)
     batches = held_out(info, recipe.train, ranks)
-    result = read_search(run)
+    found = read_search(run)
+    result = found.result if found else None
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     healed = _find_healed(run, batches, str(ranks.device))
     subnets = _subnets(checkpoint, result)

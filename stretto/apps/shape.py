@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, checkpoint_folder, read_info
-from stretto.apps.train import held_out
-from stretto.base.config import validate
+from stretto.apps.run import RUN_FILE, RunInfo, checkpoint_folder, read_info
+from stretto.apps.train import EVAL_BATCH_ROWS, held_out
+from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.receipt import Meter
-from stretto.base.records import new_lineage
+from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, evaluate
@@ -22,7 +22,7 @@ from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, parse_subnet
+from stretto.model.spec import Subnet, check_subnet, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.frontier import SearchOptions, SearchResult, search
@@ -30,6 +30,7 @@ from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, w
 from stretto.search.space import Limits, SearchSpace
 from stretto.search.timing import check, measure
 from stretto.train.heal import heal
+from stretto.train.metering import metered
 from stretto.train.recipe import HealRecipe, Recipe
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
@@ -77,26 +78,36 @@ def search_command(
     assert isinstance(info.recipe, Recipe), f"{run} is a {info.stage} run"
     batches = held_out(info, info.recipe.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
+    meter = Meter("search", device_name(ranks.device), ranks.world)
     healer = None
     if heal_recipe is not None:
-        healer = _Healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches)
-    result = search(
-        checkpoint.model,
-        batches,
-        limits,
-        options=options,
-        presets={name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()},
-        table=table,
-        heal=healer,
-    )
-    write_json(run / SEARCH_FILE, result.model_dump(mode="json"))
+        healer = _Healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches, meter)
+    with meter, metered(checkpoint.model, meter):
+        result = search(
+            checkpoint.model,
+            batches,
+            limits,
+            options=options,
+            presets={name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()},
+            table=table,
+            heal=healer,
+        )
+    write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return result
 
 
-def read_search(run: Path) -> SearchResult | None:
+class SearchRecord(Config):
+    """What search.json holds."""
+
+    result: SearchResult
+    receipt: Receipt
+    """Cost of the search, short healing included; extracting its choice adds it to the lineage."""
+
+
+def read_search(run: Path) -> SearchRecord | None:
     """The run's last search; None if there was none."""
     path = run / SEARCH_FILE
-    return validate(SearchResult, read_json(path), source=str(path)) if path.is_file() else None
+    return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 
 class _Healer:
@@ -110,9 +121,10 @@ class _Healer:
         folder: Path,
         ranks: Ranks,
         batches: tuple[EvalBatch, ...],
+        meter: Meter,
     ):
         self.model, self.info, self.recipe = model, info, recipe
-        self.folder, self.ranks, self.batches = folder, ranks, batches
+        self.folder, self.ranks, self.batches, self.meter = folder, ranks, batches, meter
         self.num = 0
 
     def __call__(self, subnet: Subnet) -> float:
@@ -120,6 +132,7 @@ class _Healer:
         loader = Loader(self.info.data.open(), self.info.data.weights, train.micro_rows, train.seq_len, train.seed)
         folder = self.folder / f"heal-{self.num:02d}"
         self.num += 1
+        before = self.meter.receipt().flops
         healed = heal(
             self.recipe,
             folder,
@@ -130,6 +143,9 @@ class _Healer:
             ranks,
             observe=lambda model, step: {},
         )
+        # what the search's meter saw of it already are the teacher's passes through the maximum network
+        spent, seen = healed.meter.receipt(), self.meter.receipt().flops - before
+        self.meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
         return evaluate(healed.model, healed.model.config.full(), self.batches).nll
 
 
@@ -139,21 +155,21 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
     checkpoint = _load(source, ranks)
     subnet = choose_subnet(source, checkpoint, subnet_name)
     meter = Meter("extract", device_name(ranks.device), ranks.world)
-    with meter:
-        batches = _probe(checkpoint.config, ranks)
-        extracted = verified_extract(checkpoint.model, subnet, batches)
+    with meter, metered(checkpoint.model, meter):
+        extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
     config = extracted.model.config
     counts = count(config, config.full())
-    full = count(checkpoint.config, subnet)
-    passes = full.forward_flops(extracted.num_tokens, batches[0].ids_BT.shape[1])
-    meter.add(flops=2 * passes, tokens=extracted.num_tokens)
+    receipt = meter.receipt()
+    found = read_search(source) if subnet_name == "best" else None
+    if found is not None:
+        receipt = found.receipt + receipt
     lineage = new_lineage(
         name=out.name,
         stage="extract",
         weights_hash="",
         total_params=counts.total_params,
         active_params=counts.active_params,
-        receipt=meter.receipt(),
+        receipt=receipt,
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
     )
@@ -173,10 +189,10 @@ def choose_subnet(source: Path, checkpoint: Checkpoint, name: str) -> Subnet:
     """A preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``."""
     if name != "best":
         return parse_subnet(name, checkpoint.config, checkpoint.presets)
-    result = read_search(source)
-    if result is None:
+    found = read_search(source)
+    if found is None:
         raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
-    return check_subnet(checkpoint.config, result.chosen.subnet)
+    return check_subnet(checkpoint.config, found.result.chosen.subnet)
 
 
 def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool) -> None:
@@ -212,9 +228,15 @@ def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
 
 
-def _probe(config: ModelConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
-    """A few hundred tokens to compare logits on: random ids, since equality must hold for any input."""
-    length = min(128, config.max_positions)
-    ids_BT = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
-    ids_BT = ids_BT.to(ranks.device)
+def _probe(source: Path, checkpoint: Checkpoint, ranks: Ranks) -> tuple[EvalBatch, ...]:
+    """A few hundred tokens to compare logits on: held-out text of the run, which reaches experts as text does.
+
+    A checkpoint without a run is probed with random ids; equality must hold for any input.
+    """
+    if (source / RUN_FILE).is_file():
+        info = read_info(source)
+        return held_out(info, info.recipe.train.replace(eval_rows=EVAL_BATCH_ROWS), ranks)[:1]
+    config = checkpoint.config
+    shape = (4, min(128, config.max_positions))
+    ids_BT = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(ranks.device)
     return (EvalBatch(ids_BT, ids_BT, Context.plain(ids_BT)),)

@@ -24,6 +24,7 @@ from stretto.train.heal import heal
 from stretto.train.loop import Observe, peak_memory
 from stretto.train.pretrain import Trained, pretrain
 from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
+from stretto.train.snapshot import LAYOUT
 
 EVAL_BATCH_ROWS = 16
 
@@ -43,11 +44,12 @@ def pretrain_command(
     Raises:
         UserError: bad data or recipe, or a folder in which another run lies.
     """
-    info = _start(run, resume, lambda: _new_run(recipe, run, data, tokenizer))
-    assert isinstance(info.recipe, Recipe), f"{run} is a {info.stage} run"
-    if resume and recipe != info.recipe:
-        _explain_difference(run, info.recipe, recipe)
-    ranks = join(device)
+    ranks = join(device, recipe.train.ep)
+    info = _start(run, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
+    if not isinstance(info.recipe, Recipe):
+        raise UserError(f"{run}: a {info.stage} run; choose another folder")
+    if resume:
+        _refuse_difference(run, info.recipe, recipe)
     batches = held_out(info, recipe.train, ranks)
     trained = pretrain(
         recipe,
@@ -82,9 +84,10 @@ def heal_command(
     folder = checkpoint_folder(source)
     student = read_checkpoint(folder, dtype=torch.float32)
     guide = _read_teacher(recipe, student, teacher)
-    info = _start(run, resume, lambda: _new_heal(recipe, run, student, data, guide))
-    assert isinstance(info.recipe, HealRecipe), f"{run} is a {info.stage} run"
-    ranks = join(device)
+    ranks = join(device, recipe.train.ep)
+    info = _start(run, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
+    if not isinstance(info.recipe, HealRecipe):
+        raise UserError(f"{run}: a {info.stage} run; choose another folder")
     trained = heal(
         recipe,
         run,
@@ -130,15 +133,14 @@ def observer(presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], 
     return observe
 
 
-def _start(run: Path, resume: bool, new: Callable[[], RunInfo]) -> RunInfo:
-    """The run's record: the one it was started with, or a new one."""
-    if resume:
-        return read_info(run)
-    if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
-        raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
-    info = new()
-    write_info(run, info)
-    return info
+def _start(run: Path, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) -> RunInfo:
+    """The run's record: the one it was started with, or a new one, which rank 0 makes for all."""
+    if not resume and ranks.is_first:
+        if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
+            raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
+        write_info(run, new())
+    ranks.barrier()
+    return read_info(run)
 
 
 def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None) -> RunInfo:
@@ -226,7 +228,13 @@ def _tracker(run: Path, config: dict[str, object], wandb_project: str | None) ->
     return open_at
 
 
-def _explain_difference(run: Path, old: Recipe, new: Recipe) -> None:
+def _refuse_difference(run: Path, old: Recipe, new: Recipe) -> None:
+    """A resume may change how ranks share the work, nothing else."""
     was, now = old.model_dump(), new.model_dump()
-    field = next(f"{table}.{key}" for table in was for key in was[table] if was[table][key] != now[table][key])
-    raise UserError(f"{run}: {field}: differs from the recipe this run started with; leave it out when resuming")
+    for table in was:
+        for key in was[table]:
+            if was[table][key] != now[table][key] and f"{table}.{key}" not in LAYOUT:
+                raise UserError(
+                    f"{run}: {table}.{key}: was {was[table][key]} when this run started, is {now[table][key]} now; "
+                    "change it back, or start a new run folder"
+                )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from stretto.model.moe import MoeLayer
-from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
+from stretto.model.orders import kept_experts
+from stretto.model.spec import ModelConfig, Subnet, extracted_config
 from stretto.model.transformer import Transformer
 
 

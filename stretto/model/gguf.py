@@ -226,8 +226,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: in
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in definition["merges"]])
-    bos_id = _token_id(tokenizer, "bos_token")
-    pad_id = _token_id(tokenizer, "pad_token")
+    bos_id = tokenizer.named_id("bos_token")
+    pad_id = tokenizer.named_id("pad_token")
     # without one llama.cpp assumes GPT-2's own id, which here is any token
     writer.add_bos_token_id(tokenizer.eos_id if bos_id is None else bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
@@ -242,10 +242,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: in
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def _token_id(tokenizer: Tokenizer, name: str) -> int | None:
-    token = tokenizer.config.get(name)
-    token = token["content"] if isinstance(token, dict) else token
-    index: int | None = None if token is None else tokenizer.rust.token_to_id(token)
-    return index

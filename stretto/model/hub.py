@@ -51,7 +51,7 @@ _OURS = (
     *TOKENIZER_FILES,
 )
 """What a checkpoint consists of: a folder that holds anything else is never replaced."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
 
@@ -195,8 +195,7 @@ def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
 
 def weights_hash(folder: Path | str) -> str:
     """SHA-256 over names and bytes of all tensor files of a checkpoint, as a lineage keeps it."""
-    folder = Path(folder)
-    return hash_files([*folder.glob("model*.safetensors"), *folder.glob(ELASTIC_FILE)])
+    return hash_files([*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)])
 
 
 def _describe(folder: Path) -> StrettoFile:
@@ -229,9 +228,7 @@ def _describe(folder: Path) -> StrettoFile:
 
 
 def _refuse_other_files(folder: Path) -> None:
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in _OURS):
             raise UserError(
                 f"{folder}: would be replaced, and holds {path.name}, which is no part of a checkpoint; choose another folder"
@@ -245,14 +242,9 @@ def _token_ids(folder: Path, config: ModelConfig) -> tuple[TokenIds, dict[str, o
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the network vocab_size {config.vocab_size}; use the one it was trained with"
         )
-    named: dict[str, int | None] = {}
-    for name in ("bos_token", "pad_token"):
-        token = tokenizer.config.get(name)
-        token = token["content"] if isinstance(token, dict) else token
-        named[name] = None if token is None else tokenizer.rust.token_to_id(token)
-    tokens = TokenIds(eos=tokenizer.eos_id, bos=named["bos_token"], pad=named["pad_token"])
+    tokens = TokenIds(eos=tokenizer.eos_id, bos=tokenizer.named_id("bos_token"), pad=tokenizer.named_id("pad_token"))
     turn_end = tokenizer.rust.token_to_id(TURN_END) if tokenizer.chat_template else None
-    ends = [tokens.eos, *([turn_end] if turn_end not in (None, tokens.eos) else [])]
+    ends = sorted({tokens.eos, turn_end} - {None}, key=lambda index: index != tokens.eos)
     generation = {"bos_token_id": tokens.bos, "eos_token_id": ends, "pad_token_id": tokens.pad}
     return tokens, {name: value for name, value in generation.items() if value is not None}
 
@@ -302,7 +294,7 @@ def _fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    for name, known in _DTYPES.items():
-        if dtype == known:
-            return name
-    raise UserError(f"dtype: weights cannot be stored as {dtype}; choose {', '.join(_DTYPES)}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UserError(f"dtype: weights cannot be stored as {dtype}; choose {', '.join(_DTYPES)}")
+    return name

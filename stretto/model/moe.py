@@ -92,7 +92,10 @@ class MoeLayer(nn.Module):
         )
         if widths is None:
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
-            counts_WE[branch] = torch.bincount(routes.chosen_NK.reshape(-1), minlength=total)
+            if num_experts == min(config.widths[branch], total):
+                counts_WE[branch] = torch.bincount(routes.chosen_NK.reshape(-1), minlength=total)
+            # a width without a branch of its own reads the next larger one's bias and feeds none: to that branch, the
+            # experts masked here would look idle
         else:
             counts_WE = _counts_by_branch(routes.chosen_NK, widths, T, self.bias_WE.shape)
         return routes, counts_WE

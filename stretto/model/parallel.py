@@ -56,6 +56,14 @@ class Ranks:
             dist.all_reduce(value)
         return value
 
+    def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Rank 0's ``values`` on every rank; all must have as many."""
+        if self.world == 1:
+            return values
+        told = torch.tensor(values, device=self.device)
+        dist.broadcast(told, 0)
+        return tuple(told.tolist())
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()

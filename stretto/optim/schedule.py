@@ -1,6 +1,4 @@
-"""What an optimiser is told (no torch here), and the learning rate as a pure function of the step:
-a resumed run has nothing to restore.
-"""
+"""What an optimiser is told, and the learning rate as a pure function of the step: a resume has nothing to restore."""
 
 from __future__ import annotations
 

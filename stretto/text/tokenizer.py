@@ -95,6 +95,13 @@ class Tokenizer:
         """Ids of all special tokens."""
         return frozenset(i for i, token in self.rust.get_added_tokens_decoder().items() if token.special)
 
+    def named_id(self, name: str) -> int | None:
+        """Id of a token that the configuration names (``bos_token``, ``pad_token``…); None where it names none."""
+        token = self.config.get(name)
+        token = token["content"] if isinstance(token, dict) else token
+        index: int | None = None if token is None else self.rust.token_to_id(token)
+        return index
+
     def fingerprint(self) -> str:
         """sha256 over all that decides the ids of a document: the tokenizer's definition and its eos token."""
         definition = json.dumps(json.loads(self.rust.to_str()), sort_keys=True, ensure_ascii=True)

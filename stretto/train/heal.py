@@ -9,7 +9,7 @@ from stretto.base.receipt import Meter
 from stretto.base.records import new_run_id
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader
-from stretto.model.parallel import Ranks, device_name, shard
+from stretto.model.parallel import Ranks, compute_dtype, device_name, shard
 from stretto.model.transformer import Transformer
 from stretto.ops.allocator import keep_freed_memory
 from stretto.optim.build import build_optimizers
@@ -40,7 +40,7 @@ def heal(
     keep_freed_memory()
     if teacher is not None:
         teacher = teacher.to(ranks.device).requires_grad_(False)
-    model = shard(model.to(ranks.device), ranks)
+    model = shard(model.to(ranks.device), ranks, compute_dtype(recipe.train.dtype, ranks.device))
     job = Job("heal", run, recipe.train, recipe.optim, recipe.model_dump(mode="json"), data_hash, new_run_id(), ranks)
     meter = Meter("heal", device_name(ranks.device), ranks.world)
     state = State(model, build_optimizers(recipe.optim, model), loader, meter)

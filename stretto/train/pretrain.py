@@ -12,11 +12,12 @@ from stretto.base.receipt import Meter
 from stretto.base.records import new_run_id
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader
-from stretto.model.parallel import Ranks, device_name, shard
+from stretto.model.parallel import Ranks, compute_dtype, device_name, shard
 from stretto.model.transformer import Transformer, build
 from stretto.ops.allocator import keep_freed_memory
 from stretto.optim.build import build_optimizers
 from stretto.train.loop import Job, Observe, Plan, State, run_loop
+from stretto.train.metering import metered
 from stretto.train.recipe import Recipe
 from stretto.train.sampler import Sampler
 from stretto.train.snapshot import check_same_run, read_meta
@@ -59,7 +60,8 @@ def pretrain(
     """
     keep_freed_memory()
     config = recipe.network()
-    model = shard(build(config, recipe.train.seed, ranks.device), ranks)
+    dtype = compute_dtype(recipe.train.dtype, ranks.device)
+    model = shard(build(config, recipe.train.seed, ranks.device), ranks, dtype)
     optimizers = build_optimizers(recipe.optim, model)
     plain = recipe.model_dump(mode="json")
     job = Job("pretrain", run, recipe.train, recipe.optim, plain, data_hash, new_run_id(), ranks)
@@ -70,7 +72,7 @@ def pretrain(
     log = tracker(state.step) if tracker is not None and ranks.is_first else None
     try:
         planner = _planner(recipe, state)
-        run_loop(job, state, planner, observe, log, _layer_ranker(recipe, state, rank_layers))
+        run_loop(job, state, planner, observe, log, _layer_ranker(recipe, state, ranks, rank_layers))
     finally:
         if log is not None:
             log.close()
@@ -108,8 +110,8 @@ def _planner(recipe: Recipe, state: State) -> Callable[[int], Plan]:
     return plan
 
 
-def _layer_ranker(recipe: Recipe, state: State, rank_layers: RankLayers | None) -> Callable[[int], None]:
-    """Measures the layer order anew at the recipe's points of the run."""
+def _layer_ranker(recipe: Recipe, state: State, ranks: Ranks, rank_layers: RankLayers | None) -> Callable[[int], None]:
+    """Measures the layer order anew at the recipe's points of the run, and counts what that costs."""
     if not recipe.elastic.rank_layers_at:
         return lambda step: None
     assert rank_layers is not None, "elastic.rank_layers_at needs something that ranks layers"
@@ -118,6 +120,8 @@ def _layer_ranker(recipe: Recipe, state: State, rank_layers: RankLayers | None) 
 
     def refresh(step: int) -> None:
         if step in at:
-            state.model.config = state.model.config.replace(layer_order=measure(state.model))
+            with state.meter, metered(state.model, state.meter, ranks.world):
+                order = ranks.agree(measure(state.model))  # each rank saw rows of its own
+            state.model.config = state.model.config.replace(layer_order=order)
 
     return refresh

@@ -112,6 +112,11 @@ class Recipe(Config):
             raise ValueError(f"elastic.min_depth {self.elastic.min_depth} exceeds num_layers {self.model.num_layers}")
         if self.elastic.min_top_k > self.model.top_k:
             raise ValueError(f"elastic.min_top_k {self.elastic.min_top_k} exceeds top_k {self.model.top_k}")
+        for name in ("hidden_size", "expert_intermediate_size"):
+            if getattr(self.model, name) % 8:
+                raise ValueError(
+                    f"model.{name} {getattr(self.model, name)} is not a multiple of 8, as grouped products need"
+                )
         if self.train.seq_len > self.model.max_positions:
             raise ValueError(f"train.seq_len {self.train.seq_len} exceeds max_positions {self.model.max_positions}")
         uneven = [experts for experts in self.model.experts_by_layer if experts % self.train.ep]

@@ -193,6 +193,11 @@ def _cause(error: BaseException) -> str:
     """The innermost message of a chain, on one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    chain: BaseException | None = error
+    while chain is not None:  # torch reports a full disk as a wrong file position, with the reason as its context
+        if isinstance(chain, OSError) and chain.strerror:
+            return chain.strerror
+        chain = chain.__cause__ or chain.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

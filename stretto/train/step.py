@@ -18,7 +18,7 @@ from stretto.base.errors import UserError
 from stretto.model.count import count
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, executed
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import Teacher, head_loss
 
@@ -160,15 +160,10 @@ def _executed_flops(config: ModelConfig, batch: MicroBatch) -> tuple[int, int]:
     A masked Subnet runs its router over all experts, and masked attention computes every score.
     """
     rows, length = batch.ids_BT.shape
-    forward = count(config, _as_executed(config, batch.subnet)).forward_flops(rows * length, length)
+    forward = count(config, executed(config, batch.subnet)).forward_flops(rows * length, length)
     passes = 4 if batch.ctx.recompute else 3
     teacher = 0
     if batch.distil is not None and batch.distil.ce_weight < 1.0:
         other = batch.distil.model.config
-        teacher = count(other, _as_executed(other, batch.distil.subnet)).forward_flops(rows * length, length)
+        teacher = count(other, executed(other, batch.distil.subnet)).forward_flops(rows * length, length)
     return passes * forward, teacher
-
-
-def _as_executed(config: ModelConfig, subnet: Subnet) -> Subnet:
-    kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
-    return subnet.replace(experts=tuple(config.experts_by_layer[row] for row in kept))

@@ -123,7 +123,6 @@ def test_a_narrow_subnet_feeds_the_branch_of_its_width() -> None:
     assert counts_WE.sum(1).tolist() == [0, B * T * K, 0]
 
 
-@pytest.mark.xfail(strict=True, reason="a width without a branch of its own counts into the next larger one")
 def test_a_width_without_a_branch_feeds_none() -> None:
     """Its masked experts would count as idle, and the larger width's bias would rise for them."""
     moe, x_BTD = layer(), inputs()
