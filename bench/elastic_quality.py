@@ -32,7 +32,7 @@ from stretto.evals.loss import evaluate
 from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.hub import read_checkpoint, write_checkpoint
-from stretto.model.parallel import join
+from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, extracted_config
 from stretto.search.rank import rank_layers
 from stretto.train.heal import heal
@@ -51,6 +51,7 @@ class Bench:
     recipe: Recipe
     info: RunInfo
     out: Path
+    ranks: Ranks
 
     def scratch(self) -> ModelConfig:
         network = self.recipe.network()
@@ -63,7 +64,7 @@ def main() -> None:
     data = arguments.data or _own_text(arguments.out, recipe)
     mixture, tokenizer, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
-    bench = Bench(recipe, info, arguments.out)
+    bench = Bench(recipe, info, arguments.out, join(arguments.device))
     rows = [_seed(bench, seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
     rich.print(_table(bench, rows))
 
@@ -75,6 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0, help="seeds can be run by several processes at once")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-quality"))
     parser.add_argument("--set", action="append", default=[], help="override a key of the recipe")
     return parser.parse_args()
@@ -139,7 +141,7 @@ def _seeded(recipe: Recipe, seed: int) -> Recipe:
 
 
 def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
-    ranks = join("cpu")
+    ranks = bench.ranks
     batches = held_out(bench.info, recipe.train, ranks)
     trained = pretrain(
         recipe,
@@ -160,12 +162,12 @@ def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float, seed: int) -> dict[str, Any]:
     """Cut the corner out of ``parent`` and heal it for ``flops``, by CE alone and by CE with the parent's KL."""
-    ranks = join("cpu")
+    ranks = bench.ranks
     batches = held_out(bench.info, recipe.train, ranks)
     corner = recipe.elastic.anchors["corner"]
     result: dict[str, Any] = {"flops": 0}
     for label, ce_weight in (("ce", 1.0), ("kl", 0.5)):
-        big = read_checkpoint(parent / CHECKPOINT).model
+        big = read_checkpoint(parent / CHECKPOINT, device=ranks.device).model
         student = extract(big, corner.of(big.config))
         healing = _healing(recipe, student.config, big.config, ce_weight, flops, seed + 100)
         train = healing.train

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
+from stretto.optim.muon import Muon
 from stretto.optim.schedule import OptimConfig
 
 
@@ -32,7 +32,7 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
         return (adamw,)
     factor = config.muon_lr_factor
     groups = [{"params": hidden, "weight_decay": config.weight_decay / factor, "lr_factor": factor}]
-    return (adamw, torch.optim.Muon(groups, lr=config.lr * factor))
+    return (adamw, Muon(groups, lr=config.lr * factor))
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -50,5 +50,5 @@ def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon orthogonalises single matrices: not embeddings, heads and routers, and not stacks of experts."""
-    return parameter.dim() == 2 and name.startswith("blocks.") and not name.endswith("mlp.gate")
+    """Muon is for matrices between hidden states, experts included: not for embeddings, heads and routers."""
+    return parameter.dim() >= 2 and name.startswith("blocks.") and not name.endswith("mlp.gate")

@@ -33,6 +33,11 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
     assert "rank correlation" in found
     assert "logits differ by" in ok("extract", run, "--subnet", "corner", "-o", corner)
     ok("extract", run, "--subnet", "best", "-o", tmp_path / "best")
+    searched = read_lineage(tmp_path / "best").receipt
+    assert "search" in searched.stage
+    assert (
+        searched.flops > read_lineage(corner).receipt.flops
+    )  # what finding it cost is in the lineage of what it found
     ok("heal", corner, "-o", healed, "--data", run / "data" / "00", "--recipe", healing)
     ok("export", healed, "--family", "glm4_moe", "-o", hf)
     ok("export", healed, "--gguf", "-o", run / "model.gguf")

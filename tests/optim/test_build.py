@@ -47,7 +47,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_muon_takes_single_hidden_matrices(tied: bool) -> None:
+def test_muon_takes_the_matrices_between_hidden_states(tied: bool) -> None:
     model = network(tie_embeddings=tied)
     config = OptimConfig(name="muon", lr=1e-3, weight_decay=0.3, muon_lr_factor=8.0)
     optimizers = build_optimizers(config, model)
@@ -55,9 +55,9 @@ def test_muon_takes_single_hidden_matrices(tied: bool) -> None:
     chosen = {name for name, group in groups.items() if group["kind"] == "Muon"}
     linear = ("attention.qkv.weight", "attention.out.weight")
     dense = ("mlp.gate_up.weight", "mlp.down.weight")
-    shared = ("mlp.shared.gate_up.weight", "mlp.shared.down.weight")
+    experts = ("mlp.gate_up", "mlp.down", "mlp.shared.gate_up.weight", "mlp.shared.down.weight")
     assert chosen == {
-        f"blocks.{layer}.{name}" for layer in range(3) for name in (*linear, *(dense if layer == 1 else shared))
+        f"blocks.{layer}.{name}" for layer in range(3) for name in (*linear, *(dense if layer == 1 else experts))
     }
     set_learning_rate(optimizers, 2e-4)
     for group in groups_of(model, optimizers).values():
