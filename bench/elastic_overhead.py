@@ -23,7 +23,6 @@ from bench.train_speed import OPTIM, SLOW, Sample, Shape, Step, measure, shapes
 from stretto.base.track import progress
 from stretto.model.parallel import compute_dtype, join
 from stretto.model.transformer import Context, Transformer, build
-from stretto.ops.allocator import keep_freed_memory
 from stretto.optim.build import build_optimizers
 from stretto.train.batch import row_widths
 from stretto.train.recipe import ElasticConfig
@@ -41,7 +40,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    keep_freed_memory()
     shape = shapes()[options.shape]
     config = shape.config.replace(widths=(shape.config.num_experts, shape.config.num_experts // 2), num_branches=2)
     shape = Shape(config, shape.rows, shape.length)

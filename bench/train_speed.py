@@ -24,11 +24,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from stretto.base.track import progress
+from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
 from stretto.model.parallel import compute_dtype, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
-from stretto.ops.allocator import keep_freed_memory
 from stretto.ops.logprob import IGNORED
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
@@ -42,6 +42,8 @@ BATCHED_BYTES = 6 * 2**30
 """batched_mm copies an expert's weights for every token and choice; beyond this it is left out."""
 SLOW = 1.25
 """A step is dropped when the matrix product beside it took this many times its best."""
+CALIBRATION_SIZE = 1024
+"""Rows and columns of the fixed fp32 matrix product."""
 OPTIM = OptimConfig(lr=1e-4)
 
 Step = Callable[[], float]
@@ -112,15 +114,9 @@ def main() -> None:
 
     steps = {"ours": _our_step(ours, ids_BT, dtype), "theirs": _their_step(theirs, ids_BT, dtype)}
     best = _fastest_experts(theirs, steps["theirs"], shape, console)
-    num_steps = 2 * (2 + options.steps)
-    with progress("allocator's defaults", num_steps) as advance:
-        default = measure(steps, options.steps, advance)
-    kept = keep_freed_memory()  # cannot be taken back, so it comes second
-    with progress("freed memory kept", num_steps) as advance:
+    with progress("interleaved", 2 * (2 + options.steps)) as advance:
         samples = measure(steps, options.steps, advance)
-    _show(
-        console, options.shape, shape, dtype, samples | {f"{key}, default": default[key] for key in default}, best, kept
-    )
+    _show(console, options.shape, shape, dtype, samples, best)
 
 
 def _models(config: ModelConfig) -> tuple[Transformer, nn.Module]:
@@ -215,7 +211,7 @@ def measure(
 ) -> dict[str, list[Sample]]:
     """Time ``rounds`` steps of each, taking turns, after ``warm_up`` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
-    operand = torch.randn(1024, 1024)
+    operand = torch.randn(CALIBRATION_SIZE, CALIBRATION_SIZE)
     for index in range(-warm_up, rounds):
         for name, step in steps.items():
             before = _calibrate(operand)
@@ -247,7 +243,6 @@ def _show(
     dtype: torch.dtype,
     samples: dict[str, list[Sample]],
     best: str,
-    memory_kept: bool,
 ) -> None:
     fastest = min(sample.calibration_s for each in samples.values() for sample in each)
     config, num_tokens = shape.config, shape.rows * shape.length
@@ -258,29 +253,28 @@ def _show(
         f"{shape.rows}x{shape.length} tokens, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
     )
     table = Table(title=title)
-    for heading in ("", "tokens/s", "tokens per processor-s", "quiet steps"):
+    for heading in ("", "tokens/s", "tokens per processor-s", "of the matmul rate", "quiet steps"):
         table.add_column(heading, justify="right" if heading else "left")
     labels = {"ours": "stretto", "theirs": f"transformers, {best}"}
-    labels |= {f"{key}, default": f"{label}, allocator's defaults" for key, label in labels.items()}
+    # both multiply the same matrices, so a step has the same FLOPs; the rate is that of the calibration's product
+    flops = 3 * count(config, config.full()).forward_flops(num_tokens, shape.length)
+    peak = 2 * CALIBRATION_SIZE**3 / fastest
     for key, label in labels.items():
-        speed = f"{num_tokens / median(wall[key]):,.0f}" if wall[key] else "none quiet"
+        step_s = median(wall[key]) if wall[key] else None
         table.add_row(
-            label, speed, f"{num_tokens / median(processor[key]):,.0f}", f"{len(wall[key])} of {len(samples[key])}"
+            label,
+            f"{num_tokens / step_s:,.0f}" if step_s else "none quiet",
+            f"{num_tokens / median(processor[key]):,.0f}",
+            f"{flops / step_s / peak:.0%}" if step_s else "",
+            f"{len(wall[key])} of {len(samples[key])}",
         )
     console.print(table)
-    pairs = (
-        ("ours", "theirs"),
-        ("ours", "theirs, default"),
-        ("ours, default", "theirs, default"),
-        ("ours", "ours, default"),
+    line = (
+        f"stretto over transformers: {median(processor['theirs']) / median(processor['ours']):.2f}x by processor time"
     )
-    for a, b in pairs:
-        line = f"{labels[a]}, over {labels[b]}: {median(processor[b]) / median(processor[a]):.2f}x by processor time"
-        if wall[a] and wall[b]:
-            line += f", {median(wall[b]) / median(wall[a]):.2f}x by wall time"
-        console.print(line, soft_wrap=True)
-    setting = "with freed memory kept in the process" if memory_kept else "as on all systems without glibc"
-    console.print(f"Rows without a note on the allocator ran {setting}, ours and transformers' alike.")
+    if wall["ours"] and wall["theirs"]:
+        line += f", {median(wall['theirs']) / median(wall['ours']):.2f}x by wall time"
+    console.print(line, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from stretto.apps.run import checkpoint_folder, read_info
 from stretto.apps.shape import LATENCY_FILE, read_search
 from stretto.apps.train import held_out
 from stretto.apps.write import read_samples
+from stretto.base.config import validate
 from stretto.base.errors import UserError
+from stretto.base.paths import read_json
 from stretto.base.receipt import Alone, Family, family, history, ledger
 from stretto.base.records import Lineage, git_commit, read_lineage
 from stretto.base.track import progress, read_metrics
@@ -29,7 +31,7 @@ from stretto.model.hub import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.search.frontier import SearchResult
-from stretto.search.latency import LatencyTable, read_table
+from stretto.search.latency import LatencyTable
 from stretto.train.recipe import ElasticConfig, Recipe
 
 KV_BYTES = 2
@@ -83,7 +85,7 @@ def gather(run: Path) -> ReportData:
     batches = held_out(info, recipe.train, ranks)
     found = read_search(run)
     result = found.result if found else None
-    table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
+    table = _latency(run / LATENCY_FILE)
     healed = _find_healed(run, batches, str(ranks.device))
     subnets = _subnets(checkpoint, result)
     best = result.chosen.name or "best" if result else None
@@ -104,11 +106,16 @@ def gather(run: Path) -> ReportData:
         kept=_kept(checkpoint.config, result.chosen.subnet) if result else None,
         loads=_loads(checkpoint, {"full": subnets["full"]} | ({best: subnets[best]} if best else {}), batches),
         ledger=ledger(newest) if newest else None,
-        family=_family([newest], [read_config(healed[-1].folder)]) if healed and newest else None,
+        family=_family_of(run),
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
     )
+
+
+def _latency(path: Path) -> LatencyTable | None:
+    """The table as it was measured, also if this process runs on another machine or with other threads."""
+    return validate(LatencyTable, read_json(path), str(path)) if path.is_file() else None
 
 
 def _subnets(checkpoint: Checkpoint, result: SearchResult | None) -> dict[str, Subnet]:
@@ -244,6 +251,21 @@ def _loads(checkpoint: Checkpoint, subnets: dict[str, Subnet], batches: tuple[Ev
             )
         loads.append(Load(name, config.moe_layers, tuple(shares)))
     return tuple(loads)
+
+
+def _family_of(run: Path) -> Family | None:
+    """Every model cut out of this run's network that lies in its folder; an export of one is the same model.
+
+    Of one Subnet only its healed form counts, which includes the cost of cutting it out.
+    """
+    folders = [path.parent for path in sorted(run.glob("*/lineage.json"))]
+    found = {folder: read_lineage(folder) for folder in folders}
+    used = {parent.run_id for lineage in found.values() for parent in lineage.parents}
+    members = {lineage.run_id: folder for folder, lineage in reversed(found.items()) if lineage.run_id not in used}
+    descendants = [folder for folder in members.values() if found[folder].parents]
+    if not descendants:
+        return None
+    return _family([found[folder] for folder in descendants], [read_config(folder) for folder in descendants])
 
 
 def _family(lineages: Sequence[Lineage], configs: Sequence[ModelConfig]) -> Family | None:

@@ -26,7 +26,9 @@ class Sample(Config):
 def write_samples(run: Path, sizes: Mapping[str, Path], prompts: tuple[str, ...] = PROMPTS) -> list[Sample]:
     """Load each checkpoint with transformers and continue each prompt greedily; kept in the run folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # late: seconds to import
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one bar is enough
     samples = []
     with progress("write", len(sizes) * len(prompts)) as advance:
         for size, folder in sizes.items():

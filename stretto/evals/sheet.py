@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +47,9 @@ def to_rich(sheet: Sheet) -> Table:
     """For the console. Names are text, never markup."""
     table = Table(title=Text(sheet.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in sheet.columns:
-        table.add_column(Text(column.heading), justify="right" if column.is_number else "left", overflow="fold")
+        justify: JustifyMethod = "right" if column.is_number else "left"
+        # words first: a narrow console breaks headings of numbers before it breaks names
+        table.add_column(Text(column.heading), justify=justify, min_width=6 if column.is_number else 14)
     for row in sheet.rows:
         table.add_row(*map(_rich_cell, row))
     if sheet.totals:

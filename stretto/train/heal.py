@@ -11,7 +11,6 @@ from stretto.base.track import Tracker
 from stretto.data.loader import Loader
 from stretto.model.parallel import Ranks, compute_dtype, device_name, shard
 from stretto.model.transformer import Transformer
-from stretto.ops.allocator import keep_freed_memory
 from stretto.optim.build import build_optimizers
 from stretto.train.loop import Job, Observe, Plan, State, run_loop
 from stretto.train.pretrain import Trained, resumed
@@ -37,7 +36,6 @@ def heal(
 
     The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model).
     """
-    keep_freed_memory()
     if teacher is not None:
         teacher = teacher.to(ranks.device).requires_grad_(False)
     model = shard(model.to(ranks.device), ranks, compute_dtype(recipe.train.dtype, ranks.device))

@@ -14,7 +14,6 @@ from stretto.base.track import Tracker
 from stretto.data.loader import Loader
 from stretto.model.parallel import Ranks, compute_dtype, device_name, shard
 from stretto.model.transformer import Transformer, build
-from stretto.ops.allocator import keep_freed_memory
 from stretto.optim.build import build_optimizers
 from stretto.train.loop import Job, Observe, Plan, State, run_loop
 from stretto.train.metering import metered
@@ -58,7 +57,6 @@ def pretrain(
         UserError: a resume without a snapshot or under another recipe or data.
         NonFiniteError: a loss or gradient was not finite; the last snapshot is good.
     """
-    keep_freed_memory()
     config = recipe.network()
     dtype = compute_dtype(recipe.train.dtype, ranks.device)
     model = shard(build(config, recipe.train.seed, ranks.device), ranks, dtype)
