@@ -53,7 +53,7 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
     assert {"pretrain", "extract", "heal"} <= set(ok("cost", healed).split())
     page = Path(ok("report", run).split("report:")[1].strip())
     assert "corner" in page.read_text()
-    assert json.loads((run / "search.json").read_text())["candidates"]
+    assert json.loads((run / "search.json").read_text())["result"]["candidates"]
 
 
 def _ancestry(folder: Path) -> list:
