@@ -1,6 +1,6 @@
 """Training speed: ours against transformers' Glm4MoeForCausalLM of the same shape, weights and batch.
 
-    python -m bench.train_speed [--shape small|medium] [--steps N] [--threads N]
+    python -m bench.train_speed [--shape small|medium] [--steps N] [--threads N] [--compile]
 
 A step is forward, loss, backward, gradient clipping and fused AdamW. transformers runs SDPA attention and, of its
 expert implementations, the fastest on this machine. All run in one process and take turns. A fixed matrix product is
@@ -99,6 +99,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=shapes(), default="small")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each; the median is shown")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
+    parser.add_argument(
+        "--compile", action="store_true", help="our blocks through torch.compile, as train.compile does"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -112,6 +115,9 @@ def main() -> None:
     console = Console()
     console.print(f"same weights, same batch: loss {our_loss:.6f} ours, {their_loss:.6f} transformers'")
 
+    if options.compile:
+        for block in ours.blocks:
+            block.compile()
     steps = {"ours": _our_step(ours, ids_BT, dtype), "theirs": _their_step(theirs, ids_BT, dtype)}
     best = _fastest_experts(theirs, steps["theirs"], shape, console)
     with progress("interleaved", 2 * (2 + options.steps)) as advance:

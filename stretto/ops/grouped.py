@@ -50,11 +50,23 @@ def grouped_swiglu(
     ``gates_S`` are factors of the slots' outputs.
     """
     dtype = compute_dtype(x_SD)
-    hidden_SF = F.grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
+    hidden_SF = _grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
     hidden_SI = swiglu(hidden_SF)
     if gates_S is not None:
         hidden_SI = hidden_SI * gates_S[:, None].to(dtype)
-    return F.grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+    return _grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, which torch.compile can trace in bf16 only: elsewhere it stays out of the graph."""
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, weights, offs=offs)
+    return _eager_grouped_mm(rows, weights, offs)
+
+
+@torch.compiler.disable
+def _eager_grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weights, offs=offs)
 
 
 def swiglu(gate_up_NF: Tensor) -> Tensor:
