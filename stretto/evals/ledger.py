@@ -31,13 +31,17 @@ def size_sheet(data: ReportData) -> Sheet:
         Column("Size", is_number=False),
         Column("Total"),
         Column("Active"),
-        Column("FLOPs/token"),
-        Column("KV/token"),
+        Column("FLOPs"),
+        Column("KV"),
         Column("Latency"),
-        Column("Loss, zero-shot"),
-        Column("Loss, healed"),
+        Column("Zero-shot"),
+        Column("Healed"),
     )
-    return Sheet("Sizes", columns, tuple(_size_row(size, data.full) for size in data.sizes))
+    return Sheet(
+        "Sizes: FLOPs and cache a token, held-out loss in nats",
+        columns,
+        tuple(_size_row(size, data.full) for size in data.sizes),
+    )
 
 
 def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:

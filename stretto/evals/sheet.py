@@ -49,7 +49,9 @@ def to_rich(sheet: Sheet) -> Table:
     for column in sheet.columns:
         justify: JustifyMethod = "right" if column.is_number else "left"
         # words first: a narrow console breaks headings of numbers before it breaks names
-        table.add_column(Text(column.heading), justify=justify, min_width=6 if column.is_number else 14)
+        table.add_column(
+            Text(column.heading), justify=justify, min_width=None if column.is_number else 10, overflow="fold"
+        )
     for row in sheet.rows:
         table.add_row(*map(_rich_cell, row))
     if sheet.totals:
