@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,10 @@ RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=Fa
 def pretrain(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)],
     data: Data = [],  # noqa: B006 - typer reads it once
-    run: Annotated[Path | None, typer.Option(help="Run folder; runs/ and the recipe's name by default.")] = None,
+    # not --run: torchrun would take it for its own --run-path
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")
+    ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
     steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
     settings: Settings = [],  # noqa: B006
@@ -46,10 +50,10 @@ def pretrain(
     parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps))
     from stretto.apps.train import pretrain_command
 
-    folder = run or Path("runs") / recipe.stem
-    out = pretrain_command(parsed, folder, data, tokenizer, resume=resume, device=device, wandb_project=wandb)
+    folder = out or Path("runs") / recipe.stem
+    made = pretrain_command(parsed, folder, data, tokenizer, resume=resume, device=device, wandb_project=wandb)
     _say(
-        f"checkpoint: {out}\nnext: stretto latency {folder}; stretto search {folder} --max-total 0.34 --max-active 0.5"
+        f"checkpoint: {made}\nnext: stretto latency {folder}; stretto search {folder} --max-total 0.34 --max-active 0.5"
     )
 
 
@@ -193,13 +197,13 @@ def cost(
 
 @app.command()
 def demo(
-    run: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="Run folder.")] = Path("runs/demo"),
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on where it stopped, or start over.")] = True,
 ) -> None:
     """The main job on real text: pretrain, search, extract, heal, export, report."""
     from stretto.apps.demo import demo_command
 
-    demo_command(run, fresh=not resume)
+    demo_command(out, fresh=not resume)
 
 
 def main() -> None:
@@ -228,7 +232,8 @@ def _with_steps(settings: list[str], steps: int | None) -> list[str]:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    if os.environ.get("RANK", "0") == "0":  # torchrun's; the other ranks would say it again
+        sys.stdout.write(text + "\n")
 
 
 def _fail(message: str, code: int) -> None:

@@ -53,7 +53,7 @@ def demo_command(run: Path, fresh: bool = False) -> None:
     if fresh:
         remove(run)
     elif run.exists() and not (run / "data").is_dir():
-        raise UserError(f"{run}: not a folder of the demo; choose another with --run")
+        raise UserError(f"{run}: not a folder of the demo; choose another with --out")
     console = rich.get_console()
     stages = _stages(run)
     for number, stage in enumerate(stages, 1):

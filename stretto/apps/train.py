@@ -114,7 +114,8 @@ def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
     """Fixed held-out batches, on the device: the first rows of every part of the mixture."""
     parts = info.data.open("val")
-    rows = EVAL_BATCH_ROWS * ranks.world
+    # the same rows on any number of ranks that shares a batch, so that losses of a resharded run go on as they were
+    rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else EVAL_BATCH_ROWS * ranks.world
     num = max(1, train.eval_rows // (rows * len(parts)))
     found = [eval_batches(part, rows, train.seq_len, num, 0, ranks.rank, ranks.world) for part in parts]
     return to_device([batch for batches in found for batch in batches], ranks.device)

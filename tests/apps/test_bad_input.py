@@ -35,7 +35,7 @@ def test_a_bad_recipe_is_refused_before_anything_is_written(
     stretto: Run, recipe: Path, text: Path, tmp_path: Path, setting: str, words: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    result = stretto("pretrain", recipe, "--data", text, "--run", run, "--set", setting)
+    result = stretto("pretrain", recipe, "--data", text, "--out", run, "--set", setting)
     refused(result, *words)
     assert not run.exists()
 
@@ -49,7 +49,7 @@ def test_a_missing_recipe_or_one_that_is_not_toml(stretto: Run, tmp_path: Path, 
 
 def test_bad_data(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     def pretrain(data: Path) -> Result:
-        return stretto("pretrain", recipe, "--data", data, "--run", tmp_path / "run")
+        return stretto("pretrain", recipe, "--data", data, "--out", tmp_path / "run")
 
     refused(pretrain(tmp_path / "none.jsonl"), "none.jsonl")
     empty = tmp_path / "empty.txt"
@@ -77,18 +77,18 @@ def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> 
 
 
 def test_resume_of_nothing(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
-    refused(stretto("pretrain", recipe, "--data", text, "--run", tmp_path / "run", "--resume"), "run.json")
+    refused(stretto("pretrain", recipe, "--data", text, "--out", tmp_path / "run", "--resume"), "run.json")
 
 
 @pytest.mark.slow
 def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = stretto("pretrain", recipe, "--data", text, "--run", run)
+    made = stretto("pretrain", recipe, "--data", text, "--out", run)
     assert made.code == 0, made.err
 
-    refused(stretto("pretrain", recipe, "--data", text, "--run", run), "--resume")
+    refused(stretto("pretrain", recipe, "--data", text, "--out", run), "--resume")
     changed = ("--resume", "--set", "optim.lr=0.5")
-    refused(stretto("pretrain", recipe, "--data", text, "--run", run, *changed), "optim.lr")
+    refused(stretto("pretrain", recipe, "--data", text, "--out", run, *changed), "optim.lr")
 
     out = tmp_path / "out"
     refused(stretto("extract", run, "--subnet", "cornr", "-o", out), "did you mean 'corner'")

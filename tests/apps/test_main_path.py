@@ -26,7 +26,7 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
         assert result.code == 0, result.err
         return result.out
 
-    ok("pretrain", recipe, "--data", text, "--run", run)
+    ok("pretrain", recipe, "--data", text, "--out", run)
     assert "samples on" in ok("latency", run)
     found = ok("search", run, "--max-total", 0.75, "--max-active", 0.9)
     assert "chosen:" in found
