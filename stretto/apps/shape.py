@@ -7,14 +7,13 @@ from pathlib import Path
 import torch
 
 from stretto.apps.run import RUN_FILE, RunInfo, checkpoint_folder, read_info
-from stretto.apps.train import EVAL_BATCH_ROWS, held_out
+from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.receipt import Meter
 from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress
-from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.count import count
 from stretto.model.elastic import extract
@@ -128,8 +127,7 @@ class _Healer:
         self.num = 0
 
     def __call__(self, subnet: Subnet) -> float:
-        train, ranks = self.recipe.train, self.ranks
-        loader = Loader(self.info.data.open(), self.info.data.weights, train.micro_rows, train.seq_len, train.seed)
+        ranks = self.ranks
         folder = self.folder / f"heal-{self.num:02d}"
         self.num += 1
         before = self.meter.receipt().flops
@@ -138,7 +136,7 @@ class _Healer:
             folder,
             extract(self.model, subnet),
             self.model if self.recipe.ce_weight < 1.0 else None,
-            loader,
+            open_loader(self.info, self.recipe.train, ranks),
             self.info.data_hash,
             ranks,
             observe=lambda model, step: {},
