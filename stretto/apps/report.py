@@ -32,7 +32,7 @@ from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.search.frontier import SearchResult
 from stretto.search.latency import LatencyTable
-from stretto.train.recipe import ElasticConfig, Recipe
+from stretto.train.recipe import Recipe
 
 KV_BYTES = 2
 """Bytes of a cache element where a model is served: bf16."""
@@ -108,7 +108,7 @@ def gather(run: Path) -> ReportData:
         ledger=ledger(newest) if newest else None,
         family=_family_of(run),
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
-        mixture_configured=_configured(recipe.elastic),
+        mixture_configured=_configured(recipe),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
     )
 
@@ -289,11 +289,15 @@ def _shape(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-def _configured(elastic: ElasticConfig) -> dict[str, float]:
-    """Shares of the mixture as the recipe asks for; empty for samplers whose kinds are not exclusive."""
+def _configured(recipe: Recipe) -> dict[str, float]:
+    """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive."""
+    elastic, decay = recipe.elastic, recipe.optim.decay_fraction
     if elastic.sampler not in ("anchored", "complements"):
         return {}
-    each = elastic.anchor_share / max(1, len(elastic.anchors))
-    shares = dict.fromkeys(elastic.anchors, each) if elastic.anchors else {}
+    final = elastic.anchor_share if elastic.anchor_final_share is None else elastic.anchor_final_share
+    anchored = (1.0 - decay) * elastic.anchor_share + decay * final if elastic.anchors else 0.0
+    shares = dict.fromkeys(elastic.anchors, anchored / max(1, len(elastic.anchors)))
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
-    return {"full": 1.0 - sum(shares.values()), **shares}
+    shares["full"] = 1.0 - sum(shares.values()) + (anchored if elastic.joint_anchors else 0.0)
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()}

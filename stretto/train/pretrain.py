@@ -99,9 +99,9 @@ def _planner(recipe: Recipe, state: State) -> Callable[[int], Plan]:
 
     def plan(step: int) -> Plan:
         config = state.model.config
-        sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
+        sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, decay_starts, train.seed)
         micro = sampler.draw(step)
-        teacher = Distil(state.model, config.full(), elastic.anchor_ce_weight)
+        teacher = Distil(state.model, config.full(), elastic.anchor_ce_weight, elastic.joint_anchors)
         distil = {index: teacher for index, plan in enumerate(micro) if plan.is_anchor}
         return Plan(micro, distil, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 

@@ -21,7 +21,12 @@ class ElasticConfig(Config):
     anchors: dict[str, SubnetChoice] = Field(default_factory=dict)
     """Named Subnets that are trained exactly, evaluated, and offered as presets afterwards."""
     anchor_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of all anchors together (the sandwich rule, 1903.05134)."""
+    """Share of all anchors together."""
+    anchor_final_share: float | None = Field(default=None, ge=0, le=1)
+    """The same while the learning rate decays, when what an anchor learns stays; None: ``anchor_share``."""
+    joint_anchors: bool = False
+    """The full network learns an anchor's tokens too, in a pass of its own (the sandwich rule, 1903.05134): it loses no
+    tokens to its anchors, for the price of its backward pass."""
     depth_share: float = Field(default=0.1, ge=0, le=1)
     """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
     top_k_share: float = Field(default=0.1, ge=0, le=1)
@@ -44,9 +49,10 @@ class ElasticConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        total = self.anchor_share + self.depth_share + self.top_k_share
-        if total > 1:
-            raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
+        for name in ("anchor_share", "anchor_final_share"):
+            total = (getattr(self, name) or 0.0) + self.depth_share + self.top_k_share
+            if total > 1:
+                raise ValueError(f"{name} + depth_share + top_k_share is {total:g}; at most 1")
         if "full" in self.anchors:
             raise ValueError("anchors.full: 'full' is the whole network; choose another name")
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:

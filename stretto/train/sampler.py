@@ -53,6 +53,8 @@ class Sampler:
     """Rows of a micro-batch, over all ranks."""
     micro_batches: int
     num_steps: int
+    decay_starts: int
+    """Step from which the anchors have their final share."""
     seed: int
 
     def draw(self, step: int) -> tuple[MicroPlan, ...]:
@@ -69,13 +71,15 @@ class Sampler:
         if self.elastic.sampler == "ernie":
             return self._independent(rng, strength)
         offset = np.random.default_rng(self.seed).random()
-        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength)
+        decays = step >= self.decay_starts and self.elastic.anchor_final_share is not None
+        share = self.elastic.anchor_final_share if decays else self.elastic.anchor_share
+        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength, share or 0.0)
 
-    def _stratified(self, where: float, rng: np.random.Generator, strength: float) -> MicroPlan:
+    def _stratified(self, where: float, rng: np.random.Generator, strength: float, anchor_share: float) -> MicroPlan:
         """One axis at a time, or an anchor; ``where`` in [0, 1) picks the kind by its share."""
         elastic = self.elastic
         anchors = list(elastic.anchors.items())
-        anchor_share = elastic.anchor_share * strength if anchors else 0.0
+        anchor_share = anchor_share * strength if anchors else 0.0
         if where < anchor_share:
             name, choice = anchors[int(where / anchor_share * len(anchors))]
             return MicroPlan(name, choice.of(self.config), None, True)

@@ -7,7 +7,7 @@ of target tokens of the whole step over all ranks. How a step is split into micr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,8 @@ class Distil:
     subnet: Subnet
     ce_weight: float
     """Weight of cross-entropy in the loss; the rest is KL(teacher ‖ student)."""
+    learns: bool = False
+    """The teacher is the trained model and learns the same tokens, by cross-entropy (the sandwich rule, 1903.05134)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class StepResult:
     nll_by_kind: dict[str, float]
     """Summed negative log-likelihood, nats."""
     tokens_by_kind: dict[str, int]
+    """Target tokens that went through each kind; a teacher that learns sees its tokens beside its student."""
+    num_tokens: int
+    """Target tokens of the data."""
     grad_norm: float
     """Global norm before clipping."""
     flops: int
@@ -66,13 +71,9 @@ class StepResult:
     """Slots each expert got, by MoE row, [W, E]."""
 
     @property
-    def num_tokens(self) -> int:
-        return sum(self.tokens_by_kind.values())
-
-    @property
     def nll(self) -> float:
-        """Mean over the step's target tokens, whatever Subnet they went through."""
-        return sum(self.nll_by_kind.values()) / max(1, self.num_tokens)
+        """Mean over the step's passes, whatever Subnet they went through."""
+        return sum(self.nll_by_kind.values()) / max(1, sum(self.tokens_by_kind.values()))
 
 
 class NonFiniteError(UserError):
@@ -101,14 +102,14 @@ def optimisation_step(
     counts: dict[int, Tensor] = {}
     flops = teacher_flops = 0
     for batch in batches:
-        with torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            loss, nll, batch_counts = _forward(model, batch)
-        # a share of the global mean: gradients are added up over ranks, not averaged
-        (loss * (1.0 / total_tokens)).backward()
-        nll_by_kind[batch.kind] += nll
-        tokens_by_kind[batch.kind] += batch.num_target_tokens
-        for row, counts_WE in batch_counts.items():
-            counts[row] = counts[row] + counts_WE if row in counts else counts_WE
+        autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
+        for kind, loss, nll, pass_counts in _passes(model, batch, autocast):
+            # a share of the global mean: gradients are added up over ranks, not averaged
+            (loss * (1.0 / total_tokens)).backward()
+            nll_by_kind[kind] += nll
+            tokens_by_kind[kind] += batch.num_target_tokens
+            for row, counts_WE in pass_counts.items():
+                counts[row] = counts[row] + counts_WE if row in counts else counts_WE
         student, teacher = _executed_flops(model.config, batch)
         flops += (student + teacher) * ranks.world
         teacher_flops += teacher * ranks.world
@@ -125,6 +126,7 @@ def optimisation_step(
     return StepResult(
         nll_by_kind={kind: float(value) for kind, value in nll_by_kind.items()},
         tokens_by_kind=dict(tokens_by_kind),
+        num_tokens=total_tokens,
         grad_norm=grad_norm,
         flops=flops,
         teacher_flops=teacher_flops,
@@ -132,19 +134,30 @@ def optimisation_step(
     )
 
 
-def _forward(model: Transformer, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-    """Summed loss (differentiable), summed negative log-likelihood, expert counts."""
+def _passes(
+    model: Transformer, batch: MicroBatch, autocast: torch.autocast
+) -> Iterator[tuple[str, Tensor, Tensor, dict[int, Tensor]]]:
+    """The trained passes of ``batch``: kind, summed loss (differentiable), summed negative log-likelihood, counts.
+
+    Each is to be differentiated before the next one is asked for, so that one pass's activations are alive at a time.
+    """
+    targets_N, distil = batch.targets_BT.flatten(), batch.distil
     teacher, ce_weight = None, 1.0
-    if batch.distil is not None and batch.distil.ce_weight < 1.0:
-        ce_weight = batch.distil.ce_weight
-        plain = Context(batch.ctx.positions_BT, batch.ctx.documents_BT)
-        with torch.no_grad():
-            hidden_BTD = batch.distil.model(batch.ids_BT, batch.distil.subnet, plain).hidden_BTD
-        teacher = Teacher(hidden_BTD.flatten(0, 1), batch.distil.model.head_VD)
-    output = model(batch.ids_BT, batch.subnet, batch.ctx)
-    hidden_ND = output.hidden_BTD.flatten(0, 1)
-    loss, nll_N = head_loss(hidden_ND, model.head_VD, batch.targets_BT.flatten(), teacher, ce_weight)
-    return loss, nll_N.sum(), output.counts
+    if distil is not None and (distil.learns or distil.ce_weight < 1.0):
+        plain = Context(batch.ctx.positions_BT, batch.ctx.documents_BT, recompute=batch.ctx.recompute)
+        with autocast, torch.set_grad_enabled(distil.learns):
+            taught = distil.model(batch.ids_BT, distil.subnet, plain)
+            hidden_ND = taught.hidden_BTD.flatten(0, 1)
+            if distil.learns:
+                loss, nll_N = head_loss(hidden_ND, distil.model.head_VD, targets_N)
+        if distil.learns:
+            yield "full", loss, nll_N.sum(), taught.counts
+        if distil.ce_weight < 1.0:
+            teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
+    with autocast:
+        output = model(batch.ids_BT, batch.subnet, batch.ctx)
+        loss, nll_N = head_loss(output.hidden_BTD.flatten(0, 1), model.head_VD, targets_N, teacher, ce_weight)
+    yield batch.kind, loss, nll_N.sum(), output.counts
 
 
 def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
@@ -155,15 +168,16 @@ def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
 
 
 def _executed_flops(config: ModelConfig, batch: MicroBatch) -> tuple[int, int]:
-    """FLOPs of this rank's student pass (forward and backward) and teacher pass.
+    """FLOPs of this rank's trained passes (forward and backward) and of a pass that only teaches.
 
     A masked Subnet runs its router over all experts, and masked attention computes every score.
     """
     rows, length = batch.ids_BT.shape
     forward = count(config, executed(config, batch.subnet)).forward_flops(rows * length, length)
     passes = 4 if batch.ctx.recompute else 3
-    teacher = 0
-    if batch.distil is not None and batch.distil.ce_weight < 1.0:
-        other = batch.distil.model.config
-        teacher = count(other, executed(other, batch.distil.subnet)).forward_flops(rows * length, length)
-    return passes * forward, teacher
+    student, distil = passes * forward, batch.distil
+    if distil is None or not (distil.learns or distil.ce_weight < 1.0):
+        return student, 0
+    other = distil.model.config
+    taught = count(other, executed(other, distil.subnet)).forward_flops(rows * length, length)
+    return (student + passes * taught, 0) if distil.learns else (student, taught)

@@ -193,7 +193,7 @@ def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: 
     assert_same(reference, stopped(resume=True, rank_layers=measure, **changes))
     # the order in force is the one that depths are drawn by
     config, recipe = reference.model.config, stopped.recipe(**changes)
-    plans = [plan for step in range(12) for plan in Sampler(config, recipe.elastic, 2, 2, 12, 0).draw(step)]
+    plans = [plan for step in range(12) for plan in Sampler(config, recipe.elastic, 2, 2, 12, 12, 0).draw(step)]
     last = config.layer_ranking[-1]
     assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
 

@@ -181,6 +181,27 @@ def test_an_anchor_feeds_its_own_branch_and_outer_experts_get_nothing() -> None:
         assert torch.count_nonzero(bias_WE[1][outer]) == 0 and torch.count_nonzero(bias_WE[1]) >= 2
 
 
+@pytest.mark.parametrize("ce_weight", [0.5, 1.0])
+def test_a_teacher_that_learns_adds_its_own_gradient(ce_weight: float) -> None:
+    """The sandwich rule: the gradient of both passes is the sum of each pass's own."""
+    model = network()
+    full, corner = model.config.full(), model.config.subnet(4, 4, 2)
+
+    def both(learns: bool) -> tuple[StepResult, dict[str, Tensor]]:
+        lesson = Distil(model, full, ce_weight, learns)
+        return step(model, [micro([DOCUMENTS[:1]], corner, "corner", distil=lesson)])
+
+    alone, alone_grads = step(model, [micro([DOCUMENTS[:1]], full)])
+    taught, taught_grads = both(False)
+    joint, joint_grads = both(True)
+    assert distance({name: grad + alone_grads[name] for name, grad in taught_grads.items()}, joint_grads) <= SAME
+    assert joint.nll_by_kind == {"full": pytest.approx(alone.nll * 23), "corner": pytest.approx(taught.nll * 23)}
+    assert (joint.tokens_by_kind, joint.num_tokens) == ({"full": 23, "corner": 23}, 23)
+    assert joint.flops == alone.flops + taught.flops - taught.teacher_flops and joint.teacher_flops == 0
+    for row, counts_WE in joint.counts.items():
+        assert torch.equal(counts_WE, alone.counts[row] + taught.counts[row])
+
+
 def moe_layers(model: Transformer) -> list[MoeLayer]:
     return [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
 
