@@ -29,7 +29,7 @@ from stretto.evals.routing import routing
 from stretto.model.count import count
 from stretto.model.hub import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, named_subnets
 from stretto.search.frontier import SearchResult
 from stretto.search.latency import LatencyTable
 from stretto.train.recipe import Recipe
@@ -119,8 +119,7 @@ def _latency(path: Path) -> LatencyTable | None:
 
 
 def _subnets(checkpoint: Checkpoint, result: SearchResult | None) -> dict[str, Subnet]:
-    found = {"full": checkpoint.config.full()}
-    found |= {name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()}
+    found = named_subnets(checkpoint.config, checkpoint.presets)
     if result is not None:
         found.setdefault(result.chosen.name or "best", result.chosen.subnet)
     return found

@@ -21,7 +21,7 @@ from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import Subnet, check_subnet, parse_subnet
+from stretto.model.spec import Subnet, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.frontier import SearchOptions, SearchResult, search
@@ -49,9 +49,7 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
     """Relative error of the table's prediction against a true measurement, for every preset and the full network."""
     checkpoint = _load(run, join(device))
     table = read_table(run / LATENCY_FILE, checkpoint.model)
-    names = {"full": checkpoint.config.full()} | {
-        name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()
-    }
+    names = named_subnets(checkpoint.config, checkpoint.presets)
     found = check(table, checkpoint.model, list(names.values()), num_rounds=3)
     kinds = len(table.timings)
     return {
@@ -87,7 +85,7 @@ def search_command(
             batches,
             limits,
             options=options,
-            presets={name: preset.of(checkpoint.config) for name, preset in checkpoint.presets.items()},
+            presets=named_subnets(checkpoint.config, checkpoint.presets),
             table=table,
             heal=healer,
         )

@@ -16,7 +16,7 @@ from stretto.evals.loss import EvalBatch, evaluate_many, to_device
 from stretto.model.count import count
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, full_state, join
-from stretto.model.spec import SubnetChoice
+from stretto.model.spec import SubnetChoice, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.search.rank import rank_layers
 from stretto.text.tokenizer import load_tokenizer
@@ -125,7 +125,7 @@ def observer(presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], 
     """Held-out loss of the full network and of every preset, over all ranks."""
 
     def observe(model: Transformer, step: int) -> dict[str, float]:
-        subnets = {"full": model.config.full()} | {name: preset.of(model.config) for name, preset in presets.items()}
+        subnets = named_subnets(model.config, presets)
         reports = evaluate_many(model, list(subnets.values()), batches)
         sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
         sums = ranks.sum(sums.to(ranks.device)).cpu()

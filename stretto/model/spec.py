@@ -5,6 +5,7 @@ Imports no torch: recipes, the search and the command line reason about shapes w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -201,6 +202,11 @@ class SubnetChoice(Config):
         return config.subnet(self.layers, self.experts, self.top_k)
 
 
+def named_subnets(config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> dict[str, Subnet]:
+    """``full`` and the presets, as Subnets of ``config``."""
+    return {"full": config.full()} | {name: choice.of(config) for name, choice in presets.items()}
+
+
 def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     """Return ``subnet`` if it lies inside ``config``.
 
@@ -224,7 +230,7 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     return subnet
 
 
-def parse_subnet(text: str, config: ModelConfig, presets: dict[str, SubnetChoice]) -> Subnet:
+def parse_subnet(text: str, config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Subnet:
     """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2`` as a Subnet of ``config``.
 
     Raises:
