@@ -75,7 +75,7 @@ def _steps(model: Transformer, shape: Shape) -> Callable[[ElasticConfig, Distil 
     positions_BT = (torch.arange(shape.length) % (shape.length // 2)).expand_as(ids_BT)
 
     def new_step(elastic: ElasticConfig, distil: Distil | None) -> Step:
-        sampler = Sampler(config, elastic, shape.rows, micro_batches=1, num_steps=1000, decay_starts=1000, seed=0)
+        sampler = Sampler(config, elastic, shape.rows, micro_batches=1, num_steps=1000, seed=0)
         numbers = count()
 
         def step() -> float:

@@ -290,13 +290,15 @@ def _shape(config: ModelConfig) -> tuple[str, ...]:
 
 def _configured(recipe: Recipe) -> dict[str, float]:
     """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive."""
-    elastic, decay = recipe.elastic, recipe.optim.decay_fraction
+    elastic = recipe.elastic
     if elastic.sampler not in ("anchored", "complements"):
         return {}
-    final = elastic.anchor_share if elastic.anchor_final_share is None else elastic.anchor_final_share
-    anchored = (1.0 - decay) * elastic.anchor_share + decay * final if elastic.anchors else 0.0
-    shares = dict.fromkeys(elastic.anchors, anchored / max(1, len(elastic.anchors)))
+    part = 1.0 - elastic.starts_at
+    each = elastic.anchor_share / max(1, len(elastic.anchors))
+    shares = dict.fromkeys(elastic.anchors, each) if elastic.anchors else {}
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
-    shares["full"] = 1.0 - sum(shares.values()) + (anchored if elastic.joint_anchors else 0.0)
+    shares = {name: part * share for name, share in shares.items()}
+    smaller = sum(shares.values())
+    shares["full"] = 1.0 if elastic.joint else 1.0 - smaller
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items()}

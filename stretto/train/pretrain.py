@@ -99,10 +99,12 @@ def _planner(recipe: Recipe, state: State) -> Callable[[int], Plan]:
 
     def plan(step: int) -> Plan:
         config = state.model.config
-        sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, decay_starts, train.seed)
+        sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
         micro = sampler.draw(step)
-        teacher = Distil(state.model, config.full(), elastic.anchor_ce_weight, elastic.joint_anchors)
-        distil = {index: teacher for index, plan in enumerate(micro) if plan.is_anchor}
+        teacher = Distil(state.model, config.full(), elastic.anchor_ce_weight, elastic.joint)
+        full = config.full()
+        taught = [plan.is_anchor or (elastic.joint and plan.subnet != full) for plan in micro]
+        distil = {index: teacher for index, is_taught in enumerate(taught) if is_taught}
         return Plan(micro, distil, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
     return plan

@@ -15,18 +15,16 @@ from stretto.optim.schedule import OptimConfig
 
 
 class ElasticConfig(Config):
-    """Which Subnets a run trains, and how often. Shares are of training tokens, after the ramp."""
+    """Which Subnets a run trains, and how often. Shares are of training tokens, once the mixture is complete."""
 
     sampler: Literal["anchored", "ernie", "complements", "off"] = "anchored"
     anchors: dict[str, SubnetChoice] = Field(default_factory=dict)
     """Named Subnets that are trained exactly, evaluated, and offered as presets afterwards."""
     anchor_share: float = Field(default=0.1, ge=0, le=1)
     """Share of all anchors together."""
-    anchor_final_share: float | None = Field(default=None, ge=0, le=1)
-    """The same while the learning rate decays, when what an anchor learns stays; None: ``anchor_share``."""
-    joint_anchors: bool = False
-    """The full network learns an anchor's tokens too, in a pass of its own (the sandwich rule, 1903.05134): it loses no
-    tokens to its anchors, for the price of its backward pass."""
+    joint: bool = False
+    """The full network learns the tokens of every smaller Subnet too, in a pass of its own that also teaches the
+    Subnet (the sandwich rule, 1903.05134): it loses no tokens to them, for the price of its backward pass."""
     depth_share: float = Field(default=0.1, ge=0, le=1)
     """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
     top_k_share: float = Field(default=0.1, ge=0, le=1)
@@ -36,10 +34,13 @@ class ElasticConfig(Config):
     min_depth: int = Field(default=1, gt=0)
     """Smallest depth that is drawn at random. The first and last two layers are always drawn, so four is the least."""
     min_top_k: int = Field(default=1, gt=0)
+    starts_at: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the steps that train the full network alone, before the mixture begins."""
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of the steps, at the start, over which the mixture grows from full-only to the shares above."""
+    """Share of the steps, from there on, over which the mixture grows from full-only to the shares above."""
     anchor_ce_weight: float = Field(default=0.5, ge=0, le=1)
-    """On anchor micro-batches: weight of cross-entropy; the rest is KL(full ‖ anchor), at the price of one forward."""
+    """On anchor micro-batches (``joint``: on all of smaller Subnets): weight of cross-entropy; the rest is
+    KL(full ‖ Subnet), at the price of one forward."""
     balance_rate: float = Field(default=1e-3, ge=0)
     """Step of the balance bias, in units of the selection score."""
     balance_final_rate: float = Field(default=1e-4, ge=0)
@@ -49,10 +50,9 @@ class ElasticConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("anchor_share", "anchor_final_share"):
-            total = (getattr(self, name) or 0.0) + self.depth_share + self.top_k_share
-            if total > 1:
-                raise ValueError(f"{name} + depth_share + top_k_share is {total:g}; at most 1")
+        total = self.anchor_share + self.depth_share + self.top_k_share
+        if total > 1:
+            raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
         if "full" in self.anchors:
             raise ValueError("anchors.full: 'full' is the whole network; choose another name")
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:

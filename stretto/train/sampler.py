@@ -53,8 +53,6 @@ class Sampler:
     """Rows of a micro-batch, over all ranks."""
     micro_batches: int
     num_steps: int
-    decay_starts: int
-    """Step from which the anchors have their final share."""
     seed: int
 
     def draw(self, step: int) -> tuple[MicroPlan, ...]:
@@ -66,20 +64,25 @@ class Sampler:
             return MicroPlan("full", self.config.full(), None, False)
         number = step * self.micro_batches + index
         rng = np.random.default_rng((self.seed, number))
-        ramp_steps = self.elastic.ramp_fraction * self.num_steps
-        strength = min(1.0, (step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
+        strength = self._strength(step)
         if self.elastic.sampler == "ernie":
             return self._independent(rng, strength)
         offset = np.random.default_rng(self.seed).random()
-        decays = step >= self.decay_starts and self.elastic.anchor_final_share is not None
-        share = self.elastic.anchor_final_share if decays else self.elastic.anchor_share
-        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength, share or 0.0)
+        return self._stratified((offset + number * GOLDEN) % 1.0, rng, strength)
 
-    def _stratified(self, where: float, rng: np.random.Generator, strength: float, anchor_share: float) -> MicroPlan:
+    def _strength(self, step: int) -> float:
+        """How much of the mixture is in force at ``step``, in [0, 1]."""
+        done = step - round(self.elastic.starts_at * self.num_steps)
+        ramp_steps = self.elastic.ramp_fraction * self.num_steps
+        if done < 0:
+            return 0.0
+        return min(1.0, (done + 1) / ramp_steps) if ramp_steps > 0 else 1.0
+
+    def _stratified(self, where: float, rng: np.random.Generator, strength: float) -> MicroPlan:
         """One axis at a time, or an anchor; ``where`` in [0, 1) picks the kind by its share."""
         elastic = self.elastic
         anchors = list(elastic.anchors.items())
-        anchor_share = anchor_share * strength if anchors else 0.0
+        anchor_share = elastic.anchor_share * strength if anchors else 0.0
         if where < anchor_share:
             name, choice = anchors[int(where / anchor_share * len(anchors))]
             return MicroPlan(name, choice.of(self.config), None, True)

@@ -193,9 +193,17 @@ def test_the_layer_order_is_measured_and_comes_back(make_run: Any, assert_same: 
     assert_same(reference, stopped(resume=True, rank_layers=measure, **changes))
     # the order in force is the one that depths are drawn by
     config, recipe = reference.model.config, stopped.recipe(**changes)
-    plans = [plan for step in range(12) for plan in Sampler(config, recipe.elastic, 2, 2, 12, 12, 0).draw(step)]
+    plans = [plan for step in range(12) for plan in Sampler(config, recipe.elastic, 2, 2, 12, 0).draw(step)]
     last = config.layer_ranking[-1]
     assert all(last not in plan.subnet.layers for plan in plans if len(plan.subnet.layers) < 6)
+
+
+def test_joint_the_full_network_learns_every_token(run: Any) -> None:
+    changes = {"elastic__joint": True, "elastic__starts_at": 0.5, "elastic__width_share": 0.0}
+    trained = run(**changes)
+    passes, tokens = trained.tokens_by_kind, trained.meter.receipt().tokens
+    assert passes["full"] == tokens
+    assert 0 < sum(passes.values()) - passes["full"] < 0.5 * tokens, "smaller Subnets come in the second half only"
 
 
 def test_a_finished_run_resumes_to_its_end(run: Any, assert_same: Same) -> None:

@@ -36,10 +36,7 @@ def sampler(kind: str = "anchored", seed: int = 0, steps: int = 400, **changes: 
         }
     )
     train = recipe.train
-    decays = train.steps // 2
-    return Sampler(
-        recipe.network(), recipe.elastic, train.micro_rows, train.micro_batches, train.steps, decays, train.seed
-    )
+    return Sampler(recipe.network(), recipe.elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
 
 
 def same(one: MicroPlan, other: MicroPlan) -> bool:
@@ -199,12 +196,14 @@ def test_the_ramp_starts_at_the_full_network(kind: str) -> None:
         assert all(same(*pair) for pair in zip(ramped.draw(step), plain.draw(step), strict=True))
 
 
-def test_anchors_have_their_final_share_while_the_rate_decays() -> None:
-    one = sampler(steps=400, anchor_share=0.1, anchor_final_share=0.6)
-    early, late = kinds(one, 0, 200), kinds(one, 200, 400)
-    assert within(early["corner"] + early["small"], 0.1, 800) and within(late["corner"] + late["small"], 0.6, 800)
-    none = sampler(steps=400, anchor_share=0.3, anchor_final_share=0.0)
-    assert kinds(none, 0, 200)["corner"] and not kinds(none, 200, 400)["corner"]
+@pytest.mark.parametrize("kind", ["anchored", "ernie", "complements"])
+def test_before_its_start_the_mixture_is_the_full_network(kind: str) -> None:
+    late, plain = sampler(kind, starts_at=0.5, ramp_fraction=0.1), sampler(kind)
+    for step in range(200):
+        assert all(same(plan, MicroPlan("full", late.config.full(), None, False)) for plan in late.draw(step))
+    assert 0 < 1 - kinds(late, 200, 220)["full"] / 80 < 1 - kinds(plain, 200, 220)["full"] / 80
+    for step in range(240, 260):
+        assert all(same(*pair) for pair in zip(late.draw(step), plain.draw(step), strict=True))
 
 
 def test_the_ramp_meets_its_integral() -> None:
