@@ -21,7 +21,7 @@ from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import Subnet, check_subnet, named_subnets, parse_subnet
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.frontier import SearchOptions, SearchResult, search
@@ -185,10 +185,15 @@ def choose_subnet(source: Path, checkpoint: Checkpoint, name: str) -> Subnet:
     """A preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``."""
     if name != "best":
         return parse_subnet(name, checkpoint.config, checkpoint.presets)
+    return best_subnet(source, checkpoint.config)
+
+
+def best_subnet(source: Path, config: ModelConfig) -> Subnet:
+    """What the run's last search chose. Raises `UserError` where there was none."""
     found = read_search(source)
     if found is None:
         raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
-    return check_subnet(checkpoint.config, found.result.chosen.subnet)
+    return check_subnet(config, found.result.chosen.subnet)
 
 
 def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool) -> None:

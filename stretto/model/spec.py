@@ -230,21 +230,21 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     return subnet
 
 
-def parse_subnet(text: str, config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Subnet:
-    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2`` as a Subnet of ``config``.
+def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "--subnet") -> SubnetChoice:
+    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``.
 
     Raises:
-        UserError: unknown preset or axis, or a choice outside the network.
+        UserError: beginning with ``source``: an unknown preset or axis.
     """
     if text == "full":
-        return config.full()
+        return SubnetChoice()
     if "=" not in text:
         if text not in presets:
             names = ["full", *presets]
             raise UserError(
-                f"--subnet {text}: unknown preset{nearest(text, names)}; known: {', '.join(names)}, or layers=…,experts=…,top_k=…"
+                f"{source} {text}: unknown preset{nearest(text, names)}; known: {', '.join(names)}, or layers=…,experts=…,top_k=…"
             )
-        return presets[text].of(config)
+        return presets[text]
     axes: dict[str, int] = {}
     for part in text.replace(" ", ",").split(","):
         if not part:
@@ -252,12 +252,23 @@ def parse_subnet(text: str, config: ModelConfig, presets: Mapping[str, SubnetCho
         axis, _, value = part.partition("=")
         if axis not in SubnetChoice.model_fields:
             raise UserError(
-                f"--subnet {text}: unknown axis {axis!r}{nearest(axis, SubnetChoice.model_fields)}; use layers, experts, top_k"
+                f"{source} {text}: unknown axis {axis!r}{nearest(axis, SubnetChoice.model_fields)}; use layers, experts, top_k"
             )
-        if not value.isdigit() or int(value) < 1:
-            raise UserError(f"--subnet {text}: {axis} needs a whole number above 0")
+        if not (value.isascii() and value.isdecimal()) or int(value) < 1:
+            raise UserError(f"{source} {text}: {axis} needs a whole number above 0")
         axes[axis] = int(value)
-    return SubnetChoice(**axes).of(config)
+    return SubnetChoice(**axes)
+
+
+def parse_subnet(
+    text: str, config: ModelConfig, presets: Mapping[str, SubnetChoice], source: str = "--subnet"
+) -> Subnet:
+    """`parse_choice` as a Subnet of ``config``; raises `UserError` also for a choice outside the network."""
+    choice = parse_choice(text, presets, source)
+    try:
+        return choice.of(config)
+    except UserError as error:
+        raise UserError(f"{source} {text}: {error}") from None
 
 
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
