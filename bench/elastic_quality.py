@@ -94,15 +94,17 @@ def _seed(bench: Bench, seed: int) -> dict[str, Any]:
     """All runs of one seed: name -> result."""
     elastic = bench.recipe.elastic
     off = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
-    ernie = elastic.replace(sampler="ernie", rank_layers_at=())
-    runs = {
+    ernie = elastic.replace(sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=())
+    alone = ElasticConfig(sampler="off", anchor_share=0.0)
+    shapes = {
         "ordinary": bench.recipe.replace(elastic=off),
+        "scratch": bench.recipe.replace(model=bench.scratch(), elastic=alone),
         "anchored": bench.recipe,
         "ernie": bench.recipe.replace(elastic=ernie),
-        "scratch": bench.recipe.replace(model=bench.scratch(), elastic=ElasticConfig(sampler="off", anchor_share=0.0)),
     }
+    runs = {name: _seeded(recipe, seed) for name, recipe in shapes.items()}
     found = {
-        name: _cached(bench, f"{name}-{seed}", lambda folder, r=recipe: _pretrain(bench, folder, _seeded(r, seed)))
+        name: _cached(bench, f"{name}-{seed}", recipe, lambda folder, r=recipe: _pretrain(bench, folder, r))
         for name, recipe in runs.items()
     }
     for parent in ("anchored", "ordinary"):
@@ -111,10 +113,11 @@ def _seed(bench: Bench, seed: int) -> dict[str, Any]:
             found[name] = _cached(
                 bench,
                 f"{name}-{seed}",
+                runs[parent],
                 lambda folder, p=parent, b=budget: _heal(
                     bench,
                     folder,
-                    _seeded(runs[p], seed),
+                    runs[p],
                     bench.out / f"{p}-{seed}",
                     b * found["scratch"]["flops"],
                     seed,
@@ -123,9 +126,9 @@ def _seed(bench: Bench, seed: int) -> dict[str, Any]:
     return found
 
 
-def _cached(bench: Bench, name: str, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _cached(bench: Bench, name: str, recipe: Recipe, work: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     folder = bench.out / name
-    told = json.loads(bench.recipe.model_dump_json())
+    told = json.loads(recipe.model_dump_json())
     if (folder / "result.json").is_file():
         kept = read_json(folder / "result.json")
         assert kept["recipe"] == told, f"{folder} holds results of another recipe; choose another --out"
