@@ -1,0 +1,129 @@
+"""Steps of few tokens through the compiled CPU kernels: what `forward` does for them, in one call.
+
+Shape letters: L layers, P pages, Z page size, G key/value heads, C head width, K experts a token, N tokens, M wanted logits,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.layout import largest_top_k
+from stretto.engine.sequence import Chunk
+from stretto.model.layers import SwiGlu
+from stretto.model.spec import Subnet
+from stretto.model.transformer import Block, Transformer
+from stretto.ops.attention import rotary_tables
+from stretto.ops.native.decode import Choice, Decoder, LayerTensors, Network, Step
+
+
+class NativeForward:
+    """The compiled forward pass of one model over one pool. Weights must be changed in place, never replaced."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: Transformer,
+        keys_LPZGC: Tensor,
+        values_LPZGC: Tensor,
+        routes_PZLK: Tensor | None,
+    ):
+        config = model.config
+        longest = min(config.max_positions, keys_LPZGC.shape[1] * keys_LPZGC.shape[2])
+        cos_TR, sin_TR = rotary_tables(torch.arange(longest), config.rotary_dim, config.rope_theta)
+        network = Network(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            softmax=config.router == "softmax",
+            normalize=config.normalize_gates,
+            scaling=config.routed_scaling,
+            max_top_k=largest_top_k(config),
+            cos_TR=cos_TR,
+            sin_TR=sin_TR,
+            layers=[_layer_tensors(block, config.selection_bias) for block in model.blocks],
+            embedding_VD=model.embedding.weight.detach(),
+            norm_D=model.norm.weight.detach(),
+            head_VD=model.head_VD.detach(),
+            keys_LPZGC=keys_LPZGC,
+            values_LPZGC=values_LPZGC,
+            routes_PZLK=routes_PZLK,
+        )
+        self._config = config
+        self._decoder = Decoder(library, network)
+        self._numbers: dict[Subnet, int] = {}
+
+    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
+        """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        tables: list[int] = []
+        subnets: list[int] = []
+        pages: list[int] = []
+        logits: list[int] = []
+        for chunk in chunks:
+            num = len(chunk.tokens)
+            tokens += chunk.tokens
+            positions += range(chunk.start, chunk.start + num)
+            tables += [len(pages)] * num
+            subnets += [self._number(chunk.subnet)] * num
+            pages += chunk.pages
+            logits += range(len(tokens) - chunk.num_logits, len(tokens))
+        arrays = (np.array(values, np.int32) for values in (tokens, positions, tables, subnets, pages, logits))
+        return self._decoder.step(Step(*arrays), want_routes)
+
+    def _number(self, subnet: Subnet) -> int:
+        number = self._numbers.get(subnet)
+        if number is None:
+            number = self._numbers[subnet] = self._decoder.subnet(self._choices(subnet))
+        return number
+
+    def _choices(self, subnet: Subnet) -> list[Choice | None]:
+        choices: list[Choice | None] = []
+        kept = iter(zip(subnet.experts, subnet.top_k, strict=True))
+        for layer in range(self._config.num_layers):
+            if layer not in subnet.layers:
+                choices.append(None)
+            elif layer in self._config.dense_layers:
+                choices.append(Choice())
+            else:
+                num_experts, top_k = next(kept)
+                choices.append(Choice(num_experts, top_k, self._config.branch(num_experts)))
+        return choices
+
+
+def _layer_tensors(block: nn.Module, selection_bias: bool) -> LayerTensors:
+    assert isinstance(block, Block)
+    attention, mlp = block.attention, block.mlp
+    common: dict[str, Any] = {
+        "attention_norm_D": block.attention_norm.weight.detach(),
+        "qkv_QD": attention.qkv.weight.detach(),
+        "qkv_bias_Q": _detached(attention.qkv.bias),
+        "out_DX": attention.out.weight.detach(),
+        "q_norm_C": _detached(attention.q_norm),
+        "k_norm_C": _detached(attention.k_norm),
+        "mlp_norm_D": block.mlp_norm.weight.detach(),
+    }
+    if isinstance(mlp, SwiGlu):
+        return LayerTensors(**common, gate_up=mlp.gate_up.weight.detach(), down=mlp.down.weight.detach())
+    return LayerTensors(
+        **common,
+        gate_up=mlp.gate_up.detach(),
+        down=mlp.down.detach(),
+        router_ED=mlp.gate.detach(),
+        bias_WE=mlp.bias_WE if selection_bias else None,
+        rank_E=mlp.rank_E,
+        shared_gate_up_FD=None if mlp.shared is None else mlp.shared.gate_up.weight.detach(),
+        shared_down_DI=None if mlp.shared is None else mlp.shared.down.weight.detach(),
+    )
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()

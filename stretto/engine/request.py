@@ -1,0 +1,234 @@
+"""What goes into the engine and what comes out: records only. Imports no torch.
+
+A request is token ids, never text: what was sampled is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.model.spec import Subnet
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Grammar(Config):
+    """What a completion must match."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+    """The schema as JSON, the expression or the grammar; nothing for ``json_object``."""
+
+
+class Sampling(Config):
+    """How tokens are chosen. The defaults sample from the model's own distribution."""
+
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Least probability kept, as a share of the most probable token's."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, 1909.05858)."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Both look at the output only, as OpenAI defines them."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """None: drawn when the request is made, and told back. The same seed and request give the same tokens."""
+    max_tokens: int = Field(default=16, gt=0)
+    min_tokens: int = Field(default=0, ge=0)
+    """End tokens and stop strings are not looked at before."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; they are not part of its text."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end it, beside the tokenizer's own end; the token is part of the ids, not of the text."""
+    ignore_eos: bool = False
+    n: int = Field(default=1, gt=0, le=128)
+    """Completions of the one prompt; choice i samples with seed + i."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """Most probable alternatives reported beside each token."""
+    prompt_logprobs: bool = False
+    """Report the log-probability of each prompt token too (the first has none)."""
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Which Subnet runs when. A later phase reads the cache of the earlier ones, so its layers must be among theirs."""
+
+    answer: Subnet
+    prefill: Subnet | None = None
+    """For the prompt; None: as what follows it."""
+    thinking: Subnet | None = None
+    """For generated tokens up to and including ``thinking_end``; None: as the answer."""
+    thinking_end: int | None = None
+    """Token id that ends the thinking phase."""
+
+    def __post_init__(self) -> None:
+        assert (self.thinking is None) == (self.thinking_end is None), "thinking needs the id of its last token"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete. Written by whoever asks (server, agent loop, command line)."""
+
+    id: str
+    """Unique among the requests in flight."""
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: Sampling
+    phases: Phases
+    want_routes: bool = False
+    """Return the experts each token chose, for rollout router replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """An alternative to a sampled token."""
+
+    token: int
+    logprob: float
+    """Nats, processed: after penalties, grammar, temperature and filters."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of one choice. Written by the engine as soon as it is final."""
+
+    request_id: str
+    index: int
+    """Which of the request's n choices."""
+    token: int
+    logprob: float
+    """Nats, processed, fp32."""
+    text: str
+    """What this token adds to the visible text; held back while it may belong to a stop string or half a character."""
+    weight_version: int
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one choice cost. Written by the engine."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values were in the prefix cache."""
+    output_tokens: int
+    flops: int
+    """Of the tokens computed for it, recomputation after a preemption and rejected drafts included."""
+    subnet: str
+    """Label of the Subnet of the answer."""
+    queued_s: float
+    """From arrival to the first step it was part of."""
+    first_token_s: float
+    """From arrival to its first token."""
+    total_s: float
+    num_preemptions: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones (self-speculation)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One finished choice. Written by the engine; everything that RL needs is in it."""
+
+    request_id: str
+    index: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Sampled ids, an ending id included."""
+    logprobs: np.ndarray
+    """fp32 [T], processed log-probability of each sampled token, nats."""
+    versions: np.ndarray
+    """int32 [T], weight version each token was sampled under."""
+    text: str
+    finish_reason: FinishReason
+    stop: str | int | None
+    """The stop string or id that ended it."""
+    seed: int
+    usage: Usage
+    top: tuple[tuple[TopLogprob, ...], ...] = ()
+    prompt_logprobs: np.ndarray | None = None
+    """fp32 [P − 1], of prompt tokens 1…P − 1, unprocessed (temperature 1, no penalties)."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [P + T − 1, L, K]: experts chosen by each token that was computed, by MoE layer of the maximum
+    network. The last sampled token was never computed and has no row. The dtype's largest value: no expert (the layer
+    was skipped, or the token's top-k is smaller)."""
+    error: str | None = None
+    """Why, for the finish reason ``error``."""
+
+
+Event = TokenEvent | Completion
+
+
+class SpeculateConfig(Config):
+    """Self-speculation: a Subnet of the same weights drafts."""
+
+    draft: Subnet | None = None
+    """None: chosen by measurement."""
+    max_draft: int = Field(default=4, gt=0)
+    """Most tokens drafted before one verification."""
+
+
+class EngineConfig(Config):
+    """Sizes of an engine."""
+
+    page_size: int = Field(default=16, gt=0)
+    """Tokens a cache page holds."""
+    num_pages: int | None = Field(default=None, gt=0)
+    """None: as many as ``cache_bytes`` pays for."""
+    cache_bytes: int = Field(default=1 << 30, gt=0)
+    max_batch: int = Field(default=64, gt=0)
+    """Sequences computed at once."""
+    max_step_tokens: int = Field(default=1024, gt=0)
+    """Tokens of one step, over all sequences; longer prompts are computed in chunks."""
+    max_len: int | None = Field(default=None, gt=0)
+    """Prompt and completion together; None: the network's positions."""
+    max_waiting: int = Field(default=4096, gt=0)
+    """Requests queued before further ones are refused."""
+    prefix_cache: bool = True
+    speculate: SpeculateConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_step_tokens < self.max_batch:
+            raise ValueError(f"max_step_tokens {self.max_step_tokens} is less than max_batch {self.max_batch}")
+        return self
+
+
+class QueueFull(RuntimeError):  # noqa: N818 - a state of the engine, not a fault
+    """As many requests wait as the engine was told to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """State of an engine at one moment. Written by the engine, read by metrics and by the elasticity under load."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    """Free, or cached and not in use."""
+    num_cached_pages: int
+    weight_version: int
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    """Computed since the start, prefix-cache hits excluded."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    num_preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Operator -> the implementation that runs it."""

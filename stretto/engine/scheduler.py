@@ -1,0 +1,290 @@
+"""Who is computed in the next step: decodes first, then prompts in order of arrival, as far as tokens and pages reach.
+
+Invariants that make everything finish:
+
+- a sequence that alone would not fit is refused, so the earliest running one always gets its pages: others give theirs
+  up, the latest first;
+- the pages of all known tokens are taken on admission, so a prompt is never preempted for want of its own pages;
+- a verification (1 + ``draft_tokens`` tokens a decoding sequence) of the whole batch is within the token budget, so
+  a running prompt always gets a share of the step.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from operator import attrgetter
+
+from stretto.engine.cache import ROOT, PageAllocator
+from stretto.engine.sequence import Chunk, SequenceState, StepPlan, check_fits
+
+_by_arrival = attrgetter("order")
+
+
+class Scheduler:
+    """Continuous batching over the pages of one `PageAllocator`. Owns the queues and each sequence's pages.
+
+    Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` those that
+    ended. Sequences are computed in order of arrival; a choice whose sibling still computes their common prompt waits
+    for those pages and lets later ones pass.
+
+    With ``draft_tokens`` the pages of a planned sequence whose last token alone is to be computed reach so many positions
+    and one more beyond its tokens, or to ``max_len``.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        max_batch: int,
+        max_step_tokens: int,
+        max_len: int,
+        draft_tokens: int = 0,
+        prefix_cache: bool = True,
+        salt: bytes = b"",
+    ) -> None:
+        """
+        Args:
+            max_batch: sequences running at once.
+            max_step_tokens: tokens of one plan, and of its verification with drafts.
+            max_len: prompt and completion together.
+            draft_tokens: most tokens drafted ahead. The attribute may be changed between plans, up to this value.
+            salt: names the weights that fill the pages.
+        """
+        assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
+        self.allocator = allocator
+        self.max_batch = max_batch
+        self.max_step_tokens = max_step_tokens
+        self.max_len = max_len
+        self.draft_tokens = draft_tokens
+        self._most_draft_tokens = draft_tokens
+        self.prefix_cache = prefix_cache
+        self.salt = salt
+        self._waiting: list[SequenceState] = []  # both in order of arrival
+        self._running: list[SequenceState] = []
+        self._num_arrived = 0
+        self._leaders: dict[str, SequenceState] = {}  # by request id: the choice that computes the prompt for all
+        self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
+
+    @property
+    def waiting(self) -> Sequence[SequenceState]:
+        """Not in the batch, preempted ones included, in order of arrival. A view: not to be changed."""
+        return self._waiting
+
+    @property
+    def running(self) -> Sequence[SequenceState]:
+        """In the batch, in order of arrival. A view: not to be changed."""
+        return self._running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, seq: SequenceState) -> None:
+        """Queue a sequence.
+
+        Raises:
+            UserError: it could not be computed even if it were alone.
+        """
+        check_fits(seq, self.allocator.num_pages, self.allocator.page_size, self.max_len, self._most_draft_tokens)
+        assert seq.order < 0, f"{seq.request.id}[{seq.index}] is added twice"
+        seq.order = self._num_arrived
+        self._num_arrived += 1
+        self._waiting.append(seq)
+        if self.prefix_cache and seq.num_prompt > self.allocator.page_size:
+            self._leaders.setdefault(seq.request.id, seq)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None where there is nothing to compute.
+
+        Changes queues and page tables, and ``num_computed`` of those it admits (to what the prefix cache holds) and of
+        those it preempts (to 0). Its chunks are computed, and `computed` is told, before the next plan.
+        """
+        chunks: list[Chunk] = []
+        sequences: list[SequenceState] = []
+        preempted: list[SequenceState] = []
+        unfinished: list[SequenceState] = []  # prompts, and tokens to compute again
+        size = self.allocator.page_size
+        place = 0
+        # Earliest first and victims from the end, so none that has its chunk in this plan loses pages.
+        while place < len(self._running):
+            seq = self._running[place]
+            place += 1
+            num_tokens, start = len(seq.tokens), seq.num_computed
+            if num_tokens - start > 1:
+                unfinished.append(seq)
+            elif self._reach(num_tokens, 1) <= len(seq.pages) * size or self._extend(seq, preempted):
+                table = seq.table[: -(-num_tokens // size)]
+                chunks.append(Chunk((seq.tokens[start],), start, table, seq.subnet, 1))
+                sequences.append(seq)
+        budget = self.max_step_tokens - len(chunks) * (1 + self.draft_tokens)
+        if self._waiting and not preempted:  # what was just taken away is not given back in the same step
+            unfinished += self._admit(budget - sum(seq.num_pending for seq in unfinished))
+        for seq in unfinished:
+            num_drafts = self.draft_tokens if seq.num_pending == 1 else 0  # resumed just before its end
+            if budget <= num_drafts:
+                break
+            chunks.append(self._prompt_chunk(seq, budget))
+            sequences.append(seq)
+            budget -= len(chunks[-1].tokens) + num_drafts
+        if not chunks:
+            assert not self._running, f"{len(self._running)} are running and none can be computed"
+            return None
+        return StepPlan(tuple(chunks), tuple(sequences), tuple(preempted))
+
+    def computed(self, seq: SequenceState, num_tokens: int) -> None:
+        """Tell that the next ``num_tokens`` of a running sequence are in its pages, all of them final."""
+        num_computed = seq.num_computed = seq.num_computed + num_tokens
+        size = self.allocator.page_size
+        assert num_computed <= len(seq.tokens), f"{num_computed} tokens computed, {len(seq.tokens)} are final"
+        assert num_computed <= len(seq.pages) * size, f"{num_computed} tokens in {len(seq.pages)} pages of {size}"
+        if self.prefix_cache and seq.is_sealing and num_computed // size > len(seq.page_hashes):
+            self._seal(seq)
+        if self._leaders and num_computed >= seq.num_prompt:
+            self._release_siblings(seq)
+
+    def finish(self, seq: SequenceState) -> None:
+        """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        self._release_siblings(seq)
+        self._drop_pages(seq)
+
+    def abort(self, seq: SequenceState) -> None:
+        """`finish` for one that is not done; nothing happens to one that has left."""
+        if seq in self._running or seq in self._waiting:
+            seq.finish_reason = seq.finish_reason or "abort"
+            self.finish(seq)
+
+    def weights_changed(self, salt: bytes, *, keep_cache: bool) -> tuple[SequenceState, ...]:
+        """From now on pages are filled by other weights, named ``salt``; nothing of before is found any more.
+
+        Returns:
+            The sequences that this preempted, whose routes are still in ``lost_pages``: every running one, or none
+            where ``keep_cache`` lets them go on upon the keys and values they have.
+        """
+        preempted = () if keep_cache else tuple(self._running)
+        for seq in self._running:
+            seq.is_sealing = False
+        for seq in reversed(preempted):
+            self._preempt(seq)
+        self.allocator.forget()
+        self.salt = salt
+        self._stuck = None
+        return preempted
+
+    def _reach(self, num_tokens: int, num_pending: int) -> int:
+        """Positions that the pages of a sequence have to hold before its next step."""
+        if self.draft_tokens and num_pending == 1:
+            return max(num_tokens, min(num_tokens + self.draft_tokens + 1, self.max_len))
+        return num_tokens
+
+    def _extend(self, seq: SequenceState, preempted: list[SequenceState]) -> bool:
+        """Get the pages it lacks for one more token, from later sequences if need be; False: from itself."""
+        num_missing = self.allocator.pages_for(self._reach(len(seq.tokens), 1)) - len(seq.pages)
+        while (pages := self.allocator.allocate(num_missing)) is None:
+            victim = self._running[-1]
+            assert len(self._running) > 1, (
+                f"{len(seq.tokens)} tokens of {seq.request.id} do not fit, though it is alone"
+            )
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is seq:
+                return False
+        seq.pages += pages
+        seq.table = tuple(seq.pages)
+        return True
+
+    def _admit(self, budget: int) -> list[SequenceState]:
+        """Take sequences into the batch until ``budget`` tokens, the batch or the pages are used up."""
+        admitted: list[SequenceState] = []
+        limit = min(self.max_batch, self.max_step_tokens // (1 + self._most_draft_tokens))
+        place = 0
+        while budget > 0 and place < len(self._waiting) and len(self._running) < limit:
+            seq = self._waiting[place]
+            leader = self._leaders.get(seq.request.id, seq)
+            if leader is not seq:
+                place += 1
+            elif seq is self._stuck or not self._take_pages(seq):
+                self._stuck = seq
+                break
+            else:
+                del self._waiting[place]
+                insort(self._running, seq, key=_by_arrival)
+                admitted.append(seq)
+                budget -= seq.num_pending
+        return admitted
+
+    def _take_pages(self, seq: SequenceState) -> bool:
+        """Pages for all tokens of ``seq``, cached ones first; False, with nothing taken, where there are too few."""
+        size = self.allocator.page_size
+        pages: list[int] = []
+        if self.prefix_cache:
+            # A prompt token whose log-probability is still wanted cannot come from the cache, which holds no logits.
+            num_known = len(seq.prompt_log_probs) + 1
+            is_wanted = seq.request.sampling.prompt_logprobs and num_known < seq.num_prompt
+            tokens = seq.tokens[:num_known] if is_wanted else seq.tokens
+            salts = (seq.page_salt(number, size, self.salt) for number in range(len(seq.tokens) // size))
+            pages = self.allocator.match(tokens, salts)
+        num_computed = len(pages) * size
+        reach = self._reach(len(seq.tokens), len(seq.tokens) - num_computed)
+        num_missing = self.allocator.pages_for(reach) - len(pages)
+        # One page to grow for everyone who runs: without it the newcomer would be the next victim, again and again.
+        fresh = None
+        if num_missing + len(self._running) <= self.allocator.num_free:
+            fresh = self.allocator.allocate(num_missing)
+        if fresh is None:
+            self.allocator.release(pages)
+            return False
+        seq.pages = pages + fresh
+        seq.table = tuple(seq.pages)
+        seq.page_hashes = self.allocator.hashes(pages)
+        seq.num_computed = num_computed
+        seq.is_sealing = True
+        if seq.num_preemptions == 0:
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
+        return True
+
+    def _seal(self, seq: SequenceState) -> None:
+        size = self.allocator.page_size
+        for number in range(len(seq.page_hashes), seq.num_computed // size):
+            previous = seq.page_hashes[-1] if number else ROOT
+            tokens = seq.tokens[number * size : (number + 1) * size]
+            seq.page_hashes.append(
+                self.allocator.seal(seq.pages[number], previous, tokens, seq.page_salt(number, size, self.salt))
+            )
+
+    def _preempt(self, seq: SequenceState) -> None:
+        self._running.remove(seq)
+        insort(self._waiting, seq, key=_by_arrival)
+        seq.num_preemptions += 1
+        self._drop_pages(seq)
+
+    def _drop_pages(self, seq: SequenceState) -> None:
+        self.allocator.release(seq.pages)
+        seq.lost_pages, seq.lost_tokens = seq.table, seq.num_computed
+        seq.pages, seq.table, seq.page_hashes, seq.num_computed = [], (), [], 0
+        self._stuck = None
+
+    def _release_siblings(self, seq: SequenceState) -> None:
+        if self._leaders.get(seq.request.id) is seq:
+            del self._leaders[seq.request.id]
+
+    def _prompt_chunk(self, seq: SequenceState, budget: int) -> Chunk:
+        """The next tokens of one Subnet, at most ``budget``."""
+        start = seq.num_computed
+        end = min(start + budget, seq.phase_end(start))
+        num_logits = int(end == len(seq.tokens))
+        if seq.request.sampling.prompt_logprobs:
+            first = max(start, len(seq.prompt_log_probs))
+            if first < min(end, seq.num_prompt - 1):
+                num_logits = end - first
+        table = seq.table[: self.allocator.pages_for(end)]
+        return Chunk(tuple(seq.tokens[start:end]), start, table, seq.subnet, num_logits)

@@ -1,0 +1,214 @@
+"""An engine in a thread of its own, for asyncio callers.
+
+The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
+all tokens of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.engine.engine import Engine
+from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
+from stretto.engine.stream import Channel, Closed, EngineFailed, Stream, from_thread
+
+T = TypeVar("T")
+_DRAIN_POLL_S = 0.02
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something for the engine's thread to do between two steps."""
+
+    run: Callable[[], None]
+    refuse: Callable[[EngineFailed], None]
+    """Called instead where the engine is dead."""
+
+
+class Service:
+    """Runs an `Engine` in one thread. `submit` belongs inside a running event loop, any number of loops may."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._open: dict[str, Channel] = {}  # by request id; the engine's thread alone touches it
+        self._error: EngineFailed | None = None
+        self._is_accepting = True
+        self._is_stopping = False
+        # Held while a command is handed in: after the thread's last look at the inbox none may be. Re-entrant, since
+        # the garbage collector can close a stream anywhere.
+        self._lock = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    @property
+    def error(self) -> EngineFailed | None:
+        """Why the engine is dead; None while it lives."""
+        return self._error
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._is_accepting and self._error is None
+
+    def submit(self, request: Request) -> Stream:
+        """Hand ``request`` in. Its events come from the returned stream; so does a refusal (see `Stream.admitted`).
+
+        Raises:
+            Closed: draining. The stream raises EngineFailed where the engine is dead.
+        """
+        if not self._is_accepting:
+            raise Closed("the server is shutting down and takes no new requests")
+        channel = Channel(asyncio.get_running_loop(), request.sampling.n)
+
+        def add() -> None:
+            try:
+                self._engine.add(request)
+            except (UserError, QueueFull) as error:
+                channel.tell(error)
+                return
+            self._open[request.id] = channel
+            channel.tell(None)
+
+        def abandon() -> None:
+            if self._open.get(request.id) is channel:  # a later request may have the id by now
+                del self._open[request.id]
+                self._engine.abort(request.id)
+
+        self._post(_Command(add, channel.tell))
+        return Stream(request, channel, lambda: self._post(_Command(abandon, _ignore)))
+
+    async def call(self, work: Callable[[Engine], T]) -> T:
+        """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def fail(error: Exception) -> None:
+            from_thread(loop, _settle, future, None, error)
+
+        def run() -> None:
+            try:
+                result = work(self._engine)
+            except Exception as error:
+                fail(error)
+            else:
+                from_thread(loop, _settle, future, result, None)
+
+        self._post(_Command(run, fail))
+        return await future
+
+    async def abort(self, request_id: str) -> None:
+        """End the request's open choices with reason ``abort``; its stream gets their completions."""
+        await self.call(lambda engine: self._dispatch(engine.abort(request_id)))
+
+    async def load_weights(
+        self,
+        version: int,
+        source: Mapping[str, Tensor] | Path | str,
+        *,
+        keep_cache: bool = False,
+        checksum: str | None = None,
+    ) -> None:
+        """`Engine.load_weights` between two steps; ``source`` is read and verified before, while requests go on."""
+        state = await asyncio.to_thread(self._engine.read_weights, source, checksum)
+        await self.call(lambda engine: engine.load_weights(version, state, keep_cache=keep_cache))
+
+    async def stats(self) -> EngineStats:
+        return await self.call(lambda engine: engine.stats())
+
+    async def drain(self) -> None:
+        """Take nothing new; return when all that was taken is finished, or the engine is dead."""
+        self._is_accepting = False
+        try:
+            while await self.call(lambda engine: bool(self._open) or engine.has_work):
+                await asyncio.sleep(_DRAIN_POLL_S)
+        except EngineFailed:
+            return
+
+    def close(self) -> None:
+        """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
+        self._is_accepting = False
+        if self._thread.is_alive():
+            self._post(_Command(self._stop, _ignore))
+            self._thread.join()
+
+    def _stop(self) -> None:
+        for request_id in list(self._open):
+            self._dispatch(self._engine.abort(request_id))
+        self._is_stopping = True
+
+    def _post(self, command: _Command) -> None:
+        with self._lock:
+            if self._error is None:
+                self._inbox.put(command)
+                return
+        command.refuse(self._error)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                if not self._engine.has_work:
+                    self._inbox.get().run()
+                while not self._is_stopping and not self._inbox.empty():
+                    self._inbox.get().run()
+                if self._engine.has_work:
+                    self._dispatch(self._engine.step())
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            _log.exception("the engine has failed")
+            self._fail(EngineFailed(f"the engine has failed: {type(error).__name__}: {error}"))
+        else:
+            self._fail(EngineFailed("the engine is closed"))
+
+    def _fail(self, error: EngineFailed) -> None:
+        with self._lock:
+            self._error = error
+        for channel in self._open.values():
+            channel.tell(error)
+        self._open.clear()
+        while not self._inbox.empty():
+            self._inbox.get().refuse(error)
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Channel, Event]]] = {}
+        for event in events:
+            channel = self._open.get(event.request_id)
+            if channel is None:
+                continue  # its reader has gone
+            by_loop.setdefault(channel.loop, []).append((channel, event))
+            if isinstance(event, Completion):
+                channel.num_open -= 1
+                if channel.num_open == 0:
+                    del self._open[event.request_id]
+        for loop, deliveries in by_loop.items():
+            from_thread(loop, _deliver, deliveries)
+
+
+def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
+    for channel, event in deliveries:
+        channel.events.put_nowait(event)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return  # cancelled: nobody waits
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _ignore(error: EngineFailed) -> None:
+    """For what need not be done any more once the engine is dead."""

@@ -1,0 +1,275 @@
+// One decoding step of the whole network in one parallel region.
+//
+// Every phase deals its tasks out one by one and ends in a barrier. A task is a block of weight rows and computes them
+// for all tokens, so each weight is read from memory once a step however many tokens use it.
+// A token's result is a function of that token alone: reductions have one order (simd.h), and the experts of a token
+// are added from the lowest id up.
+//
+// Letters: N tokens, A tokens that run a layer, D hidden, E experts, S slots (a token and one of its experts).
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "abi.h"
+#include "product.h"
+
+namespace stretto {
+
+struct alignas(64) Counter {
+    std::atomic<long> next{0};
+};
+
+// Where all threads of a step meet. OpenMP's own spins for milliseconds, which a machine that runs anything else beside
+// us pays for with whole time slices: the thread that is waited for may need this very core.
+class Barrier {
+  public:
+    // num: threads of the region, which OpenMP may make fewer than it was asked for.
+    void wait(int num) {
+        const int mine = round.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == num - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(mine + 1, std::memory_order_release);
+            round.notify_all();
+            return;
+        }
+        for (int spin = 0; spin < SPINS; spin++) {
+            if (round.load(std::memory_order_acquire) != mine) return;
+            pause();
+        }
+        round.wait(mine, std::memory_order_acquire);
+    }
+
+  private:
+    static constexpr int SPINS = 1000;  // some 20 microseconds, several times what a phase of a small network takes
+
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> round{0};
+};
+
+constexpr int PHASES = 10;  // at most, in a layer; beside them: embedding, norm, head
+
+// Buffers of one step; grown, never shrunk.
+struct Buffers {
+    std::vector<float> x, h, qkv, attended, gate, up, shared_gate, shared_up, router, weight;
+    std::vector<int32_t> chosen, active, active_start;
+};
+
+inline void grow(std::vector<float>& v, size_t num) {
+    if (v.size() < num) v.resize(num);
+}
+
+template <class W>
+class Decoder {
+  public:
+    Decoder(const StrettoShape& shape, const StrettoLayer* layers) : s(shape), layers(layers, layers + shape.num_layers) {}
+
+    void step(const StrettoStep& step) {
+        prepare(step);
+        const long num_phases = long(PHASES) * s.num_layers + 3;
+        std::vector<Counter> counters(num_phases);
+        Barrier barrier;
+#pragma omp parallel num_threads(step.num_threads)
+        Worker(*this, step, counters, barrier).run();
+    }
+
+  private:
+    struct Worker;
+
+    void prepare(const StrettoStep& step) {
+        const size_t num = step.num_tokens;
+        size_t inner = 1, shared = 1, experts = 1;
+        for (const auto& layer : layers) {
+            inner = std::max<size_t>(inner, size_t(layer.inner) * (layer.num_experts ? s.route_slots : 1));
+            shared = std::max<size_t>(shared, layer.shared_inner);
+            experts = std::max<size_t>(experts, layer.num_experts);
+        }
+        const size_t queries = size_t(s.num_heads) * s.head_dim, kv = size_t(s.num_kv_heads) * s.head_dim;
+        grow(b.x, num * s.hidden);
+        grow(b.h, num * s.hidden);
+        grow(b.qkv, num * (queries + 2 * kv));
+        grow(b.attended, num * queries);
+        grow(b.gate, num * inner);
+        grow(b.up, num * inner);
+        grow(b.shared_gate, num * shared);
+        grow(b.shared_up, num * shared);
+        grow(b.router, num * experts);
+        grow(b.weight, num * s.route_slots);
+        b.chosen.resize(num * s.route_slots);
+        b.active.clear();
+        b.active_start.assign(1, 0);
+        for (int layer = 0; layer < s.num_layers; layer++) {
+            for (int n = 0; n < step.num_tokens; n++)
+                if (step.choices[long(step.subnet[n]) * s.num_layers + layer].active) b.active.push_back(n);
+            b.active_start.push_back(int32_t(b.active.size()));
+        }
+    }
+
+    StrettoShape s;
+    std::vector<StrettoLayer> layers;
+    Buffers b;
+};
+
+template <class W>
+struct Decoder<W>::Worker {
+    Decoder& d;
+    const StrettoStep& step;
+    std::vector<Counter>& counters;
+    Barrier& barrier;
+    const StrettoShape& s = d.s;
+    Buffers& b = d.b;
+    const int num_threads = omp_get_num_threads();
+    long phase = 0;
+    int layer_index = 0, num_active = 0;
+    const int32_t* active = nullptr;
+    std::vector<const float*> rows, slots, slot_x;  // inputs of products
+    std::vector<int32_t> slot_token, slot_start, used;
+    std::vector<float> slot_weight, scores;
+
+    Worker(Decoder& d, const StrettoStep& step, std::vector<Counter>& counters, Barrier& barrier)
+        : d(d), step(step), counters(counters), barrier(barrier) {}
+
+    void run() {
+        const int hidden = s.hidden;
+        rows.resize(step.num_tokens);
+        each(step.num_tokens, 16, [&](int n) {
+            const W* from = static_cast<const W*>(s.embedding) + size_t(step.token[n]) * hidden;
+            for (int i = 0; i < hidden; i++) b.x[size_t(n) * hidden + i] = widen(from[i]);
+            if (step.write_routes) clear_routes(n);
+        });
+        for (layer_index = 0; layer_index < s.num_layers; layer_index++) {
+            active = b.active.data() + b.active_start[layer_index];
+            num_active = b.active_start[layer_index + 1] - b.active_start[layer_index];
+            if (num_active == 0) continue;
+            const StrettoLayer& layer = d.layers[layer_index];
+            attention(layer);
+            if (layer.num_experts) moe(layer);
+            else dense(layer);
+        }
+        logits();
+    }
+
+    // f(i) for i in [0, num): `grain` at a time go to whichever thread is free. Then all threads meet.
+    template <class F>
+    void each(long num, long grain, F f) {
+        std::atomic<long>& next = counters[phase++].next;
+        for (long begin; (begin = next.fetch_add(grain, std::memory_order_relaxed)) < num;)
+            for (long i = begin; i < std::min(num, begin + grain); i++) f(int(i));
+        barrier.wait(num_threads);
+    }
+
+    // Rows a task takes: small enough to share out evenly, large enough to stream.
+    int block(long num_rows) const {
+        long even = num_rows / (4L * step.num_threads);
+        return int(std::clamp(even / 8 * 8, 8L, 128L));
+    }
+
+    template <class F>
+    void blocks(long num_rows, F f) {
+        const int size = block(num_rows);
+        each((num_rows + size - 1) / size, 1, [&](int i) { f(i * size, int(std::min<long>(num_rows, long(i + 1) * size))); });
+    }
+
+    float* x_of(int a) { return b.x.data() + size_t(active[a]) * s.hidden; }
+    const StrettoChoice& choice(int a) const { return step.choices[size_t(step.subnet[active[a]]) * s.num_layers + layer_index]; }
+
+    void point(const std::vector<float>& from, size_t width, int num) {
+        for (int a = 0; a < num; a++) rows[a] = from.data() + a * width;
+    }
+
+    void normalise(const void* weight) {
+        each(num_active, 4, [&](int a) { rms_norm(x_of(a), static_cast<const W*>(weight), s.hidden, s.eps, &b.h[size_t(a) * s.hidden]); });
+        point(b.h, s.hidden, num_active);
+    }
+
+    // x += w · rows, for the active tokens.
+    void add_product(const W* w, int width) {
+        blocks(s.hidden, [&](int begin, int end) {
+            product(w, width, begin, end, rows.data(), num_active, width, [&](int row, int count, int a, const float* values) {
+                float* x = x_of(a) + row;
+                for (int i = 0; i < count; i++) x[i] += values[i];
+            });
+        });
+    }
+
+    // Rows [begin, end) of silu(gate) · up, for num tokens; gate and up are [num, inner].
+    void swiglu(const W* w, int inner, int begin, int end, const float* const* x, int num, float* gate, float* up) {
+        auto into = [&](float* to) {
+            return [=](int row, int count, int t, const float* values) {
+                for (int i = 0; i < count; i++) to[size_t(t) * inner + row + i] = values[i];
+            };
+        };
+        product(w, s.hidden, begin, end, x, num, s.hidden, into(gate));
+        product(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, num, s.hidden, into(up));
+        for (int t = 0; t < num; t++) {
+            const float* factor = up + size_t(t) * inner + begin;
+            map(gate + size_t(t) * inner + begin, end - begin, [&](Vec g, int i) {
+                Vec u = i + LANES <= end - begin ? load(factor + i) : load_part(factor + i, end - begin - i);
+                return g * sigmoid(g) * u;
+            });
+        }
+    }
+
+#include "attention.inc"
+#include "experts.inc"
+
+    void logits() {
+        const int hidden = s.hidden, vocab = s.vocab, num = step.num_logits;
+        each(num, 4, [&](int m) {
+            rms_norm(&b.x[size_t(step.logit_tokens[m]) * hidden], static_cast<const W*>(s.norm), hidden, s.eps, &b.h[size_t(m) * hidden]);
+        });
+        point(b.h, hidden, num);
+        if (num == 0) return;
+        blocks(vocab, [&](int begin, int end) {
+            product(static_cast<const W*>(s.head), hidden, begin, end, rows.data(), num, hidden,
+                    [&](int row, int count, int m, const float* values) {
+                        std::memcpy(step.logits + size_t(m) * vocab + row, values, count * sizeof(float));
+                    });
+        });
+    }
+};
+
+struct AnyDecoder {
+    Decoder<float>* wide;
+    Decoder<bfloat16>* half;
+};
+
+}  // namespace stretto
+
+extern "C" {
+
+void stretto_sizes(int32_t* sizes) {
+    sizes[0] = sizeof(StrettoShape);
+    sizes[1] = sizeof(StrettoLayer);
+    sizes[2] = sizeof(StrettoChoice);
+    sizes[3] = sizeof(StrettoStep);
+}
+
+void* stretto_create(const StrettoShape* shape, const StrettoLayer* layers) {
+    auto* decoder = new stretto::AnyDecoder{};
+    if (shape->is_bfloat16) decoder->half = new stretto::Decoder<stretto::bfloat16>(*shape, layers);
+    else decoder->wide = new stretto::Decoder<float>(*shape, layers);
+    return decoder;
+}
+
+void stretto_step(void* handle, const StrettoStep* step) {
+    auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
+    if (decoder->half) decoder->half->step(*step);
+    else decoder->wide->step(*step);
+}
+
+void stretto_destroy(void* handle) {
+    auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
+    delete decoder->half;
+    delete decoder->wide;
+    delete decoder;
+}
+}

@@ -1,0 +1,268 @@
+"""One decoding step of a whole network in one call of the compiled kernels.
+
+Shape letters: L layers, D hidden, Q rows of the qkv matrix, C head width, G key/value heads, E experts, F = 2·I,
+I SwiGLU width, W branches of balance state, R half the rotated width, N tokens, M tokens whose logits are wanted,
+V vocabulary, P pages, Z page size, K experts a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights and cache; arithmetic is fp32 for both."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One layer's weights, as `stretto.model` keeps them; None where the layer has none."""
+
+    attention_norm_D: Tensor
+    qkv_QD: Tensor
+    qkv_bias_Q: Tensor | None
+    out_DX: Tensor
+    q_norm_C: Tensor | None
+    k_norm_C: Tensor | None
+    mlp_norm_D: Tensor
+    gate_up: Tensor
+    """[E, F, D], or [F, D] of a dense block."""
+    down: Tensor
+    """[E, D, I], or [D, I] of a dense block."""
+    router_ED: Tensor | None = None
+    """None: a dense block."""
+    bias_WE: Tensor | None = None
+    """fp32; None: nothing is added to the scores that choose."""
+    rank_E: Tensor | None = None
+    """Each expert's place in the nested order, int64."""
+    shared_gate_up_FD: Tensor | None = None
+    shared_down_DI: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the kernels compute with. The tensors are read where they lie: weights written in place are seen at once."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    softmax: bool
+    normalize: bool
+    scaling: float
+    max_top_k: int
+    cos_TR: Tensor
+    """fp32, for every position that may occur."""
+    sin_TR: Tensor
+    layers: Sequence[LayerTensors]
+    embedding_VD: Tensor
+    norm_D: Tensor
+    head_VD: Tensor
+    keys_LPZGC: Tensor
+    values_LPZGC: Tensor
+    routes_PZLK: Tensor | None
+    """uint8 or uint16; L counts MoE layers here, K is ``max_top_k``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one Subnet does in one layer."""
+
+    num_experts: int = 0
+    """Experts of lower rank may be chosen; 0 in a dense layer."""
+    top_k: int = 0
+    branch: int = 0
+    """Row of balance state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Tokens of one step, all sequences in one list; int32 arrays, contiguous."""
+
+    tokens_N: np.ndarray
+    positions_N: np.ndarray
+    tables_N: np.ndarray
+    """Where in ``pages`` the table of the token's sequence starts."""
+    subnets_N: np.ndarray
+    """Numbers that `Decoder.subnet` gave."""
+    pages: np.ndarray
+    """Page tables of all sequences, one after the other."""
+    logits_M: np.ndarray
+    """Tokens whose logits are wanted."""
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
+        + _fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
+        + _fields(_FLOAT, "eps scaling")
+        + _fields(ctypes.c_int64, "num_pages")
+        + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        _fields(_POINTER, "attention_norm qkv qkv_bias out q_norm k_norm mlp_norm gate_up down")
+        + _fields(_POINTER, "router shared_gate_up shared_down bias rank")
+        + _fields(_INT, "num_experts inner shared_inner moe_row")
+    )
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = _fields(_INT, "active num_experts top_k branch")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = _fields(_INT, "num_tokens num_logits num_threads write_routes") + _fields(
+        _POINTER, "token position table subnet pages choices logit_tokens logits"
+    )
+
+
+class Decoder:
+    """The compiled step of one network. Not for use from two threads at once."""
+
+    def __init__(self, library: ctypes.CDLL, network: Network):
+        _check_layout(library)
+        library.stretto_create.restype = _POINTER
+        self._library, self._network = library, network
+        self._ranks = [None if layer.rank_E is None else layer.rank_E.to(torch.int32) for layer in network.layers]
+        layers = (_Layer * len(network.layers))()
+        dtype, moe_row = network.embedding_VD.dtype, 0
+        for record, layer, rank_E in zip(layers, network.layers, self._ranks, strict=True):
+            _fill_layer(record, layer, rank_E, dtype)
+            record.moe_row = moe_row
+            moe_row += layer.router_ED is not None
+        self._handle = library.stretto_create(ctypes.byref(_shape(network, moe_row)), layers)
+        weakref.finalize(self, library.stretto_destroy, _POINTER(self._handle))
+        self._choices = np.zeros((0, len(network.layers), 4), np.int32)
+
+    def subnet(self, choices: Sequence[Choice | None]) -> int:
+        """Register a Subnet, one entry a layer (None: skipped); returns its number."""
+        assert len(choices) == len(self._network.layers), f"{len(choices)} for {len(self._network.layers)} layers"
+        rows = [(0, 0, 0, 0) if c is None else (1, c.num_experts, c.top_k, c.branch) for c in choices]
+        for row, layer in zip(rows, self._network.layers, strict=True):
+            experts = 0 if layer.router_ED is None else layer.router_ED.shape[0]
+            assert not row[0] or not experts or 1 <= row[2] <= row[1] <= experts, f"choice {row} of {experts} experts"
+        self._choices = np.concatenate((self._choices, np.array([rows], np.int32)))
+        return len(self._choices) - 1
+
+    def step(self, step: Step, write_routes: bool) -> Tensor:
+        """Compute the step: keys, values and (``write_routes``) routes go to the pools. Returns fp32 logits [M, V].
+
+        A token's result does not depend, to the bit, on the others in the step. Of experts with equal scores the one
+        with the lowest id is chosen first. The experts of a token are added in rising order of id.
+        """
+        num_tokens, num_logits = len(step.tokens_N), len(step.logits_M)
+        assert not write_routes or self._network.routes_PZLK is not None, "no pool for routes"
+        for name in Step.__slots__:
+            array = getattr(step, name)
+            assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name}: {array.dtype}"
+        # out of range they would read memory that is not ours
+        vocab, positions = self._network.head_VD.shape[0], self._network.cos_TR.shape[0]
+        assert step.tokens_N.min() >= 0 and step.tokens_N.max() < vocab, f"token ids {step.tokens_N} of {vocab}"
+        assert step.positions_N.min() >= 0 and step.positions_N.max() < positions, f"{step.positions_N} of {positions}"
+        logits_MV = torch.empty(num_logits, self._network.head_VD.shape[0])
+        record = _Step(
+            num_tokens,
+            num_logits,
+            torch.get_num_threads(),
+            write_routes,
+            step.tokens_N.ctypes.data,
+            step.positions_N.ctypes.data,
+            step.tables_N.ctypes.data,
+            step.subnets_N.ctypes.data,
+            step.pages.ctypes.data,
+            self._choices.ctypes.data,
+            step.logits_M.ctypes.data,
+            logits_MV.data_ptr(),
+        )
+        self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))
+        return logits_MV
+
+
+def _check_layout(library: ctypes.CDLL) -> None:
+    sizes = (_INT * 4)()
+    library.stretto_sizes(sizes)
+    ours = [ctypes.sizeof(kind) for kind in (_Shape, _Layer, _Choice, _Step)]
+    assert list(sizes) == ours, f"records of the compiled library {list(sizes)}, here {ours}"
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{tensor.device}, strides {tensor.stride()}"
+    assert tensor.dtype == dtype, f"{tensor.dtype}, not {dtype}"
+    assert not shape or tensor.shape == shape, f"{tuple(tensor.shape)}, not {shape}"
+    return tensor.data_ptr()
+
+
+def _shape(network: Network, num_moe_layers: int) -> _Shape:
+    dtype, (vocab, hidden) = network.embedding_VD.dtype, network.embedding_VD.shape
+    assert dtype in DTYPES, f"no kernels for {dtype}"
+    group = network.num_heads // network.num_kv_heads
+    assert group <= 64, f"{group} query heads share a key head; the kernels take 64"
+    pool = network.keys_LPZGC.shape
+    assert pool == network.values_LPZGC.shape, f"{tuple(pool)} keys, {tuple(network.values_LPZGC.shape)} values"
+    routes = network.routes_PZLK
+    assert routes is None or routes.shape[2:] == (num_moe_layers, network.max_top_k), f"routes {tuple(routes.shape)}"
+    return _Shape(
+        num_layers=len(network.layers),
+        hidden=hidden,
+        num_heads=network.num_heads,
+        num_kv_heads=network.num_kv_heads,
+        head_dim=network.head_dim,
+        rotary_half=network.cos_TR.shape[1],
+        vocab=vocab,
+        page_size=pool[2],
+        num_moe_layers=num_moe_layers,
+        route_slots=network.max_top_k,
+        route_bytes=0 if routes is None else routes.element_size(),
+        softmax=network.softmax,
+        normalize=network.normalize,
+        is_bfloat16=dtype == torch.bfloat16,
+        eps=network.norm_eps,
+        scaling=network.scaling,
+        num_pages=pool[1],
+        cosine=_pointer(network.cos_TR, torch.float32),
+        sine=_pointer(network.sin_TR, torch.float32, *network.cos_TR.shape),
+        embedding=_pointer(network.embedding_VD, dtype),
+        norm=_pointer(network.norm_D, dtype, hidden),
+        head=_pointer(network.head_VD, dtype, vocab, hidden),
+        keys=_pointer(network.keys_LPZGC, dtype),
+        values=_pointer(network.values_LPZGC, dtype),
+        routes=None if routes is None else _pointer(routes, routes.dtype),
+    )
+
+
+def _fill_layer(record: _Layer, layer: LayerTensors, rank_E: Tensor | None, dtype: torch.dtype) -> None:
+    hidden, inner = layer.down.shape[-2:]
+    record.attention_norm = _pointer(layer.attention_norm_D, dtype, hidden)
+    record.qkv = _pointer(layer.qkv_QD, dtype)
+    record.qkv_bias = _pointer(layer.qkv_bias_Q, dtype, layer.qkv_QD.shape[0])
+    record.out = _pointer(layer.out_DX, dtype)
+    record.q_norm = _pointer(layer.q_norm_C, dtype)
+    record.k_norm = _pointer(layer.k_norm_C, dtype)
+    record.mlp_norm = _pointer(layer.mlp_norm_D, dtype, hidden)
+    record.gate_up = _pointer(layer.gate_up, dtype, *layer.gate_up.shape[:-2], 2 * inner, hidden)
+    record.down = _pointer(layer.down, dtype)
+    record.router = _pointer(layer.router_ED, dtype)
+    record.shared_gate_up = _pointer(layer.shared_gate_up_FD, dtype)
+    record.shared_down = _pointer(layer.shared_down_DI, dtype)
+    record.bias = _pointer(layer.bias_WE, torch.float32)
+    record.rank = _pointer(rank_E, torch.int32)
+    record.num_experts = 0 if layer.router_ED is None else layer.router_ED.shape[0]
+    record.inner = inner
+    record.shared_inner = 0 if layer.shared_down_DI is None else layer.shared_down_DI.shape[-1]

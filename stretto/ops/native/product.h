@@ -1,0 +1,162 @@
+// Products of a row-major weight with a few token rows, and attention over cache pages built from them.
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace stretto {
+
+constexpr int AHEAD = 2048;
+
+#if defined(__AVX512F__)
+constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the operands, fit the vector registers
+#else
+constexpr int TILE = 3;
+#endif
+
+// out[t][r] = w[r] · x[t] for R weight rows (4 or 1) and T tokens. All loops over R and T are unrolled, or the sums
+// would live in memory.
+template <int R, int T, class W>
+inline void tile(const W* __restrict w, size_t stride, const float* const* x, int width, float out[TILE][4]) {
+    Vec acc[R][T];
+    const float* xs[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+        xs[t] = x[t];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r][t] = Vec{};
+    }
+    int k = 0;
+    for (; k + LANES <= width; k += LANES) {
+        Vec column[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) column[t] = load(xs[t] + k);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            Vec row = load(w + r * stride + k);
+            __builtin_prefetch(reinterpret_cast<const char*>(w + r * stride + k) + AHEAD);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) acc[r][t] = fma(row, column[t], acc[r][t]);
+        }
+    }
+    if (k < width) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            Vec row = load_part(w + r * stride + k, width - k);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) acc[r][t] = fma(row, load_part(xs[t] + k, width - k), acc[r][t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+        if constexpr (R == 4) {
+            Vec4 sums = sum4(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
+            std::memcpy(out[t], &sums, sizeof sums);
+        } else {
+            out[t][0] = sum(acc[0][t]);
+        }
+    }
+}
+
+template <int R, int T, class W, class Put>
+inline void tiles(const W* w, size_t stride, int row, const float* const* x, int first, int width, Put put) {
+    float out[TILE][4];
+    tile<R, T>(w + row * stride, stride, x + first, width, out);
+    for (int t = 0; t < T; t++) put(row, R, first + t, out[t]);
+}
+
+template <int R, int T, class W, class Put>
+inline void rest(const W* w, size_t stride, int row, const float* const* x, int first, int num, int width, Put put) {
+    if constexpr (T > 0) {
+        if (num == T) tiles<R, T>(w, stride, row, x, first, width, put);
+        else rest<R, T - 1>(w, stride, row, x, first, num, width, put);
+    }
+}
+
+template <int R, class W, class Put>
+inline void rows_of(const W* w, size_t stride, int row, const float* const* x, int num, int width, Put put) {
+    int t = 0;
+    for (; t + TILE <= num; t += TILE) tiles<R, TILE>(w, stride, row, x, t, width, put);
+    rest<R, TILE - 1>(w, stride, row, x, t, num - t, width, put);
+}
+
+// put(row, count, token, values): values[0, count) = w[row, row + count) · x[token], for rows [begin, end) and all tokens.
+// Each weight row is read once, and stays in the first-level cache while the tokens pass by.
+template <class W, class Put>
+inline void product(const W* w, size_t stride, int begin, int end, const float* const* x, int num, int width, Put put) {
+    int row = begin;
+    for (; row + 4 <= end; row += 4) rows_of<4>(w, stride, row, x, num, width, put);
+    for (; row < end; row++) rows_of<1>(w, stride, row, x, num, width, put);
+}
+
+// out = x / rms(x) · weight
+template <class W>
+inline void rms_norm(const float* x, const W* weight, int width, float eps, float* out) {
+    Vec acc = {};
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) acc += load(x + i) * load(x + i);
+    if (i < width) {
+        Vec part = load_part(x + i, width - i);
+        acc += part * part;
+    }
+    float scale = 1.0f / std::sqrt(sum(acc) / width + eps);
+    for (int j = 0; j < width; j++) out[j] = x[j] * scale * widen(weight[j]);
+}
+
+// Channel i is paired with channel i + half; those past 2·half stay.
+inline void rotate(float* x, const float* cosine, const float* sine, int half) {
+    for (int i = 0; i < half; i++) {
+        float first = x[i], second = x[i + half];
+        x[i] = first * cosine[i] - second * sine[i];
+        x[i + half] = second * cosine[i] + first * sine[i];
+    }
+}
+
+// Overwrites scores with e^(score − highest); returns their sum.
+inline float softmax(float* scores, int num) {
+    float highest = scores[0];
+    for (int i = 1; i < num; i++) highest = scores[i] > highest ? scores[i] : highest;
+    Vec acc = {};
+    map(scores, num, [&](Vec v, int i) {
+        Vec e = exp(v - highest);
+        for (int lane = num - i; lane < LANES; lane++) e[lane] = 0.0f;
+        acc += e;
+        return e;
+    });
+    return sum(acc);
+}
+
+// out[h][c] += Σ_t p[h][t] · v[t][c] for NH heads and NV vectors of channels.
+template <int NH, int NV, class W>
+inline void weigh(const W* v, size_t stride, int num, const float* p, size_t p_stride, float* out, size_t out_stride) {
+    Vec acc[NH][NV];
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++)
+#pragma GCC unroll 8
+        for (int c = 0; c < NV; c++) acc[h][c] = load(out + h * out_stride + c * LANES);
+    for (int t = 0; t < num; t++) {
+#pragma GCC unroll 8
+        for (int c = 0; c < NV; c++) {
+            Vec value = load(v + t * stride + c * LANES);
+#pragma GCC unroll 8
+            for (int h = 0; h < NH; h++) acc[h][c] = fma(value, splat(p[h * p_stride + t]), acc[h][c]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++)
+#pragma GCC unroll 8
+        for (int c = 0; c < NV; c++) store(out + h * out_stride + c * LANES, acc[h][c]);
+}
+
+template <int NH, class W>
+inline void weigh_heads(const W* v, size_t stride, int num, const float* p, size_t p_stride, int width, float* out) {
+    int c = 0;
+    for (; c + 4 * LANES <= width; c += 4 * LANES) weigh<NH, 4>(v + c, stride, num, p, p_stride, out + c, width);
+    for (; c + LANES <= width; c += LANES) weigh<NH, 1>(v + c, stride, num, p, p_stride, out + c, width);
+    for (; c < width; c++)
+        for (int h = 0; h < NH; h++)
+            for (int t = 0; t < num; t++) out[h * width + c] += p[h * p_stride + t] * widen(v[t * stride + c]);
+}
+
+}  // namespace stretto

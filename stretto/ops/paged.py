@@ -1,0 +1,282 @@
+"""Operators over a paged cache, for steps in which every layer sees few tokens. Forward only.
+
+The tokens of a step are one flat list; a chunk of it is neighbouring positions of one sequence.
+
+Shape letters: N tokens of a step, D hidden, H query heads, G key/value heads, J = H + G heads that are rotated,
+C head width, R channels of it that are rotated, X = (H + 2·G)·C, P pages of the cache, Z tokens a page, Q chunks,
+B chunks of a group, M pages of the longest of them, T = M·Z, E experts, K chosen, S = N·K pairs, F = 2·I, I expert
+width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.attention import attention, attention_reference, rotate
+from stretto.ops.grouped import swiglu
+from stretto.ops.norm import rms_norm_reference
+from stretto.ops.route import MASKED, Routes, route
+
+MAX_PAIRS = 24
+"""Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
+layer, and is level with single pairs near four tokens of six experts (24 experts, hidden 128) or of four (32, 512)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring chunks of one length that attend together."""
+
+    start: int
+    """First of their tokens in the step."""
+    num_chunks: int
+    length: int
+    """Tokens of each chunk; 1 is decoding."""
+    pages: Tensor
+    """int64 [B·M]: their pages, any page beyond a chunk's last."""
+    mask_B1LT: Tensor | None
+    """Added to the scores, [B, 1, length, T]. None: they begin at position 0, so plain causal attention does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Where the tokens of a step stand: made once a step, read by every layer that computes these tokens."""
+
+    cos_N1R: Tensor
+    """Cosine for each rotated channel."""
+    sin_N1R: Tensor
+    """Sine, negative for the first half of the channels."""
+    slots_N: Tensor
+    """int64: where each token's keys and values go, page · page size + place in it."""
+    groups: tuple[Group, ...]
+    """All tokens, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """How a layer's router chooses for these tokens."""
+
+    top_k: int
+    """The largest of the tokens'."""
+    softmax: bool
+    normalize: bool
+    scaling: float
+    bias: Tensor | None
+    """[E] or [N, E], added to the scores for the choice alone; `MASKED` where an expert may not be chosen."""
+    mask: Tensor | None
+    """[E] or [N, E], 0 or `MASKED`, added to the logits; None for a sigmoid, whose scores do not feel each other."""
+    dropped_NK: Tensor | None
+    """True for choices past a token's own top-k; None where all tokens have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A layer's experts, and the views of them that single products take."""
+
+    gate_up_EFD: Tensor
+    down_EDI: Tensor
+    gate_ups: tuple[Tensor, ...]
+    downs: tuple[Tensor, ...]
+    bounds_E: Tensor
+    """0 … E − 1, int64."""
+
+    @staticmethod
+    def of(gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertWeights:
+        bounds_E = torch.arange(gate_up_EFD.shape[0], device=gate_up_EFD.device)
+        return ExpertWeights(gate_up_EFD, down_EDI, tuple(gate_up_EFD.unbind(0)), tuple(down_EDI.unbind(0)), bounds_E)
+
+
+def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
+    """`rms_norm_reference`; the weight may be any shape that broadcasts to ``x_D``.
+
+    ``eps`` is an fp32 scalar *tensor*: then the scale is three operators, and each costs as much as a row's product.
+    """
+    if x_D.dtype != torch.float32:
+        return (x_D * _scale(x_D, eps)).to(x_D.dtype).mul_(weight_D)
+    return (x_D * _scale(x_D, eps)).mul_(weight_D)
+
+
+def _scale(x_D: Tensor, eps: Tensor) -> Tensor:
+    """1 / root mean square, fp32."""
+    length = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.addcmul(eps, length, length, value=1.0 / x_D.shape[-1]).rsqrt_()
+
+
+def store(
+    qkv_NX: Tensor,
+    weight_JC: Tensor | None,
+    eps: Tensor,
+    spans: Spans,
+    keys_PZGC: Tensor,
+    values_PZGC: Tensor,
+) -> Tensor:
+    """Norm and rotate queries and keys, put keys and values into one layer's cache, return the queries [N, H, C].
+
+    ``qkv_NX`` holds each token's query heads, then its key heads, then its value heads, and is overwritten;
+    ``weight_JC`` scales the normed queries and keys (None: they are not normed).
+    """
+    G, C = keys_PZGC.shape[2:]
+    R, kv = spans.cos_N1R.shape[-1], G * C
+    qk_NJC = qkv_NX[:, :-kv].view(len(qkv_NX), -1, C)
+    if weight_JC is not None:
+        qk_NJC.mul_(_scale(qk_NJC, eps)).mul_(weight_JC)
+    rotated = qk_NJC if R == C else qk_NJC[..., :R]
+    torch.addcmul(rotated * spans.cos_N1R, rotated.roll(R // 2, -1), spans.sin_N1R, out=rotated)
+    keys_PZGC.view(-1, kv).index_copy_(0, spans.slots_N, qkv_NX[:, -2 * kv : -kv])
+    values_PZGC.view(-1, kv).index_copy_(0, spans.slots_N, qkv_NX[:, -kv:])
+    return qk_NJC[:, :-G]
+
+
+def store_reference(
+    qkv_NX: Tensor,
+    weight_JC: Tensor | None,
+    eps: float,
+    spans: Spans,
+    keys_PZGC: Tensor,
+    values_PZGC: Tensor,
+) -> Tensor:
+    """`store` as the model's attention does it, one token at a time; leaves ``qkv_NX`` alone."""
+    G, C = keys_PZGC.shape[2:]
+    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
+    qk_NJC = qkv_NHC[:, :-G] if weight_JC is None else rms_norm_reference(qkv_NHC[:, :-G], weight_JC, eps)
+    half = spans.cos_N1R.shape[-1] // 2
+    rotated_1NJC = rotate(qk_NJC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])
+    for slot, qk_JC, qkv_HC in zip(spans.slots_N.tolist(), rotated_1NJC[0], qkv_NHC, strict=True):
+        page, place = divmod(slot, keys_PZGC.shape[1])
+        keys_PZGC[page, place] = qk_JC[-G:]
+        values_PZGC[page, place] = qkv_HC[-G:]
+    return rotated_1NJC[0, :, :-G]
+
+
+def attend(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, groups: tuple[Group, ...]) -> Tensor:
+    """Attention of every token to its own sequence up to itself, [N, H·C]; one call of torch's attention a group."""
+    parts = [_attend_group(q_NHC, keys_PZGC, values_PZGC, group) for group in groups]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: Group) -> Tensor:
+    _, H, C = q_NHC.shape
+    P, _, G, _ = keys_PZGC.shape
+    B, length = group.num_chunks, group.length
+    k_BGTC = keys_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
+    v_BGTC = values_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
+    q_NHC = q_NHC[group.start : group.start + B * length]
+    if length == 1:  # the query heads that share a key head stand as its queries, which is faster than telling torch so
+        q_BGHC = q_NHC.view(B, G, H // G, C)
+        return F.scaled_dot_product_attention(q_BGHC, k_BGTC, v_BGTC, attn_mask=group.mask_B1LT).reshape(B, H * C)
+    q_BHLC = q_NHC.view(B, length, H, C).transpose(1, 2)
+    if group.mask_B1LT is None:
+        k_BGTC, v_BGTC = k_BGTC[:, :, :length], v_BGTC[:, :, :length]
+    y_BHLC = attention(q_BHLC, k_BGTC, v_BGTC, group.mask_B1LT)
+    return y_BHLC.transpose(1, 2).reshape(B * length, H * C)
+
+
+def attend_reference(
+    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, tables: list[list[int]], positions: list[int]
+) -> Tensor:
+    """`attend` one token at a time: ``tables`` are the pages of each token's sequence, ``positions`` where it stands."""
+    rows = []
+    for q_HC, table, position in zip(q_NHC, tables, positions, strict=True):
+        k_GTC, v_GTC = (
+            pool_PZGC[table].flatten(0, 1)[: position + 1].transpose(0, 1) for pool_PZGC in (keys_PZGC, values_PZGC)
+        )
+        seen = torch.ones(1, 1, 1, position + 1, dtype=torch.bool, device=q_NHC.device)
+        rows.append(attention_reference(q_HC[None, :, None], k_GTC[None], v_GTC[None], seen).flatten())
+    return torch.stack(rows)
+
+
+def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
+    """`stretto.ops.route.route` a token at a time, each with its own top-k.
+
+    Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32.
+    """
+    num_experts = gate_ED.shape[0]
+    logits_NE = F.linear(x_ND.float(), gate_ED.float())
+    chosen_NK = torch.full((len(x_ND), rule.top_k), num_experts, device=x_ND.device)
+    gates_NK = torch.zeros(len(x_ND), rule.top_k, device=x_ND.device)
+    for token, logits_E in enumerate(logits_NE):
+        top_k = rule.top_k if rule.dropped_NK is None else rule.top_k - int(rule.dropped_NK[token].sum())
+        bias_E = None if rule.bias is None else rule.bias.expand_as(logits_NE)[token]
+        allowed_E = None if bias_E is None else bias_E != MASKED
+        routes = route(
+            logits_E, bias_E, allowed_E, top_k, softmax=rule.softmax, normalize=rule.normalize, scaling=rule.scaling
+        )
+        chosen_NK[token, :top_k], gates_NK[token, :top_k] = routes.chosen_NK, routes.gates_NK
+    return Routes(chosen_NK, gates_NK)
+
+
+def route_tokens(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
+    """`route_tokens_reference` for all tokens at once. ``gate_ED`` is fp32."""
+    x_ND = x_ND.float()
+    logits_NE = F.linear(x_ND, gate_ED) if rule.mask is None else torch.addmm(rule.mask, x_ND, gate_ED.t())
+    scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
+    if rule.bias is None:
+        gates_NK, chosen_NK = scores_NE.topk(rule.top_k)
+    else:
+        chosen_NK = (scores_NE + rule.bias).topk(rule.top_k).indices
+        gates_NK = scores_NE.gather(-1, chosen_NK)
+    if rule.dropped_NK is not None:
+        gates_NK.masked_fill_(rule.dropped_NK, 0.0)
+        chosen_NK.masked_fill_(rule.dropped_NK, gate_ED.shape[0])
+    if rule.normalize:
+        gates_NK.div_(gates_NK.sum(-1, keepdim=True).add_(1e-20))
+    return Routes(chosen_NK, gates_NK.mul_(rule.scaling) if rule.scaling != 1.0 else gates_NK)
+
+
+def chosen_experts_reference(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """Each token's sum over its choices of gate · down(swiglu(gate_up(x))), in the order it chose; expert E adds nothing."""
+    out_ND = torch.zeros_like(x_ND)
+    num_experts = len(weights.downs)
+    for token in range(len(x_ND)):
+        for expert, gate in zip(routes.chosen_NK[token].tolist(), routes.gates_NK[token], strict=True):
+            if expert < num_experts:
+                hidden_I = swiglu(F.linear(x_ND[token], weights.gate_up_EFD[expert]))
+                out_ND[token] += F.linear(hidden_I, weights.down_EDI[expert]) * gate.to(x_ND.dtype)
+    return out_ND
+
+
+def chosen_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """`chosen_experts_reference`: pair by pair for a handful of tokens on a CPU, else through grouped products."""
+    if x_ND.device.type == "cpu" and routes.chosen_NK.numel() <= MAX_PAIRS:
+        return _single_experts(x_ND, routes, weights)
+    return _grouped_experts(x_ND, routes, weights)
+
+
+def _single_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """A matrix-vector product a pair: reads only the chosen experts, and reads them where they lie."""
+    num_experts, gates_NK = len(weights.downs), routes.gates_NK.to(x_ND.dtype)
+    pairs = [
+        (token, expert, place)
+        for place, (token, expert) in enumerate(
+            (token, expert) for token, row in enumerate(routes.chosen_NK.tolist()) for expert in row
+        )
+        if expert < num_experts
+    ]
+    hidden_SF = x_ND.new_empty(gates_NK.numel(), weights.gate_up_EFD.shape[1])
+    tokens, hidden = x_ND.unbind(0), hidden_SF.unbind(0)
+    for token, expert, place in pairs:
+        torch.mv(weights.gate_ups[expert], tokens[token], out=hidden[place])
+    inner = swiglu(hidden_SF).mul_(gates_NK.view(-1, 1)).unbind(0)
+    out_ND = torch.zeros_like(x_ND)
+    sums = out_ND.unbind(0)
+    for token, expert, place in pairs:
+        sums[token].addmv_(weights.downs[expert], inner[place])
+    return out_ND
+
+
+def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """Pairs sorted by expert; those without an expert come last and belong to no group."""
+    (num_tokens, num_chosen), num_pairs = routes.chosen_NK.shape, routes.chosen_NK.numel()
+    expert_S, order_S = routes.chosen_NK.view(-1).sort(stable=True)
+    ends_E = torch.searchsorted(expert_S, weights.bounds_E, right=True, out_int32=True)
+    x_SD = x_ND.index_select(0, order_S.div(num_chosen, rounding_mode="floor"))
+    hidden_SI = swiglu(F.grouped_mm(x_SD, weights.gate_up_EFD.transpose(1, 2), offs=ends_E))
+    y_SD = F.grouped_mm(hidden_SI, weights.down_EDI.transpose(1, 2), offs=ends_E)
+    place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(num_pairs, device=order_S.device))
+    place_NK = place_S.view(num_tokens, num_chosen)
+    # rows past the last group were never written and may hold NaN, which a weight of 0 would not remove
+    place_NK = torch.where(routes.chosen_NK == len(weights.downs), place_NK[:, :1], place_NK)
+    return F.embedding_bag(place_NK, y_SD, mode="sum", per_sample_weights=routes.gates_NK.to(x_ND.dtype))

@@ -1,0 +1,143 @@
+"""Tokens to text while they are still being generated: half characters and half stop strings are held back."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from tokenizers import decoders
+
+from stretto.base.errors import UserError
+from stretto.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are not UTF-8."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte that each character of a byte-level vocabulary stands for (GPT-2): itself where it prints, else 256 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class Detokenizer:
+    """Text of one sequence, token by token.
+
+    All that `push` and `finish` return, joined, is `Tokenizer.decode` of all the ids with special tokens skipped,
+    however the ids were split. Nothing is returned that a later token could still change.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int] | None = None, after: Sequence[int] = ()
+    ) -> None:
+        """Start a sequence.
+
+        Args:
+            special_ids: of the tokenizer; given, they are not gathered anew for each sequence.
+            after: ids that precede the first one, a few of the prompt's last. A tokenizer that drops the space before
+                the first word then keeps it, because the word is not the first.
+        """
+        self._rust = tokenizer.rust
+        self._special = tokenizer.special_ids() if special_ids is None else special_ids
+        self._utf8 = (
+            codecs.getincrementaldecoder("utf-8")("replace")
+            if isinstance(tokenizer.rust.decoder, decoders.ByteLevel)
+            else None
+        )
+        self._context = [i for i in after if i not in self._special and not self._is_byte(i)][-1:]
+        self._pending: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """What these tokens make certain."""
+        visible = [i for i in ids if i not in self._special]
+        if self._utf8 is not None:
+            return self._utf8.decode(b"".join(map(self._bytes, visible)))
+        self._pending += [i for i in visible if self._rust.id_to_token(i) is not None]
+        if not self._pending or self._is_byte(self._pending[-1]):
+            return ""
+        return self._flush(is_last=False)
+
+    def finish(self) -> str:
+        """What was held back; bytes that never became a character are U+FFFD."""
+        return self._flush(is_last=True) if self._utf8 is None else self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """Of a byte-level token. One that is not spelt in bytes, an added token say, is its own text."""
+        token = self._rust.id_to_token(token_id)
+        if token is None:  # rows of an embedding that no token uses
+            return b""
+        try:
+            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+        except KeyError:
+            return str(token).encode()
+
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether it is a single byte, as sentencepiece vocabularies spell those: whether a run of them is characters
+        or not is decided for the run as a whole, so it is not known before its end."""
+        token = self._rust.id_to_token(token_id)
+        return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def _flush(self, is_last: bool) -> str:
+        """Text of the pending tokens. One token of context shows the library that they are not the first."""
+        known: str = self._rust.decode(self._context, skip_special_tokens=True)
+        text: str = self._rust.decode(self._context + self._pending, skip_special_tokens=True)
+        assert text.startswith(known), f"{known!r} is not the beginning of {text!r}"
+        if text.endswith(REPLACEMENT) and not is_last:
+            return ""
+        self._context = self._pending[-1:] or self._context
+        self._pending = []
+        return text[len(known) :]
+
+
+class StopStrings:
+    """Finds the first of several strings in a growing text and lets through what precedes it.
+
+    The first is the one that is complete first; of those complete at the same character, the longest. So the result
+    does not depend on how the text is split.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """
+        Raises:
+            UserError: one of them is empty.
+        """
+        if "" in stops:
+            raise UserError("request: stop: an empty string would end every completion; leave it out")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.matched: str | None = None
+        """The string that was found. Text after it is dropped."""
+
+    def push(self, text: str, search: bool = True) -> str:
+        """What may be shown. With ``search`` false (before the least length) all of it, and no match begins in it."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        self._held = ""
+        if not search or not self._stops:
+            return text
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            return text[:start]
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def finish(self) -> str:
+        """What was held back, now that nothing can follow it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        for num in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - num :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return num
+        return 0

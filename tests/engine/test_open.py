@@ -1,0 +1,85 @@
+"""Opening an engine from a folder, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.engine.open import generation_ends, open_engine
+from stretto.engine.request import EngineConfig
+from stretto.model.hub import write_checkpoint
+from stretto.model.spec import SubnetChoice
+from stretto.ops.native.build import Library
+from tests.engine.engines import CONFIG, CORNER, SIZES, engine, network, request, tokenizer
+
+TORCH = Library(None, "the tests' networks are too small for it to matter")
+PRESETS = {"corner": SubnetChoice(layers=3, experts=4, top_k=1)}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    tokenizer().save(folder / "tokenizer")
+    write_checkpoint(folder / "checkpoint", network(), CONFIG, tokenizer_dir=folder / "tokenizer", presets=PRESETS)
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def test_a_run_and_its_checkpoint_open_alike(run_folder: Path) -> None:
+    asked = [request("x", (5, 6, 7), CORNER), request("y", (5, 6, 7))]
+    expected = [completion.tokens for completion in engine(network()).generate(asked)]
+    for path in (run_folder, run_folder / "checkpoint"):
+        opened = open_engine(path, EngineConfig(**SIZES), library=TORCH)
+        assert (opened.name, set(opened.presets)) == ("tiny", {"full", "corner"})
+        assert opened.presets["corner"] == CORNER
+        assert [completion.tokens for completion in opened.engine.generate(asked)] == expected
+    cut = open_engine(run_folder, EngineConfig(**SIZES), cut=CORNER, library=TORCH)
+    assert cut.config.num_layers == 3 and set(cut.presets) == {"full"}
+    alone = cut.engine.generate([request("x", (5, 6, 7), cut.presets["full"])])[0]
+    assert alone.tokens == expected[0]
+
+
+def test_what_cannot_be_opened(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.json: no such file"):
+        open_engine(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="finish it with --resume"):
+        open_engine(tmp_path)
+    half = tmp_path / "half"
+    write_checkpoint(half, network(), CONFIG, tokenizer_dir=run_folder / "tokenizer")
+    weights = half / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match="truncated or damaged"):
+        open_engine(half, EngineConfig(**SIZES), library=TORCH)
+    weights.unlink()
+    with pytest.raises(UserError, match="no such file"):
+        open_engine(half, EngineConfig(**SIZES), library=TORCH)
+    (half / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="tokenizer"):
+        open_engine(half, EngineConfig(**SIZES), library=TORCH)
+
+
+def test_memory_that_does_not_suffice_says_what_would_fit(run_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"memory: .* would fit: a cache of \d+\.\d MiB") as caught:
+        open_engine(run_folder, EngineConfig(cache_bytes=1 << 30), memory_bytes=2 << 20, library=TORCH)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="nothing of this network would fit"):
+        open_engine(run_folder, EngineConfig(cache_bytes=1 << 30), memory_bytes=1000, library=TORCH)
+    small = EngineConfig(num_pages=40, page_size=4)
+    assert open_engine(run_folder, small, memory_bytes=2 << 20, library=TORCH).engine.allocator.num_pages == 40
+
+
+def test_ends_come_from_the_generation_settings(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7, 900]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert generation_ends(tmp_path, 100) == (2, 3, 7)
+
+
+def test_dtype(run_folder: Path) -> None:
+    opened = open_engine(run_folder, EngineConfig(**SIZES), dtype=torch.bfloat16, library=TORCH)
+    assert opened.engine.model.embedding.weight.dtype == torch.bfloat16
+    assert len(opened.engine.generate([request("x", (5, 6, 7))])[0].tokens) == 10

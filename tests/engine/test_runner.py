@@ -1,0 +1,140 @@
+"""The runner: pools, routes and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.engine.runner import KvPool, Runner
+from stretto.engine.sequence import Chunk
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Transformer, build
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "num_experts": 6, "top_k": 3, "expert_intermediate_size": 8, "max_positions": 32, "qk_norm": True,
+}  # fmt: skip
+TOKENS = (5, 6, 7, 8, 9, 10, 11)
+ROUNDING = 4e-5
+"""32 roundings of logits that reach 10, in fp32; see test_forward."""
+
+
+def network(seed: int = 0, **changes: Any) -> Transformer:
+    model = build(ModelConfig(**{**SHAPE, **changes}), seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.5)
+    return model
+
+
+def runner(model: Transformer, routes: bool = True) -> Runner:
+    return Runner(model, num_pages=8, page_size=4, device="cpu", dtype=torch.float32, routes=routes)
+
+
+def chunk(model: Transformer, tokens: tuple[int, ...] = TOKENS, start: int = 0, subnet: Subnet | None = None) -> Chunk:
+    return Chunk(tokens, start, (3, 1, 6, 2), subnet or model.config.full(), len(tokens))
+
+
+def expected(model: Transformer, tokens: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.logits(torch.tensor([tokens]))[0]
+
+
+def test_a_page_takes_what_the_pool_allocates() -> None:
+    for num_experts, routes in ((6, True), (300, True), (6, False)):
+        config = ModelConfig(**{**SHAPE, "num_experts": num_experts})
+        pool = KvPool.allocate(config, 5, 4, torch.bfloat16, torch.device("cpu"), routes)
+        tensors = [tensor for tensor in (pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK) if tensor is not None]
+        assert sum(tensor.nbytes for tensor in tensors) == 5 * KvPool.bytes_per_page(config, torch.bfloat16, 4, routes)
+
+
+def test_positions_can_be_computed_again() -> None:
+    """A draft is overwritten by what verifies it, and later tokens see the new keys only."""
+    model = network()
+    engine = runner(model)
+    engine.forward([chunk(model)], True)
+    engine.forward([chunk(model, (20, 21, 22), 3, model.config.subnet(depth=2, top_k=1))], True)
+    final = (*TOKENS[:3], 12, 13, 14, 15)
+    logits_MV = engine.forward([chunk(model, final[2:], 2)], True).logits_MV
+    assert (logits_MV - expected(model, final)[2:]).abs().max() <= ROUNDING
+    fresh = runner(model)
+    fresh.forward([chunk(model, final)], True)
+    np.testing.assert_array_equal(engine.read_routes((3, 1, 6, 2), 0, 7), fresh.read_routes((3, 1, 6, 2), 0, 7))
+
+
+def test_logits_come_in_the_order_of_the_chunks_and_only_where_wanted() -> None:
+    model = network()
+    engine, full = runner(model), model.config.full()
+    chunks = [
+        Chunk(TOKENS, 0, (0, 1), full, 2),
+        Chunk((3,), 0, (2,), full, 1),
+        Chunk(TOKENS[:5], 0, (3, 4), full, 0),
+        Chunk(TOKENS[:2], 0, (5,), full, 1),
+    ]
+    logits_MV = engine.forward(chunks, False).logits_MV
+    wanted = torch.cat((expected(model, TOKENS)[-2:], expected(model, (3,))[-1:], expected(model, TOKENS[:2])[-1:]))
+    assert (logits_MV - wanted).abs().max() <= ROUNDING
+    assert engine.forward([chunks[2]], False).logits_MV.shape == (0, 31)
+
+
+def test_routes_of_skipped_layers_and_of_absent_choices_are_the_sentinel() -> None:
+    model = network(num_experts=300)
+    engine, subnet = runner(model), model.config.subnet(depth=2, top_k=2)
+    pages = (3, 1, 6, 2)
+    assert engine.read_routes(pages, 0, 2).dtype == np.uint16
+    engine.forward([chunk(model, TOKENS[:4]), Chunk((9, 9), 0, (0,), subnet, 1)], True)
+    full, small = engine.read_routes(pages, 0, 4), engine.read_routes((0,), 0, 2)
+    assert full.shape == (4, 3, 3)
+    assert full.max() < 300
+    (skipped,) = {0, 1, 2} - set(subnet.layers)
+    assert (small[:, skipped] == 65535).all()
+    assert (small[:, :, 2] == 65535).all()
+    assert (small[:, list(subnet.layers), :2] < 300).all()
+    assert (engine.read_routes(pages, 4, 6) == 65535).all()
+
+
+def test_routes_not_wanted_leave_the_pool_alone() -> None:
+    model = network()
+    engine = runner(model)
+    engine.forward([chunk(model)], False)
+    assert (engine.read_routes((3, 1, 6, 2), 0, 7) == 255).all()
+    assert runner(model, routes=False).pool.routes_PZLK is None
+
+
+def test_loaded_weights_serve_at_once() -> None:
+    model, other = network(num_branches=2), network(1, num_branches=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for block in other.blocks:
+            block.mlp.bias_WE.normal_(generator=generator)
+            block.attention.q_norm.normal_(generator=generator)
+    engine = runner(model)
+    engine.forward([chunk(model)], False)
+    place = model.embedding.weight.data_ptr()
+    engine.load_weights(other.state_dict())
+    assert model.embedding.weight.data_ptr() == place
+    logits_MV = engine.forward([chunk(model)], False).logits_MV
+    assert torch.equal(logits_MV, runner(other).forward([chunk(other)], False).logits_MV)
+    assert (logits_MV - expected(other, TOKENS)).abs().max() <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda state: state.pop("blocks.1.mlp.gate"), "missing"),
+        (lambda state: state.update({"blocks.9.mlp.gate": torch.zeros(1)}), "no such tensor"),
+        (lambda state: state.update({"norm.weight": torch.zeros(5)}), "shape"),
+    ],
+)
+def test_wrong_weights_are_refused_and_change_nothing(damage: Any, problem: str) -> None:
+    model, state = network(), dict(network(1).state_dict())
+    engine = runner(model)
+    before = engine.forward([chunk(model)], False).logits_MV
+    damage(state)
+    with pytest.raises(UserError, match=f"^weights: .*{problem}.*; "):
+        engine.load_weights(state)
+    assert torch.equal(engine.forward([chunk(model)], False).logits_MV, before)

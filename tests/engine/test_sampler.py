@@ -1,0 +1,255 @@
+"""The batched sampler against a definition of every processor for one row, in plain Python and fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.engine.request import Sampling
+from stretto.engine.sampler import (
+    SamplerCache,
+    check_sampling,
+    is_greedy,
+    process,
+    sample,
+    top_log_probs,
+)
+
+VOCAB = 12
+END = 0
+NEAR = 1e-5
+"""Cases in which a token lies this close to a threshold are left out: fp32 may put it on either side."""
+
+
+def reference(
+    logits: Sequence[float], row: Sampling, tokens: Sequence[int], num_prompt: int, allowed: set[int] | None
+) -> list[float]:
+    """Processed log-probabilities of one row, processor by processor."""
+    x = [v if allowed is None or i in allowed else -math.inf for i, v in enumerate(logits)]
+    x = [v + row.logit_bias.get(i, 0.0) for i, v in enumerate(x)]
+    output = list(tokens[num_prompt:])
+    for token in set(tokens):
+        x[token] = x[token] / row.repetition_penalty if x[token] > 0 else x[token] * row.repetition_penalty
+    x = [v - row.frequency_penalty * output.count(i) - row.presence_penalty * (i in output) for i, v in enumerate(x)]
+    if len(output) < row.min_tokens:
+        ends = {*row.stop_ids, *(() if row.ignore_eos else (END,))}
+        held = [-math.inf if i in ends else v for i, v in enumerate(x)]
+        x = held if max(held) > -math.inf else x
+    if is_greedy(row):
+        return log_softmax(x)
+    probs = [math.exp(v) for v in log_softmax([v / row.temperature for v in x])]
+    if row.top_k:
+        least = sorted(probs, reverse=True)[min(row.top_k, len(probs)) - 1]
+        probs = keep(probs, [p >= least for p in probs])
+    if row.top_p < 1.0:
+        descending = sorted(probs, reverse=True)
+        sums = np.cumsum(descending)
+        assume(np.abs(sums - row.top_p).min() > NEAR)
+        least = descending[int(np.argmax(sums >= row.top_p))]
+        probs = keep(probs, [p >= least for p in probs])
+    if row.min_p:
+        least = row.min_p * max(probs)
+        assume(row.min_p == 1.0 or min(abs(p - least) for p in probs) > NEAR * least)
+        probs = keep(probs, [p >= least for p in probs])
+    return [math.log(p) if p else -math.inf for p in probs]
+
+
+def log_softmax(x: Sequence[float]) -> list[float]:
+    best = max(x)
+    total = math.fsum(math.exp(v - best) for v in x)
+    return [v - best - math.log(total) for v in x]
+
+
+def keep(probs: Sequence[float], kept: Sequence[bool]) -> list[float]:
+    total = math.fsum(p for p, is_kept in zip(probs, kept, strict=True) if is_kept)
+    return [p / total if is_kept else 0.0 for p, is_kept in zip(probs, kept, strict=True)]
+
+
+def pack(allowed: set[int] | None) -> np.ndarray | None:
+    if allowed is None:
+        return None
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+SETTINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 3, VOCAB, 99]),
+    top_p=st.sampled_from([1.0, 1.0, 0.013, 0.487, 0.913]),
+    min_p=st.sampled_from([0.0, 0.0, 0.07, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 1.9]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -1.1, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.3, 0.6]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.3, 0.9, 100.0]), max_size=2),
+    min_tokens=st.integers(0, 4),
+    stop_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+    seed=st.integers(-(2**63), 2**64),
+)
+# Halves make ties, which every filter must treat as one.
+LOGITS = st.lists(st.integers(-10, 10).map(lambda v: v / 2), min_size=VOCAB, max_size=VOCAB)
+CASES = st.tuples(
+    LOGITS,
+    SETTINGS,
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+    st.integers(0, 9),
+    st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1),
+)
+Case = tuple[list[float], Sampling, list[int], int, set[int] | None]
+
+
+def run(cases: Sequence[Case], cache: SamplerCache | None = None) -> Tensor:
+    return process(
+        torch.tensor([case[0] for case in cases]).reshape(-1, VOCAB),
+        [case[1] for case in cases],
+        [case[2] for case in cases],
+        [min(case[3], len(case[2])) for case in cases],
+        [pack(case[4]) for case in cases],
+        end_ids=(END,),
+        cache=cache,
+    )
+
+
+@given(cases=st.lists(CASES, min_size=1, max_size=5))
+@settings(max_examples=150)
+def test_processors_equal_the_reference(cases: list[Case]) -> None:
+    expected = [reference(x, row, toks, min(num, len(toks)), allowed) for x, row, toks, num, allowed in cases]
+    logp_MV = run(cases)
+    for got, want in zip(logp_MV.tolist(), expected, strict=True):
+        assert [v > -math.inf for v in got] == [v > -math.inf for v in want]
+        # Logits reach 100 / 0.3 and cancel: the bound is their rounding, not that of the log-probabilities.
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-4)
+
+
+@given(cases=st.lists(CASES, min_size=1, max_size=6), position=st.integers(0, 10**6))
+@settings(max_examples=50)
+def test_a_row_does_not_depend_on_the_rows_beside_it(cases: list[Case], position: int) -> None:
+    rows = [case[1] for case in cases]
+    logp_MV = run(cases)
+    chosen = sample(logp_MV, rows, [position] * len(rows))
+    for index, case in enumerate(cases):
+        alone_1V = run([case])
+        assert torch.equal(alone_1V[0], logp_MV[index])
+        assert sample(alone_1V, [case[1]], [position]).ids_M[0] == chosen.ids_M[index]
+        assert chosen.logp_M[index] == logp_MV[index, chosen.ids_M[index]] > -math.inf
+
+
+@pytest.mark.parametrize("vocab", [700, 2048, 40_000])
+def test_large_rows_do_not_depend_on_their_number_or_on_threads(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits_MV = torch.randn(9, vocab, generator=generator) * 2
+    kinds = [{}, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.2, "temperature": 0.7}]
+    rows = [Sampling(seed=index, **kinds[index % len(kinds)]) for index in range(9)]
+    logp_MV = process(logits_MV, rows, [()] * 9, [0] * 9)
+    chosen = sample(logp_MV, rows, range(9))
+    num_threads = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for index, row in enumerate(rows):
+            alone_1V = process(logits_MV[index : index + 1], [row], [()], [0])
+            assert torch.equal(alone_1V[0], logp_MV[index])
+            assert sample(alone_1V, [row], [index]).ids_M[0] == chosen.ids_M[index]
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("vocab", [300, 5000])
+@pytest.mark.parametrize("scale", [0.01, 3.0], ids=["flat", "peaked"])
+def test_filters_of_a_large_vocabulary_equal_a_sort(vocab: int, scale: float) -> None:
+    # Flat rows need more than the first candidates, peaked ones do not.
+    logits_MV = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1)) * scale
+    rows = [
+        Sampling(seed=0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.5, 0), (0.99, 0), (0.9, 290), (1, 7), (0.5, 7)]
+    ]
+    logp_MV = process(logits_MV, rows, [()] * 6, [0] * 6)
+    for logits_V, row, logp_V in zip(logits_MV, rows, logp_MV, strict=True):
+        probs_V = logits_V.double().softmax(-1)
+        if row.top_k:
+            probs_V = keep_most(probs_V, row.top_k)
+        kept_V = logp_V > -math.inf
+        least = float(probs_V[kept_V].min())
+        # A log-probability of about -10 in fp32 stands for probabilities up to 1e-6 of it apart: such tokens are ties.
+        assert float(probs_V[~kept_V].max()) <= least * (1 + 4e-6)
+        assert float(probs_V[kept_V].sum()) >= row.top_p - 4e-6
+        assert row.top_p == 1.0 or float(probs_V[kept_V & (probs_V > least * (1 + 4e-6))].sum()) < row.top_p + 4e-6
+        assert float(logp_V.double().exp().sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def keep_most(probs_V: Tensor, num: int) -> Tensor:
+    """The ``num`` largest, normalised."""
+    kept_V = torch.where(probs_V >= probs_V.sort(descending=True).values[num - 1], probs_V, 0.0)
+    return kept_V / kept_V.sum()
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, VOCAB - 1), max_size=4)), max_size=12),
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+)
+@settings(max_examples=50)
+def test_counts_kept_from_step_to_step_equal_counting_anew(
+    steps: list[tuple[int, list[int]]], prompt: list[int]
+) -> None:
+    rows = [Sampling(temperature=0, repetition_penalty=1.4), Sampling(temperature=0, presence_penalty=0.5)]
+    cache, tokens, other = SamplerCache(), list(prompt), list(prompt)
+    logits_MV = torch.linspace(-2, 2, 2 * VOCAB).reshape(2, VOCAB)
+    for num_back, new in steps:  # drafts that were rejected are taken back
+        del tokens[max(len(prompt), len(tokens) - num_back) :]
+        tokens += new
+        other.append(len(tokens) % VOCAB)
+        for order in ([0, 1], [1, 0], [0]):  # the composition of a batch changes
+            args = ([rows[i] for i in order], [[tokens, other][i] for i in order], [len(prompt)] * len(order))
+            got_MV = process(logits_MV[order], *args, cache=cache)
+            assert torch.equal(got_MV, process(logits_MV[order], *args))
+
+
+def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:
+    logits_MV = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).expand(3, -1)
+    rows = [Sampling(temperature=0, top_k=1), Sampling(temperature=0, top_p=0.1), Sampling(temperature=1, seed=1)]
+    chosen = sample(process(logits_MV, rows, [()] * 3, [0] * 3), rows, [0, 1, 2])
+    assert chosen.ids_M.tolist()[:2] == [1, 1]
+    assert chosen.logp_M[:2].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
+
+
+def test_alternatives_are_ordered_and_possible() -> None:
+    rows = [Sampling(temperature=0), Sampling(seed=1, top_k=2)]
+    logp_MV = process(torch.tensor([[1.0, 3.0, 2.0, 3.0]] * 2), rows, [()] * 2, [0] * 2)
+    first, second = top_log_probs(logp_MV, 3)
+    assert [entry.token for entry in first] == [1, 3, 2]
+    assert [entry.token for entry in second] == [1, 3]
+    assert first[0].logprob == pytest.approx(float(logp_MV[0, 1]))
+
+
+def test_a_step_without_logits_is_empty() -> None:
+    logp_MV = process(torch.empty(0, VOCAB), [], [], [])
+    assert sample(logp_MV, [], []).ids_M.tolist() == []
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits_MV = torch.randn(2, VOCAB)
+    before_MV = logits_MV.clone()
+    rows = [Sampling(seed=1, logit_bias={1: 2.0}, repetition_penalty=2.0, min_tokens=3, temperature=0.5, top_k=3)] * 2
+    process(logits_MV, rows, [[1, 2]] * 2, [1] * 2, [pack({1, 2}), None], end_ids=(END,))
+    assert torch.equal(logits_MV, before_MV)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (Sampling(logit_bias={VOCAB: 1.0}), "request: logit_bias: 12 is not a token id; they go from 0 to 11"),
+        (Sampling(stop_ids=(-1,)), "request: stop_ids: -1 is not a token id"),
+        (Sampling(logit_bias={1: math.inf}), "request: logit_bias: inf for token 1"),
+    ],
+)
+def test_settings_beyond_the_vocabulary_are_refused(sampling: Sampling, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_sampling(sampling, VOCAB, "request")

@@ -1,0 +1,300 @@
+"""Every sequence finishes, in order, within its budget, and each token finds the keys and values it should."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stretto.base.errors import UserError
+from stretto.engine.sequence import SequenceState
+from tests.engine.scheduler_loop import (
+    FULL,
+    HALF,
+    PHASES,
+    SMALL,
+    THINKING_END,
+    Loop,
+    alone,
+    chunk_sizes,
+    make,
+    run_until_preemption,
+    sequence,
+)
+
+
+def test_decodes_come_first_and_prompts_share_what_is_left() -> None:
+    loop = make(max_step_tokens=8)
+    for name, num in (("a", 3), ("b", 9), ("c", 4)):
+        loop.scheduler.add(sequence([ord(name)] * num, name=name))
+    assert chunk_sizes(loop.step()) == [("a", 3), ("b", 5)]
+    assert chunk_sizes(loop.step()) == [("a", 1), ("b", 4), ("c", 3)]
+    assert chunk_sizes(loop.step()) == [("a", 1), ("b", 1), ("c", 1)]
+    assert loop.scheduler.num_running == 3 and loop.scheduler.num_waiting == 0
+
+
+def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
+    loop = make(max_step_tokens=8)
+    loop.scheduler.add(sequence([0] * 20, name="a"))
+    loop.scheduler.add(sequence([1] * 3, name="b"))
+    assert chunk_sizes(loop.step()) == chunk_sizes(loop.step()) == [("a", 8)]
+    assert loop.scheduler.num_running == 1
+    assert chunk_sizes(loop.step()) == [("a", 4), ("b", 3)]
+
+
+def test_drafts_count_as_tokens_of_the_step() -> None:
+    loop = make(max_step_tokens=8, draft_tokens=3)
+    cached = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    loop.scheduler.add(sequence(cached, max_tokens=1, name="a"))
+    while loop.step():
+        pass
+    loop.scheduler.add(sequence([9] * 5, name="b"))
+    loop.scheduler.add(sequence(cached, name="c"))  # one token to compute, and three drafts do not fit
+    assert chunk_sizes(loop.step()) == [("b", 5)]
+    assert chunk_sizes(loop.step()) == [("b", 1), ("c", 1)]
+    loop = make(max_step_tokens=12, draft_tokens=3)
+    loop.scheduler.add(sequence([0] * 4, name="a"))
+    loop.scheduler.add(sequence([1] * 20, name="b"))
+    assert chunk_sizes(loop.step()) == [("a", 4), ("b", 8)]
+    assert chunk_sizes(loop.step()) == [("a", 1), ("b", 8)]
+
+
+def test_a_chunk_ends_where_the_subnet_changes() -> None:
+    loop = make(max_step_tokens=32)
+    seq = sequence([0] * 5, max_tokens=20, phases="thinking")
+    seq.tokens += [0, 1, THINKING_END, 1, THINKING_END, 0]  # as after a preemption
+    loop.scheduler.add(seq)
+    seen = []
+    for _ in range(4):
+        plan = loop.step()
+        assert plan is not None
+        seen.append(
+            (plan.chunks[0].start, len(plan.chunks[0].tokens), plan.chunks[0].subnet, plan.chunks[0].num_logits)
+        )
+    assert seen[:3] == [(0, 5, FULL, 0), (5, 3, HALF, 0), (8, 3, SMALL, 1)]
+    assert seen[3][:2] == (11, 1)
+
+
+def test_equal_subnets_are_one_phase() -> None:
+    seq = sequence([0] * 5, phases="full")
+    assert seq.phase_end(0) == 5
+    seq.tokens += [1, 1]
+    assert seq.phase_end(0) == 7
+    assert seq.key(0, 4) == sequence([1] * 4, phases="full").key(0, 4) != sequence([1] * 4, phases="small").key(0, 4)
+    assert seq.page_salt(0, 4, b"v0") != seq.page_salt(0, 4, b"v1")
+
+
+def test_choices_wait_for_their_common_prompt_and_let_others_pass() -> None:
+    loop = make(max_step_tokens=16)
+    choices = [sequence([1, 2, 3, 0, 1, 2, 3, 0, 1], name="a", index=index) for index in range(3)]
+    for seq in (*choices, sequence([7], name="b")):
+        loop.scheduler.add(seq)
+    assert chunk_sizes(loop.step()) == [("a", 9), ("b", 1)]
+    assert chunk_sizes(loop.step()) == [("a", 1), ("b", 1), ("a", 1), ("a", 1)]
+    assert [seq.num_cached for seq in choices] == [0, 8, 8]
+    assert choices[0].pages[:2] == choices[1].pages[:2] == choices[2].pages[:2]
+
+
+def test_choices_do_not_wait_for_one_that_is_gone_nor_without_a_cache() -> None:
+    loop = make()
+    choices = [sequence([1] * 9, name="a", index=index) for index in range(2)]
+    for seq in choices:
+        loop.scheduler.add(seq)
+    loop.scheduler.abort(choices[0])
+    assert chunk_sizes(loop.step()) == [("a", 8)] and loop.started == choices[1:]
+    loop = make(max_step_tokens=32, prefix_cache=False)
+    for index in range(2):
+        loop.scheduler.add(sequence([1] * 9, name="a", index=index))
+    assert chunk_sizes(loop.step()) == [("a", 9), ("a", 9)]
+    assert loop.scheduler.allocator.num_cached == 0
+
+
+def test_the_latest_gives_way_and_comes_back_with_what_is_still_cached() -> None:
+    loop = make(num_pages=5, page_size=2, max_step_tokens=32)
+    first, second = sequence([0, 0, 0], max_tokens=7, name="a"), sequence([1, 1, 1], max_tokens=6, name="b")
+    loop.scheduler.add(first)
+    loop.scheduler.add(second)
+    run_until_preemption(loop)
+    assert loop.preempted == [second] and second.num_preemptions == 1
+    assert second.lost_tokens == 4 and len(second.lost_pages) == 2
+    while loop.step():
+        pass
+    assert loop.finished == [first, second]
+    assert second.tokens[3:] == alone([1, 1, 1], 6)
+
+
+def test_nobody_is_admitted_upon_the_page_that_another_needs_next() -> None:
+    loop = make(num_pages=3, page_size=4, max_step_tokens=32)
+    loop.scheduler.add(sequence([0] * 8, max_tokens=3, name="a"))
+    loop.scheduler.add(sequence([1] * 4, max_tokens=3, name="b"))
+    assert chunk_sizes(loop.step()) == [("a", 8)]
+    while loop.step():
+        pass
+    assert loop.preempted == [] and len(loop.finished) == 2
+
+
+def test_aborting_frees_pages_wherever_the_sequence_is() -> None:
+    loop = make(num_pages=5, page_size=2, max_step_tokens=32, max_batch=2)
+    running, preempted, waiting = (sequence([token] * 3, max_tokens=5, name=str(token)) for token in range(3))
+    for seq in (running, preempted, waiting):
+        loop.scheduler.add(seq)
+    run_until_preemption(loop)
+    for seq in (waiting, preempted, running, running):
+        loop.scheduler.abort(seq)
+        loop.scheduler.allocator.check([other.pages for other in loop.scheduler.running])
+        assert seq.finish_reason == "abort"
+    assert loop.step() is None and loop.scheduler.allocator.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "message"),
+    [
+        (64, 1, "request r: prompt: 64 tokens leave no room for a completion in 64 positions; shorten it"),
+        (30, 4, "request r: max_tokens: 30 prompt and 4 new tokens do not fit in 8 cache pages of 4 tokens; lower it"),
+    ],
+)
+def test_what_can_never_fit_is_refused(num_prompt: int, max_tokens: int, message: str) -> None:
+    loop = make(num_pages=8)
+    with pytest.raises(UserError, match=message):
+        loop.scheduler.add(sequence([0] * num_prompt, max_tokens))
+    assert not loop.scheduler.has_work
+    loop.scheduler.add(sequence([0] * 30, max_tokens=3))  # the last of 33 tokens is never computed
+    while loop.step():
+        pass
+    assert len(loop.finished) == 1
+
+
+def test_prompt_log_probs_are_computed_for_every_prompt_token_once() -> None:
+    loop = make(max_step_tokens=6)
+    loop.scheduler.add(sequence([1] * 9, name="a", max_tokens=1))
+    while loop.step():
+        pass
+    seq = sequence([1] * 9, name="b", prompt_logprobs=True)
+    loop.scheduler.add(seq)
+    plan = loop.scheduler.plan()
+    assert plan is not None and (plan.chunks[0].start, plan.chunks[0].num_logits) == (0, 6)
+    seq.prompt_log_probs += [0.0] * 6
+    loop.scheduler.computed(seq, 6)
+    loop.scheduler.weights_changed(b"new", keep_cache=False)
+    plan = loop.scheduler.plan()
+    assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (6, 0)
+    loop.scheduler.computed(seq, 6)
+    plan = loop.scheduler.plan()
+    assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (3, 3)
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_new_weights_find_nothing_of_the_old(keep_cache: bool) -> None:
+    loop = make(max_step_tokens=32)
+    seq = sequence([0] * 6, max_tokens=12, name="a")
+    loop.scheduler.add(seq)
+    loop.step()
+    computed = seq.num_computed
+    assert loop.scheduler.weights_changed(b"new", keep_cache=keep_cache) == (() if keep_cache else (seq,))
+    assert seq.num_computed == (computed if keep_cache else 0) and seq.lost_tokens == (0 if keep_cache else computed)
+    assert loop.scheduler.allocator.num_cached == 0
+    assert all([loop.step() for _ in range(6)])
+    assert (loop.scheduler.allocator.num_cached == 0) == keep_cache
+    other = sequence(seq.tokens[:9], name="b")
+    loop.scheduler.add(other)
+    while loop.step():
+        pass
+    assert other.num_cached == (0 if keep_cache else 8)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the random load, ``wait`` steps after the one before; its first choice may be aborted later."""
+
+    wait: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int
+    phases: str
+    abort_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    wait=st.sampled_from([0, 0, 0, 1, 5]),
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
+    max_tokens=st.integers(1, 10),
+    n=st.sampled_from([1, 1, 1, 3]),
+    phases=st.sampled_from(sorted(PHASES)),
+    abort_after=st.sampled_from([None, None, None, 0, 2, 6]),
+)
+
+
+def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list[SequenceState], set[int]]:
+    """Add, abort and step until all is done; returns the accepted sequences and which of them were aborted."""
+    pending = [(sum(each.wait for each in load[: place + 1]), place, each) for place, each in enumerate(load)]
+    accepted: list[SequenceState] = []
+    aborts: list[tuple[int, SequenceState]] = []
+    aborted: set[int] = set()
+    for clock in range(10_000):
+        while pending and pending[0][0] <= clock:
+            _, place, each = pending.pop(0)
+            for index in range(each.n):
+                seq = sequence(each.prompt, each.max_tokens, str(place), each.phases, index)
+                try:
+                    loop.scheduler.add(seq)
+                except UserError:
+                    continue
+                accepted.append(seq)
+                if index == 0 and each.abort_after is not None:
+                    aborts.append((clock + each.abort_after, seq))
+        for at, seq in aborts:
+            if at == clock and seq.finish_reason is None and seq not in loop.finished:
+                loop.scheduler.abort(seq)
+                aborted.add(seq.order)
+        if clock == swap_at:
+            loop.scheduler.weights_changed(b"new", keep_cache=len(load) % 2 == 0)
+        if loop.step() is None and not pending:
+            return accepted, aborted
+    raise AssertionError("starvation")
+
+
+@settings(max_examples=100)
+@given(
+    load=st.lists(arrivals, max_size=12),
+    num_pages=st.integers(2, 16),
+    page_size=st.integers(1, 4),
+    max_batch=st.integers(1, 6),
+    spare_tokens=st.integers(0, 10),
+    draft_tokens=st.sampled_from([0, 0, 1, 3]),
+    drafts=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    prefix_cache=st.booleans(),
+    swap_at=st.sampled_from([None, None, 3, 10]),
+)
+@example([Arrival(0, (1,) * 9, 8, 3, "thinking", None)] * 3, 7, 3, 6, 2, 3, [3, 0, 1], True, None)
+def test_any_load_is_finished_in_order_without_a_leak(
+    load: list[Arrival],
+    num_pages: int,
+    page_size: int,
+    max_batch: int,
+    spare_tokens: int,
+    draft_tokens: int,
+    drafts: list[int],
+    prefix_cache: bool,
+    swap_at: int | None,
+) -> None:
+    loop = make(
+        num_pages,
+        page_size,
+        max_batch=max_batch,
+        max_step_tokens=max(max_batch, draft_tokens + 1) + spare_tokens,
+        max_len=20,
+        draft_tokens=draft_tokens,
+        prefix_cache=prefix_cache,
+    )
+    loop.drafts = drafts
+    accepted, aborted = run_load(loop, load, swap_at)
+    assert {seq.order for seq in loop.finished} == {seq.order for seq in accepted} - aborted
+    for seq in loop.finished:
+        num_new = min(seq.request.sampling.max_tokens, 20 - seq.num_prompt)
+        assert seq.output == alone(list(seq.request.prompt), num_new), "a token depends on who else was there"
+    loop.scheduler.allocator.check([])
+    assert loop.scheduler.allocator.num_free == num_pages
+    assert not loop.scheduler._leaders

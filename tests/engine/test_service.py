@@ -1,0 +1,182 @@
+"""The engine's thread and its asyncio callers: cancellation, crowds, draining, failure."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.engine.engine import Engine
+from stretto.engine.request import Completion, TokenEvent
+from stretto.engine.service import Service
+from stretto.engine.stream import Closed, EngineFailed, Stream
+from tests.engine.engines import check_idle, engine, network, request
+
+MODEL = network()
+
+
+def with_service(work: Callable[[Service, Engine], Awaitable[None]], **options: object) -> None:
+    subject = engine(MODEL, **options)
+    service = Service(subject).start()
+    try:
+        asyncio.run(asyncio.wait_for(work(service, subject), 60))
+    finally:
+        service.close()
+
+
+async def collect(service: Service, name: str, **sampling: object) -> Completion:
+    tokens: list[int] = []
+    async for event in service.submit(request(name, (5, 6, 7), **sampling)):
+        if isinstance(event, TokenEvent):
+            tokens.append(event.token)
+        else:
+            assert tuple(tokens) == event.tokens
+            return event
+    raise AssertionError("the stream ended without a completion")
+
+
+def test_two_hundred_at_once() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        done = await asyncio.gather(*(collect(service, f"r{index}", max_tokens=6) for index in range(200)))
+        assert len({completion.tokens for completion in done}) == 1
+        check_idle(subject)
+
+    with_service(work, max_batch=32)
+
+
+async def settled(service: Service) -> None:
+    """Until the engine has nothing left to do."""
+    while await service.call(lambda engine: engine.has_work):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "forget", "never read"])
+def test_who_leaves_aborts(how: str) -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("x", (5, 6, 7), max_tokens=100))
+        await stream.admitted()
+        if how == "cancel":
+
+            async def read(stream: Stream) -> None:
+                async for _ in stream:
+                    pass
+
+            reader = asyncio.create_task(read(stream))
+            while not subject.stats().num_running:
+                await asyncio.sleep(0)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+        elif how == "close":
+            await anext(stream)
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        elif how == "forget":
+            await anext(stream)
+        del stream
+        gc.collect()
+        await settled(service)
+        stats = await service.stats()
+        assert stats.output_tokens < 100
+        await service.call(check_idle)
+        assert (await collect(service, "x", max_tokens=3)).finish_reason == "length"
+
+    with_service(work)
+
+
+def test_an_abort_by_name_is_told_to_the_reader() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("x", (5, 6, 7), max_tokens=100, n=2))
+        await anext(stream)
+        await service.abort("x")
+        done = [event async for event in stream if isinstance(event, Completion)]
+        assert [completion.finish_reason for completion in done] == ["abort", "abort"]
+
+    with_service(work)
+
+
+def test_a_refusal_reaches_the_one_who_asked() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("x", (5, 999)))
+        with pytest.raises(UserError, match="999"):
+            await stream.admitted()
+        with pytest.raises(UserError, match="999"):
+            await anext(service.submit(request("y", (5, 999))))
+        assert (await collect(service, "z")).finish_reason == "length"
+
+    with_service(work)
+
+
+def test_drain() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        readers = [asyncio.create_task(collect(service, f"r{index}", max_tokens=30)) for index in range(5)]
+        while (await service.stats()).num_running < 5:
+            await asyncio.sleep(0)
+        await service.drain()
+        assert not service.is_accepting and service.error is None
+        with pytest.raises(Closed):
+            service.submit(request("late", (5,)))
+        assert [len((await reader).tokens) for reader in readers] == [30] * 5
+        check_idle(subject)
+
+    with_service(work)
+
+
+def test_a_dead_engine_fails_everyone_with_the_reason() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        streams = [service.submit(request(f"r{index}", (5, 6), max_tokens=100)) for index in range(4)]
+        await anext(streams[0])
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the device has gone")
+
+        await service.call(lambda engine: setattr(engine._runner, "forward", broken))
+        for stream in streams:
+            with pytest.raises(EngineFailed, match="the device has gone"):
+                async for _ in stream:
+                    pass
+        assert service.error is not None and not service.is_accepting
+        with pytest.raises(EngineFailed):
+            await anext(service.submit(request("late", (5,))))
+        with pytest.raises(EngineFailed):
+            await service.stats()
+        await service.drain()
+
+    with_service(work)
+
+
+def test_weights_change_while_requests_run() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        reader = asyncio.create_task(collect(service, "x", max_tokens=60))
+        while (await service.stats()).output_tokens == 0 and not subject._choices:
+            await asyncio.sleep(0)
+        await service.load_weights(1, network(1).state_dict())
+        with pytest.raises(UserError, match="checksum"):
+            await service.load_weights(2, network(2).state_dict(), checksum="0")
+        with pytest.raises(UserError, match="missing"):
+            await service.load_weights(2, {})
+        assert (await service.stats()).weight_version == 1
+        assert (await reader).versions[-1] == 1
+
+    subject = engine(network())
+    service = Service(subject).start()
+    try:
+        asyncio.run(asyncio.wait_for(work(service, subject), 60))
+    finally:
+        service.close()
+
+
+def test_close_ends_what_is_open() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("x", (5, 6), max_tokens=100))
+        await anext(stream)
+        await asyncio.to_thread(service.close)
+        events = [event async for event in stream]
+        assert isinstance(events[-1], Completion) and events[-1].finish_reason == "abort"
+        check_idle(subject)
+
+    with_service(work)

@@ -1,0 +1,238 @@
+"""Self-speculation is exact, whatever the draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.engine.cache import PageAllocator
+from stretto.engine.engine import Engine
+from stretto.engine.request import Grammar, Phases, SpeculateConfig
+from stretto.engine.runner import Runner
+from stretto.engine.sampler import SamplerCache, probabilities, process
+from stretto.engine.sequence import Chunk, SequenceState
+from stretto.engine.speculate import Proposal, Speculator, can_draft, draft_candidates
+from stretto.engine.utility import TRIALS, Draft, Watch
+from stretto.model.spec import ModelConfig, Subnet
+from tests.engine.engines import (
+    CONFIG,
+    CORNER,
+    FULL,
+    NARROW,
+    SHALLOW,
+    check_idle,
+    engine,
+    full_routes,
+    network,
+    prompts,
+    request,
+    tokenizer,
+)  # fmt: skip
+
+MODEL = network()
+
+
+class Always(Watch):
+    """Drafts whatever it costs, each length in turn, so that a test meets every case."""
+
+    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
+        self.num = getattr(self, "num", 0) + 1
+        return Draft(self.candidates[0], 1 + self.num % 4)
+
+
+def drafting(draft: Subnet, **options: Any) -> Engine:
+    """An engine that drafts in every step that may."""
+    subject = engine(MODEL, speculate=SpeculateConfig(draft=draft, max_draft=4), **options)
+    watch = subject._stepper._watch
+    assert watch is not None
+    subject._stepper._watch = Always(watch.candidates, 4)
+    return subject
+
+
+@pytest.mark.parametrize("draft", [CORNER, NARROW, CONFIG.subnet(top_k=1)])
+def test_greedy_is_identical(draft: Subnet) -> None:
+    asked = [
+        request(f"r{index}", prompt, (FULL, NARROW, CONFIG.subnet(depth=4))[index % 3], max_tokens=30, routes=True)
+        for index, prompt in enumerate(prompts(21, 10))
+    ]
+    plain = engine(MODEL).generate(asked)
+    subject = drafting(draft, num_pages=300)
+    done = subject.generate(asked)
+    assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
+    for one, ours, theirs in zip(asked, done, plain, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
+        reference = full_routes(MODEL, (ours.prompt + ours.tokens)[:-1], one.phases.answer)
+        np.testing.assert_array_equal(np.sort(ours.routes, -1), np.sort(reference, -1))
+    stats = subject.stats()
+    assert stats.drafted_tokens > 100 and 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert sum(completion.usage.drafted_tokens for completion in done) == stats.drafted_tokens
+    for ours, theirs in zip(done, plain, strict=True):
+        if ours.usage.drafted_tokens > ours.usage.accepted_tokens and ours.usage.num_preemptions == 0:
+            assert ours.usage.flops > theirs.usage.flops or ours.usage.cached_tokens > theirs.usage.cached_tokens
+    check_idle(subject)
+
+
+def test_ends_and_phases_within_a_draft() -> None:
+    greedy = engine(MODEL).generate([request("x", (9, 8, 7), max_tokens=30)])[0].tokens
+    phases = Phases(answer=CORNER, thinking=FULL, thinking_end=greedy[6])
+    asked = [
+        request("ends", (9, 8, 7), max_tokens=30, stop_ids=(greedy[7],)),
+        request("thinks", (9, 8, 7), phases, max_tokens=30),
+        request("short", (9, 8, 7), max_tokens=2),
+        request("one", (9, 8, 7), max_tokens=1),
+        request("held", (9, 8, 7), max_tokens=30, stop_ids=(greedy[2],), min_tokens=9, presence_penalty=0.5),
+    ]
+    for one in asked:
+        subject = drafting(CONFIG.subnet(top_k=2))
+        done, plain = subject.generate([one])[0], engine(MODEL).generate([one])[0]
+        assert (done.tokens, done.finish_reason, done.stop) == (plain.tokens, plain.finish_reason, plain.stop)
+        check_idle(subject)
+
+
+def test_drafts_never_reach_the_prefix_cache() -> None:
+    """Pages sealed while drafting hold what plain decoding puts there: a hit on them changes nothing."""
+    prompt = prompts(22, 1, 20, 20)[0]
+    subject = drafting(CORNER)
+    first = subject.generate([request("first", prompt, max_tokens=40, routes=True)])[0]
+    assert first.usage.accepted_tokens < first.usage.drafted_tokens
+    longer = request("second", first.prompt + first.tokens, max_tokens=10, routes=True)
+    hit, fresh = subject.generate([longer])[0], engine(MODEL).generate([longer])[0]
+    assert hit.usage.cached_tokens >= 56
+    assert hit.tokens == fresh.tokens
+    np.testing.assert_allclose(hit.logprobs, fresh.logprobs, atol=2e-4)
+    np.testing.assert_array_equal(np.sort(hit.routes, -1), np.sort(fresh.routes, -1))
+
+
+SMALL = ModelConfig(
+    vocab_size=12, hidden_size=16, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=4, top_k=2,
+    expert_intermediate_size=8, max_positions=32,
+)  # fmt: skip
+
+
+def chi_square(counts_V: np.ndarray, probs_V: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic over the tokens that are expected at least five times, and its degrees of freedom."""
+    expected_V = probs_V * counts_V.sum()
+    kept = expected_V >= 5
+    observed = np.append(counts_V[kept], counts_V[~kept].sum())
+    expected = np.append(expected_V[kept], expected_V[~kept].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8}])
+def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, float]) -> None:
+    """The first two tokens of 4,000 seeds: the first drafted one, and the one after it given the first.
+
+    The bound is the 99.99 % point of the chi-square distribution, by Wilson and Hilferty's approximation.
+    """
+    model = network(3, SMALL)
+    num, page_size, prompt = 4000, 8, (1, 2, 3)
+    runner = Runner(
+        model, num_pages=num, page_size=page_size, device="cpu", dtype=torch.float32, routes=False
+    )  # one page each is enough: 3 prompt tokens and 3 more
+    speculator = Speculator(runner, page_size, (), SamplerCache())
+    draft = Draft(SMALL.subnet(depth=2, top_k=1), 2)
+    firsts = np.zeros(12)
+    seconds = np.zeros((12, 12))
+    num_accepted = 0
+    for start in range(0, num, 500):
+        proposals = []
+        for seed in range(start, start + 500):
+            own = request(str(seed), prompt, SMALL.full(), **{"temperature": 1.0, "seed": seed, **settings})
+            seq = SequenceState(own, seed=seed)
+            seq.pages, seq.num_computed = [seed], 0
+            seq.table = (seed,)
+            proposals.append(Proposal(seq, 2))
+        from_prompt(runner, proposals)
+        verified = speculator.verify(proposals, speculator.draft(proposals, draft), False)
+        for tokens in verified.ids:
+            firsts[tokens[0]] += 1
+            num_accepted += len(tokens) - 1
+            if len(tokens) > 1:
+                seconds[tokens[0], tokens[1]] += 1
+    assert 0.1 * num < num_accepted < 1.9 * num
+    sampling = proposals[0].seq.request.sampling
+
+    def target(tokens: Sequence[int]) -> np.ndarray:
+        logits_1V = model.logits(torch.tensor([tokens]))[0, -1:]
+        logp_1V = process(logits_1V, [sampling], [tokens], [3])
+        return probabilities(logp_1V, [sampling])[0].double().numpy()
+
+    tables = [(firsts, target(prompt)), *((seconds[token], target((*prompt, token))) for token in range(12))]
+    for counts_V, probs_V in tables:
+        if counts_V.sum() < 100:
+            continue
+        statistic, freedom = chi_square(counts_V, probs_V / probs_V.sum())
+        bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3 if freedom else 1e-6
+        assert statistic < bound, f"{statistic} of {freedom} degrees of freedom, at most {bound}"
+
+
+def from_prompt(runner: Runner, proposals: Sequence[Proposal]) -> None:
+    """Compute all but the last prompt token of each."""
+    runner.forward([Chunk(tuple(p.seq.tokens[:-1]), 0, p.seq.table, p.seq.subnet, 0) for p in proposals], False)
+    for proposal in proposals:
+        proposal.seq.num_computed = len(proposal.seq.tokens) - 1
+
+
+def test_a_named_seed_is_kept_its_promise() -> None:
+    wanted = request("x", (9, 8, 7), temperature=1.0, seed=4, max_tokens=30)
+    subject = drafting(CORNER)
+    done = subject.generate([wanted])[0]
+    assert done.usage.drafted_tokens == 0
+    assert done.tokens == engine(MODEL).generate([wanted])[0].tokens
+    drawn = drafting(CORNER).generate([request("x", (9, 8, 7), temperature=1.0, max_tokens=30)])[0]
+    assert drawn.usage.drafted_tokens > 0 and len(drawn.tokens) == 30
+
+
+def test_grammars_are_rolled_back() -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["cat", "dog"]}}, "required": ["a"]})
+    asked = [
+        request(str(index), tokenizer().encode(text), max_tokens=60, grammar=Grammar(kind="json_schema", text=schema))
+        for index, text in enumerate(("the", "cat", "dog sat"))
+    ]
+    plain = engine(MODEL, text=True).generate(asked)
+    subject = drafting(CORNER, text=True)
+    done = subject.generate(asked)
+    assert [(one.tokens, one.text) for one in done] == [(one.tokens, one.text) for one in plain]
+    assert subject.stats().accepted_tokens < subject.stats().drafted_tokens
+    drawn = drafting(CORNER, text=True).generate(
+        [request("x", (5, 6), temperature=1.0, max_tokens=60, grammar=Grammar(kind="regex", text="[a-z]{8}[0-9]{4}"))]
+    )[0]
+    assert drawn.usage.drafted_tokens > 0
+    assert drawn.text[:8].isalpha() and (len(drawn.text) == 12 or drawn.finish_reason == "length")
+
+
+def test_candidates_and_which_can_draft() -> None:
+    named = [CORNER, FULL]
+    candidates = draft_candidates(CONFIG, named)
+    assert candidates[0] == CORNER and FULL not in candidates and len(set(candidates)) == len(candidates) >= 4
+    assert can_draft(CORNER, FULL) and not can_draft(FULL, FULL) and not can_draft(FULL, SHALLOW)
+    with pytest.raises(UserError, match="layers"):
+        drafting(FULL.replace(layers=(1, 2, 3, 4, 99)))
+
+
+def test_candidates_are_measured_on_the_first_requests() -> None:
+    subject = engine(MODEL, speculate=SpeculateConfig(), engine={"drafts": (CORNER,)})
+    asked = [request("x", (5, 6), max_tokens=100)]
+    assert subject.generate(asked)[0].tokens == engine(MODEL).generate(asked)[0].tokens
+    watch = subject._stepper._watch
+    assert watch is not None and watch.utility(1) is not None
+    assert len(watch.candidates) > 2 and subject.stats().drafted_tokens > 2 * TRIALS
+
+
+def test_pages_are_where_the_allocator_says() -> None:
+    """A tiny pool under drafts: sequences take pages from each other, and none is lost."""
+    asked = [request(f"r{index}", prompt, max_tokens=20) for index, prompt in enumerate(prompts(23, 12, 1, 30))]
+    subject = drafting(CORNER, num_pages=20)
+    assert isinstance(subject.allocator, PageAllocator)
+    done = subject.generate(asked)
+    plain = engine(MODEL).generate(asked)
+    assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
+    assert subject.stats().num_preemptions > 0 and subject.stats().drafted_tokens > 0
+    check_idle(subject)

@@ -1,0 +1,279 @@
+"""The compiled kernels against the model's own forward pass, which knows no pages, no steps and no C++.
+
+Shape letters: B rows, T positions, L layers, P pages, Z page size, K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.engine.native import NativeForward
+from stretto.engine.sequence import Chunk
+from stretto.model.moe import MoeLayer
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Transformer, build
+from stretto.ops.native.build import load
+
+PAGE = 4
+NO_EXPERT = 255
+
+BASE = ModelConfig(
+    vocab_size=53,
+    hidden_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=6,
+    top_k=3,
+    expert_intermediate_size=24,
+    max_positions=64,
+)
+CONFIGS = {
+    "plain": BASE,
+    "qk norm, softmax, no bias": BASE.replace(
+        qk_norm=True, router="softmax", selection_bias=False, tie_embeddings=True
+    ),
+    "attention bias, partial rotary": BASE.replace(attention_bias=True, rotary_fraction=0.5, num_kv_heads=4),
+    "dense layer, shared experts": BASE.replace(dense_layers=(0,), dense_intermediate_size=40, num_shared_experts=2),
+    "raw gates, scaled": BASE.replace(normalize_gates=False, routed_scaling=2.5, num_kv_heads=1),
+    # nothing is a multiple of the vector length, heads do not pair up
+    "odd sizes": BASE.replace(hidden_size=44, head_dim=14, num_heads=3, num_kv_heads=1, expert_intermediate_size=20),
+    "widths": BASE.replace(widths=(6, 4), num_branches=2, num_layers=4),
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if not shutil.which("g++") and not shutil.which("clang++"):
+        pytest.skip("no C++ compiler")
+    handle = load().handle
+    assert handle is not None, load().reason
+    return handle
+
+
+def network(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Random weights large enough that routers decide clearly and biases and norms matter."""
+    model = build(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.empty(tensor.shape).normal_(0, 0.3, generator=generator)
+            if name.endswith(("bias", "bias_WE")):
+                tensor.copy_(noise)
+            elif name.endswith(("norm.weight", "q_norm", "k_norm")):
+                tensor.copy_(1 + noise)
+            else:
+                tensor.mul_(4)
+    biases = {name: tensor for name, tensor in model.named_buffers() if name.endswith("bias_WE")}
+    model = model.to(dtype)
+    for name, bias_WE in biases.items():
+        model.get_submodule(name.rpartition(".")[0]).bias_WE = bias_WE.float()
+    return model
+
+
+class Pools:
+    """A pool, and page tables out of order for as many sequences as asked."""
+
+    def __init__(self, library: ctypes.CDLL, model: Transformer, num_sequences: int, length: int):
+        config = model.config
+        per_sequence = -(-length // PAGE)
+        num_pages = num_sequences * per_sequence + 1
+        shape = (config.num_layers, num_pages, PAGE, config.num_kv_heads, config.head_dim)
+        dtype = model.embedding.weight.dtype
+        self.keys_LPZGC = torch.full(shape, float("nan"), dtype=dtype)
+        self.values_LPZGC = torch.full(shape, float("nan"), dtype=dtype)
+        self.routes_PZLK = torch.full((num_pages, PAGE, config.num_moe_layers, config.top_k), 77, dtype=torch.uint8)
+        shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
+        self.tables = [tuple(shuffled[i * per_sequence : (i + 1) * per_sequence]) for i in range(num_sequences)]
+        self.native = NativeForward(library, model, self.keys_LPZGC, self.values_LPZGC, self.routes_PZLK)
+
+    def chunk(self, sequence: int, ids: list[int], start: int, end: int, subnet: Subnet) -> Chunk:
+        pages = self.tables[sequence][: -(-end // PAGE)]
+        return Chunk(tuple(ids[start:end]), start, pages, subnet, num_logits=end - start)
+
+    def routes(self, sequence: int, length: int) -> Tensor:
+        return self.routes_PZLK[list(self.tables[sequence])].flatten(0, 1)[:length]
+
+
+def subnets(config: ModelConfig) -> list[Subnet]:
+    return [config.full(), config.subnet(config.num_layers - 1, 4, 2), config.subnet(None, 3, 1)]
+
+
+def ids_of(config: ModelConfig, num: int, length: int) -> list[list[int]]:
+    rng = np.random.default_rng(4)
+    return rng.integers(0, config.vocab_size, (num, length)).tolist()
+
+
+def tolerance(model: Transformer, dtype: torch.dtype) -> float:
+    """Rounding of a sum of D terms grows as √D; each layer adds a few such sums to the stream. Relative to the largest logit."""
+    config = model.config
+    return 16 * config.num_layers * config.hidden_size**0.5 * torch.finfo(dtype).eps
+
+
+@torch.no_grad()
+def run_mixed(pools: Pools, ids: list[list[int]], kinds: list[Subnet]) -> list[Tensor]:
+    """Every sequence in pieces of its own sizes, all in the same steps; returns each one's logits [T, V]."""
+    length, done = len(ids[0]), [0] * len(ids)
+    logits: list[list[Tensor]] = [[] for _ in ids]
+    turn = 0
+    while min(done) < length:
+        chunks, whose = [], []
+        for sequence, start in enumerate(done):
+            end = min(length, start + (1, 3, 7)[(sequence + turn) % 3])
+            if start < end:
+                chunks.append(pools.chunk(sequence, ids[sequence], start, end, kinds[sequence]))
+                whose.append(sequence)
+        out_MV = pools.native.forward(chunks, want_routes=True)
+        for sequence, chunk, part in zip(
+            whose, chunks, out_MV.split([len(chunk.tokens) for chunk in chunks]), strict=True
+        ):
+            logits[sequence].append(part)
+            done[sequence] = chunk.end
+        turn += 1
+    return [torch.cat(parts) for parts in logits]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_equals_the_models_own_forward(library: ctypes.CDLL, name: str) -> None:
+    config = CONFIGS[name]
+    model = network(config)
+    ids = ids_of(config, num=6, length=19)
+    kinds = subnets(config) * 2
+    pools = Pools(library, model, num_sequences=6, length=19)
+    for row, subnet, got_TV in zip(ids, kinds, run_mixed(pools, ids, kinds), strict=True):
+        want_TV = model.logits(torch.tensor([row]), subnet)[0]
+        atol = tolerance(model, torch.float32) * float(want_TV.abs().max())
+        torch.testing.assert_close(got_TV, want_TV, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+def test_a_token_does_not_depend_on_the_batch_to_the_bit(library: ctypes.CDLL) -> None:
+    config = CONFIGS["dense layer, shared experts"]
+    model = network(config)
+    ids = ids_of(config, num=6, length=19)
+    kinds = subnets(config) * 2
+    together = run_mixed(Pools(library, model, num_sequences=6, length=19), ids, kinds)
+    for sequence, subnet in enumerate(kinds):
+        pools = Pools(library, model, num_sequences=6, length=19)
+        steps = [pools.chunk(sequence, ids[sequence], at, at + 1, subnet) for at in range(19)]
+        alone_TV = torch.cat([pools.native.forward([chunk], want_routes=False) for chunk in steps])
+        assert torch.equal(alone_TV, together[sequence])
+
+
+@pytest.mark.parametrize("name", ["plain", "qk norm, softmax, no bias", "dense layer, shared experts", "widths"])
+@torch.no_grad()
+def test_routes_are_the_models(library: ctypes.CDLL, name: str) -> None:
+    config = CONFIGS[name]
+    model = network(config)
+    ids = ids_of(config, num=3, length=19)
+    kinds = subnets(config)
+    pools = Pools(library, model, num_sequences=3, length=19)
+    run_mixed(pools, ids, kinds)
+    for sequence, subnet in enumerate(kinds):
+        want_TLK = torch.full((19, config.num_moe_layers, config.top_k), NO_EXPERT, dtype=torch.uint8)
+        kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+        chosen = _chosen(model, ids[sequence], subnet)
+        for row, chosen_TK in zip(kept, chosen, strict=True):
+            want_TLK[:, row, : chosen_TK.shape[1]] = chosen_TK.to(torch.uint8)
+        assert torch.equal(pools.routes(sequence, 19), want_TLK)
+
+
+def _chosen(model: Transformer, ids: list[int], subnet: Subnet) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(layer: MoeLayer, args: tuple, output: object) -> None:
+        found.append(layer.route(*args)[0].chosen_NK)
+
+    hooks = [block.mlp.register_forward_hook(keep) for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+    model.logits(torch.tensor([ids]), subnet)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@torch.no_grad()
+def test_equal_scores_go_to_the_lowest_expert(library: ctypes.CDLL) -> None:
+    config = BASE.replace(selection_bias=False)
+    model = network(config)
+    for block in model.blocks:
+        block.mlp.gate.zero_()
+    pools = Pools(library, model, num_sequences=1, length=5)
+    pools.native.forward([pools.chunk(0, [1, 2, 3, 4, 5], 0, 5, config.full())], want_routes=True)
+    assert (pools.routes(0, 5) == torch.arange(config.top_k, dtype=torch.uint8)).all()
+
+
+@torch.no_grad()
+def test_bfloat16_weights_and_cache(library: ctypes.CDLL) -> None:
+    """Weights as stored, arithmetic in fp32: as near to the fp32 network of the same weights as rounding the cache allows."""
+    config = CONFIGS["dense layer, shared experts"].replace(attention_bias=True, qk_norm=True)
+    half = network(config, torch.bfloat16)
+    wide = Transformer(config)
+    wide.load_state_dict(half.state_dict())
+    ids = ids_of(config, num=1, length=19)
+    pools = Pools(library, half, num_sequences=1, length=19)
+    got_TV = run_mixed(pools, ids, [config.full()])[0]
+    want_TV = wide.logits(torch.tensor(ids), config.full())[0]
+    # relative spacing of bf16 is 2^-8, half of it the rounding error, in keys and values of each layer
+    atol = config.num_layers * 2**-8 * float(want_TV.abs().max())
+    torch.testing.assert_close(got_TV, want_TV, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+def test_weights_changed_in_place_are_seen(library: ctypes.CDLL) -> None:
+    model, other = network(BASE), build(BASE, seed=9)
+    pools = Pools(library, model, num_sequences=1, length=5)
+    chunk = pools.chunk(0, [1, 2, 3, 4, 5], 0, 5, BASE.full())
+    pools.native.forward([chunk], want_routes=False)
+    model.load_state_dict(other.state_dict())
+    want_TV = other.logits(torch.tensor([[1, 2, 3, 4, 5]]))[0]
+    atol = tolerance(model, torch.float32) * float(want_TV.abs().max())
+    torch.testing.assert_close(pools.native.forward([chunk], want_routes=False), want_TV, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+def test_only_wanted_logits(library: ctypes.CDLL) -> None:
+    model = network(BASE)
+    pools = Pools(library, model, num_sequences=2, length=6)
+    ids = [1, 2, 3, 4, 5, 6]
+    all_TV = pools.native.forward([pools.chunk(0, ids, 0, 6, BASE.full())], want_routes=False)
+    chunks = [
+        replace(pools.chunk(0, ids, 0, 6, BASE.full()), num_logits=2),
+        replace(pools.chunk(1, ids, 0, 6, BASE.full()), num_logits=0),
+    ]
+    assert torch.equal(pools.native.forward(chunks, want_routes=False), all_TV[4:])
+    assert pools.native.forward(chunks[1:], want_routes=False).shape == (0, BASE.vocab_size)
+
+
+def test_the_variable_decides() -> None:
+    library = load({"STRETTO_NATIVE": "0"})
+    assert library.handle is None and library.reason == "STRETTO_NATIVE=0"
+    with pytest.raises(UserError, match="use 0, 1 or auto"):
+        load({"STRETTO_NATIVE": "yes"})
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    missing = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    library = load(missing)
+    assert library.handle is None and "no-such-compiler" in library.reason
+    with pytest.raises(UserError, match="install a C\\+\\+ compiler"):
+        load({**missing, "STRETTO_NATIVE": "1"})
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho 'decode.cpp:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    library = load({"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert library.handle is None and "error: no such thing" in library.reason
+    assert not list((tmp_path / "cache").rglob("*.so"))

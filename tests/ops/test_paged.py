@@ -1,0 +1,145 @@
+"""Operators over pages against their references, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.ops.attention import rotary_tables
+from stretto.ops.norm import rms_norm_reference
+from stretto.ops.paged import (
+    ExpertWeights,
+    Group,
+    RouteRule,
+    Spans,
+    attend,
+    attend_reference,
+    chosen_experts,
+    chosen_experts_reference,
+    norm,
+    route_tokens,
+    route_tokens_reference,
+    store,
+    store_reference,
+)
+from stretto.ops.route import MASKED, Routes
+
+Close = Callable[[Tensor, Tensor, int], None]
+PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8
+EPS = torch.tensor(1e-2)
+
+
+def spans(positions: list[int], tables: list[list[int]], rotated: int) -> Spans:
+    cos, sin = rotary_tables(torch.tensor(positions), rotated, 100.0)
+    slots = [
+        table[position // PAGE] * PAGE + position % PAGE for position, table in zip(positions, tables, strict=True)
+    ]
+    return Spans(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None], torch.tensor(slots), ())
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 3, 8), (64, 128)])
+def test_norm(shape: tuple[int, ...], close: Close) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape), torch.randn(shape[1:])
+    close(norm(x, weight, EPS), rms_norm_reference(x, weight, 1e-2), shape[-1])
+    narrow = norm(x.bfloat16(), weight.bfloat16(), EPS)
+    assert narrow.dtype == torch.bfloat16
+    close(narrow, rms_norm_reference(x.bfloat16(), weight.bfloat16(), 1e-2), shape[-1])
+
+
+@pytest.mark.parametrize("rotated", [WIDTH, WIDTH // 2])
+@pytest.mark.parametrize("normed", [True, False])
+def test_store(rotated: int, normed: bool, close: Close) -> None:
+    torch.manual_seed(0)
+    where = spans([0, 9, 3], [[5], [7, 2, 4], [1]], rotated)
+    qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * WIDTH)
+    weight = torch.randn(HEADS + KV_HEADS, WIDTH) if normed else None
+    pools = [torch.randn(NUM_PAGES, PAGE, KV_HEADS, WIDTH) for _ in range(2)]
+    expected_pools = [pool.clone() for pool in pools]
+    expected = store_reference(qkv.clone(), weight, 1e-2, where, *expected_pools)
+    close(store(qkv, weight, EPS, where, *pools), expected, WIDTH)
+    for pool, other in zip(pools, expected_pools, strict=True):
+        close(pool, other, WIDTH)
+
+
+def groups(lengths: list[int], starts: list[int], tables: list[list[int]]) -> tuple[Group, ...]:
+    """One group a chunk, with junk pages beyond what it needs."""
+    made, first = [], 0
+    for length, start, table in zip(lengths, starts, tables, strict=True):
+        hidden_LT = torch.arange(start, start + length)[:, None] < torch.arange(len(table) * PAGE)
+        mask = None if start == 0 and length > 1 else torch.where(hidden_LT, float("-inf"), 0.0)[None, None]
+        made.append(Group(first, 1, length, torch.tensor(table), mask))
+        first += length
+    return tuple(made)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=4), st.sampled_from([1, 2, 6]))
+def test_attend(chunks: list[tuple[int, int]], kv_heads: int) -> None:
+    torch.manual_seed(0)
+    lengths, starts = [list(column) for column in zip(*chunks, strict=True)]
+    tables = [torch.randperm(NUM_PAGES)[:4].tolist() for _ in chunks]
+    pools = [torch.randn(NUM_PAGES, PAGE, kv_heads, WIDTH) for _ in range(2)]
+    q = torch.randn(sum(lengths), HEADS, WIDTH)
+    positions = [start + place for length, start in zip(lengths, starts, strict=True) for place in range(length)]
+    by_token = [table for length, table in zip(lengths, tables, strict=True) for _ in range(length)]
+    actual = attend(q, *pools, groups(lengths, starts, tables))
+    expected = attend_reference(q, *pools, by_token, positions)
+    assert (actual - expected).abs().max() <= 8 * 4 * 1.2e-7 * float(expected.abs().max()) * 2
+
+
+def test_attend_in_one_group_of_several(close: Close) -> None:
+    torch.manual_seed(0)
+    tables, starts = [[3, 1], [7, 0], [5, 2]], [6, 0, 3]
+    pools = [torch.randn(NUM_PAGES, PAGE, KV_HEADS, WIDTH) for _ in range(2)]
+    for length in (1, 2):
+        q = torch.randn(3 * length, HEADS, WIDTH)
+        seen = torch.tensor(starts)[:, None, None] + torch.arange(length)[:, None]
+        mask = torch.where(seen < torch.arange(8), float("-inf"), 0.0)[:, None]
+        group = Group(0, 3, length, torch.tensor(tables).flatten(), mask)
+        positions = [start + place for start in starts for place in range(length)]
+        by_token = [table for table in tables for _ in range(length)]
+        close(attend(q, *pools, (group,)), attend_reference(q, *pools, by_token, positions), 16)
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("masked", ["no bias", "bias", "one mask", "a mask a token", "masks and ks"])
+def test_route(softmax: bool, normalize: bool, masked: str, close: Close) -> None:
+    torch.manual_seed(0)
+    x, gate = torch.randn(7, 16), torch.randn(6, 16)
+    bias = mask = dropped = None
+    if masked != "no bias":
+        bias = torch.randn(6) * 0.3
+    if masked == "one mask":
+        bias = torch.where(torch.arange(6) % 2 == 0, bias, MASKED)
+    elif masked != "no bias" and masked != "bias":
+        bias = torch.where(torch.rand(7, 6).argsort(-1) < 4, bias, MASKED)
+    if softmax and bias is not None and (bias == MASKED).any():
+        mask = torch.where(bias == MASKED, MASKED, 0.0)
+    if masked == "masks and ks":
+        dropped = torch.arange(3) >= torch.tensor([1, 3, 2, 3, 3, 1, 2])[:, None]
+    rule = RouteRule(3, softmax, normalize, 1.7, bias, mask, dropped)
+    actual, expected = route_tokens(x, gate, rule), route_tokens_reference(x, gate, rule)
+    assert torch.equal(actual.chosen_NK, expected.chosen_NK)
+    close(actual.gates_NK, expected.gates_NK, 16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_experts(num_tokens: int, dropped: bool, close: Close) -> None:
+    """Both paths: pair by pair and grouped; a choice of expert E adds nothing."""
+    torch.manual_seed(0)
+    weights = ExpertWeights.of(torch.randn(9, 16, 8), torch.randn(9, 8, 8))
+    chosen = torch.rand(num_tokens, 9).argsort(-1)[:, :4].contiguous()
+    gates = torch.rand(num_tokens, 4)
+    if dropped:
+        chosen[::2, 2:], gates[::2, 2:] = 9, 0.0
+    x = torch.randn(num_tokens, 8)
+    expected = chosen_experts_reference(x, Routes(chosen, gates), weights)
+    close(chosen_experts(x, Routes(chosen, gates), weights), expected, 32)
