@@ -1,0 +1,224 @@
+"""What the server refuses: every kind of bad body is a 4xx in OpenAI's form that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.engine.engine import Engine
+from stretto.engine.service import Service
+from stretto.serve.settings import ServedModel
+from stretto.text.tokenizer import Tokenizer
+
+Ask = Callable[..., httpx.Response]
+USER = [{"role": "user", "content": "hi"}]
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "problem"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "king", "content": ""}]}, "messages.0.role", "Input should be"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "text only"),
+        ({"temprature": 1}, "temprature", r"did you mean 'temperature'\?"),
+        ({"audio": {}}, "audio", "unknown field"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": 1e999}, "temperature", "finite"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"n": 10**6}, "n", r"outside 1\.\.64"),
+        ({"n": 0}, "n", "outside"),
+        ({"max_tokens": 0}, "max_tokens", "greater than 0"),
+        ({"max_tokens": 10**9}, "max_tokens", "do not fit into the 512"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradicts"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 600}]}, "prompt", "do not fit into the 512"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias", "100000 lies outside"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "-1 lies outside"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"elastic": {"layers": 9}}, "elastic", r"layers=9 lies outside 1\.\.4"),
+        ({"elastic": {"layers": 0}}, "elastic", r"layers=0 lies outside 1\.\.4"),
+        ({"elastic": {"experts": 2, "top_k": 3}}, "elastic", r"top_k=3 lies outside 1\.\.2"),
+        ({"elastic": "halff"}, "elastic", "did you mean 'half'"),
+        ({"elastic": {"layer": 3}}, "elastic.layer", "did you mean 'layers'"),
+        ({"elastic": {"prefill": "corner", "answer": "full"}}, "elastic", "did not all compute"),
+        ({"elastic": {"layers": 3, "answer": "full"}}, "elastic.answer", "mean the same"),
+        ({"elastic": {"thinking": "full"}}, "elastic.thinking", "has no </think>"),
+        ({"regex": "("}, None, "regex"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, None, "schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "goes with"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "grammar", "only one of"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools", "same name"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [{"type": "function", "function": {"nome": "f"}}]}, "tools.0.function.name", "required"),
+        ({"store": True}, "store", "Input should be False"),
+    ],
+)
+def test_bad_chat_bodies(ask: Ask, changes: dict[str, Any], param: str | None, problem: str) -> None:
+    raw = json.dumps({"messages": USER, **changes}).replace("Infinity", "1e999")
+    error = refused(ask("POST", CHAT, content=raw, headers={"content-type": "application/json"}), 400)
+    assert re.search(problem, error["message"]), error
+    assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [0, 10**6]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": ["a"] * 33, "n": 2}, "n"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_bad_completion_bodies(ask: Ask, changes: dict[str, Any], param: str) -> None:
+    error = refused(ask("POST", TEXT, json={"prompt": "a", **changes}), 400)
+    assert error["param"].partition(".")[0] == param
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"input": [{"type": "computer_call"}]}, "input.0"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_responses_have_no_memory(ask: Ask, changes: dict[str, Any], param: str) -> None:
+    assert refused(ask("POST", RESPONSES, json={"input": "a", **changes}), 400)["param"] == param
+
+
+def test_unknown_models_and_paths(ask: Ask) -> None:
+    error = refused(ask("POST", CHAT, json={"messages": USER, "model": "x:hlaf"}), 404)
+    assert error["code"] == "model_not_found" and "did you mean 'x:half'" in error["message"]
+    refused(ask("GET", "/v1/models/y"), 404)
+    refused(ask("GET", "/nothing"), 404)
+    refused(ask("GET", CHAT), 405)
+    refused(ask("POST", "/admin/load_weights", json={}), 404)
+
+
+def test_bodies_that_are_no_json(ask: Ask) -> None:
+    kind = {"content-type": "application/json"}
+    assert "not UTF-8" in refused(ask("POST", CHAT, content=b'{"\xff', headers=kind), 400)["message"]
+    refused(ask("POST", CHAT, content=b"{", headers=kind), 400)
+    refused(ask("POST", CHAT, content=b"[]", headers=kind), 400)
+    refused(ask("POST", CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415)
+    refused(ask("POST", CHAT, content=b" " * (5 << 20), headers=kind), 413)
+
+
+def test_keys(ask: Ask) -> None:
+    settings = {"api_keys": ("k1", "k2"), "admin_key": "root"}
+    refused(ask("POST", CHAT, json={"messages": USER}, settings=settings), 401)
+    refused(ask("GET", "/v1/models", settings=settings, headers={"Authorization": "Bearer k3"}), 401)
+    refused(ask("GET", "/metrics", settings=settings), 401)
+    assert ask("GET", "/v1/models", settings=settings, headers={"Authorization": "Bearer k2"}).status_code == 200
+    assert ask("GET", "/health", settings=settings).status_code == 200
+    refused(ask("POST", "/admin/load_weights", json={}, settings=settings, headers={"Authorization": "Bearer k1"}), 401)
+
+
+def test_another_host_name_is_refused(ask: Ask) -> None:
+    refused(ask("GET", "/v1/models", headers={"host": "evil.example"}), 403)
+
+
+def test_no_other_site_may_read_answers(ask: Ask) -> None:
+    origin = {"origin": "http://evil.example"}
+    assert "access-control-allow-origin" not in ask("GET", "/v1/models", headers=origin).headers
+    allowed = ask("GET", "/v1/models", headers=origin, settings={"cors_origins": ("http://evil.example",)})
+    assert allowed.headers["access-control-allow-origin"] == "http://evil.example"
+
+
+def test_without_a_chat_template(ask: Ask, served: ServedModel, tokenizer: Tokenizer) -> None:
+    bare = dataclasses.replace(served, tokenizer=dataclasses.replace(tokenizer, chat_template=None))
+    error = refused(ask("POST", CHAT, json={"messages": USER}, served=bare), 400)
+    assert "no chat template" in error["message"] and error["param"] == "messages"
+    assert ask("GET", "/api/info", served=bare).json()["has_chat_template"] is False
+
+
+def test_too_many_open(connect: Any) -> None:
+    async def run() -> None:
+        async with connect(max_open=1) as client:
+            body = {"messages": USER, "max_tokens": 60, "ignore_eos": True}
+            answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(4)))
+            statuses = sorted(answer.status_code for answer in answers)
+            assert statuses[0] == 200 and statuses[-1] == 429
+            [full] = [each for each in answers if each.status_code == 429][:1]
+            assert refused(full, 429)["code"] == "overloaded" and int(full.headers["retry-after"]) >= 1
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -> None:
+    service = Service(engine_of(max_waiting=1, max_batch=1)).start()
+
+    async def run() -> None:
+        async with connect(service=service) as client:
+            body = {"messages": USER, "max_tokens": 30, "ignore_eos": True}
+            answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(8)))
+            assert {answer.status_code for answer in answers} == {200, 429}
+            assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+    asyncio.run(run())
+    service.close()
+
+
+def test_draining_refuses_and_says_so(connect: Any) -> None:
+    async def run() -> None:
+        async with connect() as client:
+            client.app.state.gate.is_draining = True
+            response = await client.post(CHAT, json={"messages": USER})
+            assert refused(response, 503)["code"] == "draining"
+            health = await client.get("/health")
+            assert health.status_code == 503 and health.json()["status"] == "draining"
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_is_a_500_and_unhealthy(connect: Any, engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of()
+
+    def broken() -> list[Any]:
+        raise RuntimeError("the device is lost")
+
+    engine.step = broken  # type: ignore[method-assign]
+    service = Service(engine).start()
+
+    async def run() -> None:
+        async with connect(service=service) as client:
+            for _ in range(2):
+                response = await client.post(CHAT, json={"messages": USER})
+                assert "the device is lost" in refused(response, 500)["message"]
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/metrics")).status_code == 200
+            assert client.app.state.gate.num_open == 0
+
+    asyncio.run(run())

@@ -1,0 +1,240 @@
+"""The process: clients that go, stall or send too much, a shutdown in the midst, a port that is taken; and our client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.engine.service import Service
+from stretto.serve.client import ApiFailure, Client
+from stretto.serve.server import open_socket
+from stretto.serve.settings import ServedModel, ServeSettings
+from tests.serve.live import live
+
+USER = [{"role": "user", "content": "Hello"}]
+LONG = {"messages": USER, "max_tokens": 400, "ignore_eos": True}
+PATH = "/v1/chat/completions"
+
+
+def run(service: Service, served: ServedModel, work: Callable[[Client, Any], Awaitable[None]], **changes: Any) -> None:
+    """``work(client, server)`` against a live server."""
+
+    async def inside(url: str, server: Any) -> None:
+        async with Client(url) as client:
+            await work(client, server)
+
+    with live(service, served, ServeSettings(**changes)) as (url, server):
+        asyncio.run(inside(url, server))
+
+
+async def settled(service: Service, server: Any) -> None:
+    """Return once nothing is open: every page and every place given back."""
+    for _ in range(500):
+        stats = await service.stats()
+        if not (stats.num_running or stats.num_waiting or server._gate.num_open):
+            break
+        await asyncio.sleep(0.02)
+    assert (stats.num_running, stats.num_waiting, server._gate.num_open) == (0, 0, 0)
+    assert stats.num_free_pages == stats.num_pages
+
+
+def test_our_client(service: Service, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        fields: dict[str, Any] = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "logprobs": True, "return_token_ids": True}  # fmt: skip
+        whole = await client.chat(USER, **fields)
+        pieces = [piece async for piece in client.stream_chat(USER, **fields)]
+        assert "".join(piece.text for piece in pieces) == whole["choices"][0]["message"]["content"]
+        assert [token for piece in pieces for token in piece.token_ids] == whole["choices"][0]["token_ids"]
+        assert sum(len(piece.logprobs) for piece in pieces) == 6
+        assert pieces[-1].usage is not None and pieces[-1].usage["completion_tokens"] == 6
+        ids = (await client.post("/tokenize", {"prompt": "a b"}))["tokens"]
+        assert (await client.complete(ids, max_tokens=2))["usage"]["prompt_tokens"] == len(ids)
+        with pytest.raises(ApiFailure) as caught:
+            await client.get("/v1/models/y")
+        assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+        with pytest.raises(ApiFailure, match="n: 0"):
+            [piece async for piece in client.stream_completion("a", n=0)]
+        assert (await client.get("/health"))["status"] == "ok"
+
+    run(service, served, work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(service: Service, served: ServedModel, stream: bool) -> None:
+    async def work(client: Client, server: Any) -> None:
+        before = (await service.stats()).output_tokens
+        if stream:
+            pieces = client.stream_chat(USER, max_tokens=400, ignore_eos=True, n=4)
+            async for piece in pieces:
+                if piece.text:
+                    break
+            await pieces.aclose()  # type: ignore[attr-defined]
+        else:
+            task = asyncio.create_task(client.chat(USER, max_tokens=400, ignore_eos=True, n=4))
+            while not (await service.stats()).num_running:
+                await asyncio.sleep(0.005)
+            task.cancel()
+        await settled(service, server)
+        assert (await service.stats()).output_tokens - before < 1600
+
+    run(service, served, work)
+
+
+def test_a_client_that_stops_reading_is_cut(service: Service, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        url = str(client._http.base_url)
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        raw.connect(("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/"))))
+        body = json.dumps({**LONG, "stream": True, "n": 16, "logprobs": True, "top_logprobs": 20}).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        while not server._gate.num_open:
+            await asyncio.sleep(0.01)
+        await settled(service, server)
+        assert 'stretto_http_gone_total{path="/v1/chat/completions"} 1.0' in (await client._http.get("/metrics")).text
+        raw.settimeout(5)
+        with pytest.raises(ConnectionResetError):  # not closed politely: nothing is left waiting in the server
+            while raw.recv(1 << 16):
+                pass
+        raw.close()
+
+    run(service, served, work, send_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_of_100_mb_gets_a_413(service: Service, served: ServedModel, declared: bool) -> None:
+    async def work(client: Client, server: Any) -> None:
+        async def pieces() -> Any:
+            for _ in range(100):
+                yield b" " * (1 << 20)
+
+        content = b" " * (100 << 20) if declared else pieces()
+        response = await client._http.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert (await client.get("/health"))["status"] == "ok"
+
+    run(service, served, work)
+
+
+def test_many_clients_that_come_and_go(service: Service, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        async def one(number: int) -> int:
+            body = {
+                "messages": USER,
+                "max_tokens": 5 + number % 7,
+                "seed": number,
+                "model": ["x", "x:half"][number % 2],
+            }
+            if number % 5 == 0:
+                raw = b'{"messages": [' + bytes([number % 256]) * 3
+                answer = await client._http.post(PATH, content=raw, headers={"content-type": "application/json"})
+                return answer.status_code
+            pieces = client.stream(PATH, body)
+            async for _ in pieces:
+                if number % 3 == 0:
+                    break
+            await pieces.aclose()  # type: ignore[attr-defined]
+            return 200
+
+        statuses = await asyncio.gather(*map(one, range(60)))
+        assert set(statuses) == {200, 400}
+        await settled(service, server)
+
+    run(service, served, work)
+
+
+def test_a_port_in_use_is_told_in_one_line() -> None:
+    taken = open_socket("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with pytest.raises(UserError, match=f"--port {port}: in use on 127.0.0.1; choose another"):
+        open_socket("127.0.0.1", port)
+    taken.close()
+    with pytest.raises(UserError, match="cannot listen there"):
+        open_socket("203.0.113.1", 0)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from stretto.engine.engine import Engine
+from stretto.engine.request import EngineConfig
+from stretto.engine.service import Service
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import build
+from stretto.serve.server import create_app, open_socket, serve
+from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.text.tokenizer import load_tokenizer
+
+config = ModelConfig.model_validate_json(sys.argv[2])
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+service = Service(Engine(build(config, seed=3), tokenizer, EngineConfig(num_pages=256, page_size=8))).start()
+listening = open_socket("127.0.0.1", 0)
+print(listening.getsockname()[1], flush=True)
+app = create_app(service, ServedModel("x", config, {}, tokenizer, 512), ServeSettings())
+serve(app, ServeSettings(), listening)
+service.close()
+print("closed", flush=True)
+"""
+
+
+def test_told_to_stop_it_finishes_what_is_open(service: Service, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        pieces = client.stream_chat(USER, max_tokens=100, ignore_eos=True, return_token_ids=True)
+        received = [await anext(pieces) for _ in range(3)]
+        server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(ApiFailure) as caught:
+            await client.chat(USER)
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "draining", 5.0)
+        assert not server.should_exit
+        received += [piece async for piece in pieces]
+        assert sum(len(piece.token_ids) for piece in received) == 100
+        while not server.should_exit:
+            await asyncio.sleep(0.02)
+
+    run(service, served, work)
+
+
+@pytest.mark.slow
+def test_sigterm_lets_open_streams_finish(served: ServedModel, tmp_path: Any) -> None:
+    assert served.tokenizer is not None
+    served.tokenizer.save(tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), served.config.model_dump_json()],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+        body = {**LONG, "stream": True, "return_token_ids": True}
+        with (
+            httpx.Client(timeout=120, trust_env=False) as client,
+            httpx.Client(timeout=120, trust_env=False) as other,
+            client.stream("POST", url + PATH, json=body) as stream,
+        ):
+            lines = stream.iter_lines()
+            received = [next(lines) for _ in range(4)]
+            child.send_signal(signal.SIGTERM)
+            late = other.post(url + PATH, json={**LONG, "max_tokens": 1})
+            while late.status_code == 200:  # sent before the signal was seen
+                late = other.post(url + PATH, json={**LONG, "max_tokens": 1})
+            received += list(lines)
+        assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
+        assert sum('"token_ids":[' in line for line in received) == 400
+        assert "data: [DONE]" in received
+        assert child.stdout.readline() == "closed\n"
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
