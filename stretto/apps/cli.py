@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.apps.cli_serve import bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
 
@@ -26,6 +27,7 @@ Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe 
 Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
 
 
 @app.command()
@@ -121,7 +123,7 @@ def search(
 
 @app.command()
 def extract(
-    source: Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)],
+    source: Source,
     subnet: Annotated[str, typer.Option(help="A preset, best, or layers=…,experts=…,top_k=….")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint to write.")],
     device: Device = "auto",
@@ -160,7 +162,7 @@ def heal(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)],
+    source: Source,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder, or file for --gguf.")],
     family: Annotated[str, typer.Option(help="glm4_moe, qwen3_moe or ernie4_5_moe.")] = "glm4_moe",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -204,6 +206,10 @@ def demo(
     from stretto.apps.demo import demo_command
 
     demo_command(out, fresh=not resume)
+
+
+for command in (serve, chat, generate, bench_serve):
+    app.command()(command)
 
 
 def main() -> None:

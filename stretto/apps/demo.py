@@ -6,6 +6,9 @@ on where it was.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +64,12 @@ def demo_command(run: Path, fresh: bool = False) -> None:
         console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
         if not done:
             stage.work()
+    command = "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
     console.print(_samples_table(read_samples(run)))
     console.print(report_command(run, quiet=False))
     console.print(
         f"\nThe small model is in {run / 'hf'} (transformers, vLLM, SGLang) and {run / 'model.gguf'} (llama.cpp)."
+        f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
     )
 
 

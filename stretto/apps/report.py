@@ -29,10 +29,11 @@ from stretto.evals.routing import routing
 from stretto.model.count import count
 from stretto.model.hub import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
-from stretto.model.spec import ModelConfig, Subnet, named_subnets
+from stretto.model.presets import named_subnets
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.search.frontier import SearchResult
 from stretto.search.latency import LatencyTable
-from stretto.train.recipe import Recipe
+from stretto.train.recipe import ElasticConfig, Recipe
 
 KV_BYTES = 2
 """Bytes of a cache element where a model is served: bf16."""
@@ -108,7 +109,7 @@ def gather(run: Path) -> ReportData:
         ledger=ledger(newest) if newest else None,
         family=_family_of(run),
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
-        mixture_configured=_configured(recipe),
+        mixture_configured=_configured(recipe.elastic),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
     )
 
@@ -288,17 +289,12 @@ def _shape(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-def _configured(recipe: Recipe) -> dict[str, float]:
+def _configured(elastic: ElasticConfig) -> dict[str, float]:
     """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive."""
-    elastic = recipe.elastic
     if elastic.sampler not in ("anchored", "complements"):
         return {}
-    part = 1.0 - elastic.starts_at
-    each = elastic.anchor_share / max(1, len(elastic.anchors))
-    shares = dict.fromkeys(elastic.anchors, each) if elastic.anchors else {}
+    shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
-    shares = {name: part * share for name, share in shares.items()}
-    smaller = sum(shares.values())
-    shares["full"] = 1.0 if elastic.joint else 1.0 - smaller
-    total = sum(shares.values())
-    return {name: share / total for name, share in shares.items()}
+    shares = {name: (1.0 - elastic.starts_at) * share for name, share in shares.items()}
+    shares["full"] = 1.0 if elastic.joint else 1.0 - sum(shares.values())
+    return {name: share / sum(shares.values()) for name, share in shares.items()}

@@ -21,7 +21,8 @@ from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
+from stretto.model.presets import named_subnets, parse_subnet
+from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.frontier import SearchOptions, SearchResult, search

@@ -16,7 +16,8 @@ from stretto.evals.loss import EvalBatch, evaluate_many, to_device
 from stretto.model.count import count
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, full_state, join
-from stretto.model.spec import SubnetChoice, named_subnets
+from stretto.model.presets import named_subnets
+from stretto.model.spec import SubnetChoice
 from stretto.model.transformer import Transformer
 from stretto.search.rank import rank_layers
 from stretto.text.tokenizer import load_tokenizer

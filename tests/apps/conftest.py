@@ -9,6 +9,20 @@ from pathlib import Path
 import pytest
 
 from stretto.apps.cli import main
+from stretto.model.hub import write_checkpoint
+from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
+from tests.engine.engines import network
+
+SERVED = ModelConfig(
+    vocab_size=320, hidden_size=32, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=8, top_k=2,
+    expert_intermediate_size=16, max_positions=256, widths=(8, 4, 2), tie_embeddings=True,
+)  # fmt: skip
+PRESETS = {
+    "half": SubnetChoice(layers=3, experts=4, top_k=2),
+    "corner": SubnetChoice(layers=2, experts=2, top_k=1),
+}
 
 RECIPE = """
 [model]
@@ -78,6 +92,16 @@ class Result:
 Run = Callable[..., Result]
 
 
+def refused(result: Result, *words: str) -> None:
+    """Exit code 2 and one line on stderr that holds all of ``words``."""
+    assert result.code == 2, result
+    lines = result.err.strip().splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("stretto: "), lines[0]
+    for word in words:
+        assert word in lines[0], f"{word!r} not in {lines[0]!r}"
+
+
 @pytest.fixture
 def stretto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call ``stretto ARGUMENTS…`` in this process."""
@@ -118,3 +142,16 @@ def text(tmp_path: Path) -> Path:
     lines = [f'{{"text": "line {n}: {n * n} is the square of {n}, and {n + 7} is {n} and seven."}}' for n in range(600)]
     path.write_text("\n".join(lines))
     return path.parent
+
+
+@pytest.fixture(scope="session")
+def served_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint has presets, a tokenizer and a chat template; its network is random. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    tokenizer = train_tokenizer(iter([RECIPE + HEALING]), SERVED.vocab_size, chat_template=CHATML)
+    tokenizer.save(folder / "tokenizer")
+    write_checkpoint(
+        folder / "checkpoint", network(3, SERVED), SERVED, tokenizer_dir=folder / "tokenizer", presets=PRESETS
+    )
+    (folder / "run.json").write_text("{}")
+    return folder

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apps.conftest import Result, Run
-
-
-def refused(result: Result, *words: str) -> None:
-    assert result.code == 2, result
-    lines = result.err.strip().splitlines()
-    assert len(lines) == 1, result.err
-    for word in words:
-        assert word in lines[0], f"{word!r} not in {lines[0]!r}"
+from tests.apps.conftest import Result, Run, refused
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""The commands that serve. They import the engine late, so that ``stretto --help`` needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+ServedSubnet = Annotated[
+    str | None, typer.Option("--subnet", help="A preset, best, auto, or layers=…,experts=…,top_k=….")
+]
+Memory = Annotated[str | None, typer.Option(help="What weights and cache may take: 8GB.")]
+Speculate = Annotated[bool, typer.Option("--speculate", help="Draft with a sub-model; the same output, sooner.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens written.")]
+Seed = Annotated[int | None, typer.Option(help="For the same text again.")]
+ServedDtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; fp32 on a CPU by default.")]
+
+
+def serve(
+    source: Source,
+    subnet: ServedSubnet = None,
+    memory: Memory = None,
+    latency_ms: Annotated[float | None, typer.Option(help="With --subnet auto: milliseconds a token, alone.")] = None,
+    floor: Annotated[str | None, typer.Option(help="Smallest size under load; without it, none is reduced.")] = None,
+    speculate: Speculate = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Sequences computed at once.")] = 64,
+    max_len: Annotated[int | None, typer.Option(help="Prompt and completion together, tokens.")] = None,
+    api_key: Annotated[
+        list[str], typer.Option(help="Ask for one of these; also STRETTO_API_KEYS, by commas.", show_default=False)
+    ] = [],  # noqa: B006
+    cors: Annotated[list[str], typer.Option(help="Web origin that may ask.", show_default=False)] = [],  # noqa: B006
+    device: Device = "auto",
+    dtype: ServedDtype = None,
+) -> None:
+    """Serve a checkpoint at any size per request: OpenAI's API, a page to try it, metrics."""
+    from stretto.apps.serve import ServeOptions, serve_command, serve_settings
+
+    options = ServeOptions(subnet, memory, latency_ms, device, dtype, max_batch, max_len, speculate)
+    serve_command(source, options, serve_settings(host, port, api_key, cors, floor))
+
+
+def chat(
+    source: Source,
+    subnet: ServedSubnet = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Temperature = 0.7,
+    max_tokens: MaxTokens = 512,
+    seed: Seed = None,
+    speculate: Speculate = False,
+    device: Device = "auto",
+    dtype: ServedDtype = None,
+) -> None:
+    """Talk to a checkpoint on the console."""
+    from stretto.apps.serve import ServeOptions, chat_command, console_sampling
+
+    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
+    chat_command(source, options, console_sampling(temperature, max_tokens, seed), system)
+
+
+def generate(
+    source: Source,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    subnet: ServedSubnet = None,
+    temperature: Temperature = 0.0,
+    max_tokens: MaxTokens = 128,
+    seed: Seed = None,
+    speculate: Speculate = False,
+    device: Device = "auto",
+    dtype: ServedDtype = None,
+) -> None:
+    """Continue a text on the console."""
+    from stretto.apps.serve import ServeOptions, console_sampling, generate_command
+
+    options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
+    for piece in generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed)):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def bench_serve(
+    source: Annotated[Path | None, typer.Argument(help="A run or checkpoint to serve for this.")] = None,
+    url: Annotated[str | None, typer.Option(help="A running server instead.")] = None,
+    subnet: ServedSubnet = None,
+    requests: Annotated[int, typer.Option(help="How many.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Open at once.")] = 16,
+    rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson) instead.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
+    max_tokens: MaxTokens = 64,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+) -> None:
+    """Load a server: throughput, time to first token and between tokens."""
+    from stretto.apps.serve import LoadOptions, bench_serve_command
+
+    bench_serve_command(source, url, subnet, LoadOptions(requests, concurrency, rate, prompt_tokens, max_tokens, seed))

@@ -1,0 +1,308 @@
+"""Serving a checkpoint: the server, a chat and a completion on the console, and a load generator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import rich
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from stretto.apps.choose import fitting_subnet, parse_bytes
+from stretto.apps.shape import best_subnet
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.engine.engine import Engine
+from stretto.engine.memory import cache_within, free_bytes
+from stretto.engine.open import OpenedEngine, checkpoint_of, generation_ends, open_engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
+from stretto.engine.service import Service
+from stretto.evals.numbers import params, size_in_bytes
+from stretto.model.count import count
+from stretto.model.hub import read_config, read_presets
+from stretto.model.parallel import join
+from stretto.model.presets import parse_choice, parse_subnet
+from stretto.model.spec import Subnet, SubnetChoice, extracted_config
+from stretto.serve.client import ApiFailure, Client
+from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
+from stretto.serve.server import create_app, open_socket, serve
+from stretto.serve.settings import ServedModel, ServeSettings, environment_subnet
+from stretto.text.chat import render
+
+AUTO, BEST = "auto", "best"
+SERVING = "serving at"
+"""Begins the line that tells the address."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `stretto serve`, `chat` and `generate` were asked for."""
+
+    subnet: str | None = None
+    """A preset, ``best`` or ``auto`` (both cut out), or ``layers=…,experts=…,top_k=…``; None: the environment's, else full."""
+    memory: str | None = None
+    latency_ms: float | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    max_batch: int = 64
+    max_len: int | None = None
+    speculate: bool = False
+
+
+def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
+    """Serve ``source`` until stopped."""
+    listening = open_socket(settings.host, settings.port)
+    try:
+        opened, default, presets = _open(source, options)
+        engine = opened.engine
+        model = ServedModel(
+            name=opened.name,
+            config=opened.config,
+            presets=presets,
+            tokenizer=opened.tokenizer,
+            max_len=engine.max_len,
+            default=default,
+            stop_ids=generation_ends(opened.folder, opened.config.vocab_size),
+            weight_bytes=engine.model.embedding.weight.element_size(),
+        )
+        service = Service(engine).start()
+        try:
+            app = create_app(service, model, settings)
+            host, port = listening.getsockname()[:2]
+            _announce(opened, default, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            serve(app, settings, listening)
+        finally:
+            service.close()
+    finally:
+        listening.close()
+
+
+def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> Iterator[str]:
+    """Pieces of the completion of ``prompt`` as they come."""
+    opened, default, _ = _open(source, options)
+    assert opened.tokenizer is not None
+    ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
+    yield from _stream(opened.engine, ids, default.of(opened.config), sampling)
+
+
+def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
+    """A conversation on the console; ends at end of input."""
+    folder = checkpoint_of(source)
+    opened, default, _ = _open(source, options)
+    tokenizer = opened.tokenizer
+    assert tokenizer is not None
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{folder}: chat_template: the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    rich.print(f"[dim]{opened.name}, {default.of(opened.config).label()}; Ctrl-D ends[/dim]")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
+        answer = ""
+        for piece in _stream(opened.engine, ids, default.of(opened.config), sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            answer += piece
+        sys.stdout.write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What `stretto bench-serve` was asked for."""
+
+    requests: int
+    concurrency: int
+    rate: float | None
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+
+
+def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> LoadResult:
+    """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
+    if (source is None) == (url is None):
+        raise UserError("bench-serve: name either a run or --url of a running server")
+    for name in ("requests", "concurrency", "prompt_tokens", "max_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: needs a number above 0")
+    if url is not None:
+        return _shown(asyncio.run(_load(url, options)))
+    assert source is not None
+    with _server(source, subnet) as started:
+        return _shown(asyncio.run(_load(started, options)))
+
+
+def serve_settings(
+    host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None
+) -> ServeSettings:
+    """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
+    keys = [*api_keys, *filter(None, os.environ.get("STRETTO_API_KEYS", "").split(","))]
+    fields = {
+        "host": host,
+        "port": port,
+        "api_keys": keys,
+        "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
+        "cors_origins": list(cors_origins),
+        "floor": floor,
+    }
+    return validate(ServeSettings, fields, "stretto serve")
+
+
+def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> Sampling:
+    """Settings of the console's commands. Raises `UserError` for an impossible value."""
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "repetition_penalty": 1.1}
+    return validate(Sampling, fields, "--temperature, --max-tokens")
+
+
+class _Opened(NamedTuple):
+    engine: OpenedEngine
+    default: SubnetChoice
+    """What a request gets that asks for nothing."""
+    presets: dict[str, SubnetChoice]
+
+
+def _open(source: Path, options: ServeOptions) -> _Opened:
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
+    folder, device = checkpoint_of(source), join(options.device).device
+    dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    config = EngineConfig(
+        max_batch=options.max_batch,
+        max_step_tokens=max(1024, options.max_batch),
+        max_len=options.max_len,
+        speculate=SpeculateConfig() if options.speculate else None,
+    )
+    network = read_config(folder)
+    cut = _cut(source, options, memory, device, dtype, config)
+    kept = network if cut is None else extracted_config(network, cut)
+    config = cache_within(kept, config, dtype, free_bytes(device) if memory is None else memory)
+    opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
+    if cut is not None:
+        return _Opened(opened, SubnetChoice(), {})
+    presets = read_presets(folder)
+    if options.subnet is not None:
+        parse_subnet(options.subnet, opened.config, presets)  # refuses what the network does not have
+        return _Opened(opened, parse_choice(options.subnet, presets), presets)
+    return _Opened(opened, environment_subnet(os.environ, opened.config) or SubnetChoice(), presets)
+
+
+def _cut(
+    source: Path,
+    options: ServeOptions,
+    memory: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+) -> Subnet | None:
+    """The Subnet to serve as a network of its own; None: the whole network, any size per request."""
+    if options.subnet == BEST:
+        return best_subnet(source, read_config(checkpoint_of(source)))
+    if options.subnet != AUTO:
+        if options.latency_ms is not None:
+            raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
+        return None
+    fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
+    step = "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
+    loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
+    rich.print(f"auto: {fit.name} ({fit.subnet.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
+    return fit.subnet
+
+
+def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
+    engine.add(Request("console", tuple(ids), sampling, Phases(subnet)))
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                yield event.text
+            elif event.error is not None:
+                raise UserError(f"the completion failed: {event.error}")
+
+
+def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
+    full, chosen = (count(opened.config, each) for each in (opened.config.full(), default.of(opened.config)))
+    kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
+    rich.print(
+        f"[bold]{opened.name}[/bold]: {params(full.total_params)} parameters; by default {default.of(opened.config).label()}"
+        f" ({params(chosen.active_params)} active)"
+    )
+    rich.print(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
+    rich.print(f"kernels: {kernels}")
+    sys.stdout.write(f"{SERVING} {url}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _server(source: Path, subnet: str | None) -> Iterator[str]:
+    """The address of a server of ``source`` in a process of its own, on any free port."""
+    chosen = ["--subnet", subnet] if subnet else []
+    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *chosen]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
+            if url is None:
+                raise UserError(f"{source}: its server did not start (exit code {process.wait()}); see above")
+            yield url
+        finally:
+            process.terminate()
+
+
+async def _load(url: str, options: LoadOptions) -> LoadResult:
+    async with Client(url) as client:
+        try:
+            info = await client.get("/api/info")
+        except (httpx.TransportError, httpx.UnsupportedProtocol):
+            raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
+        except ApiFailure as error:
+            raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that asks for no key") from None
+        rng = random.Random(options.seed)
+        prompts = [
+            [rng.randrange(info["vocab_size"]) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
+        ]
+        load = Load(
+            num_requests=options.requests,
+            concurrency=options.requests if options.rate else options.concurrency,
+            prompts=prompts,
+            max_tokens=options.max_tokens,
+            rate=options.rate,
+            seed=options.seed,
+        )
+        return await run_load(client, load)
+
+
+def _shown(result: LoadResult) -> LoadResult:
+    table = Table(title=f"{len(result.seen)} answers in {result.wall_s:.1f} s")
+    for column in ("", *(f"p{each}" for each in PERCENTILES)):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in (
+        ("time to first token, ms", result.first_token_ms()),
+        ("between tokens, ms", result.between_tokens_ms()),
+    ):
+        table.add_row(name, *(f"{value:,.2f}" for value in values))
+    rich.print(table)
+    rich.print(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
+    for reason, times in sorted(result.errors.items()):
+        rich.print(f"[red]{times} x {escape(reason)}")
+    return result

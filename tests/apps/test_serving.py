@@ -1,0 +1,181 @@
+"""The commands that serve, as a user calls them, on a small random network."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stretto.apps.serve import SERVING
+from stretto.engine.open import open_engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling
+from stretto.engine.service import Service
+from stretto.model.spec import Subnet
+from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.text.chat import CHATML, render
+from tests.apps.conftest import PRESETS, SERVED, Result, Run, refused
+from tests.serve.live import live
+
+LONGEST = 100
+"""Tokens of a stream long enough to be open when the signal comes."""
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels to compile for a network this small, nothing that the caller's shell sets."""
+    monkeypatch.setenv("STRETTO_NATIVE", "0")
+    for name in [name for name in os.environ if name.startswith(("ERNIE_ELASTIC_", "STRETTO_API", "STRETTO_ADMIN"))]:
+        monkeypatch.delenv(name)
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """``stretto serve ARGUMENTS…`` as a process of its own, its address, and what it printed before."""
+    command = [sys.executable, "-m", "stretto.apps.cli", "serve", *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as child:
+        try:
+            assert child.stdout is not None
+            said = ""
+            for line in child.stdout:
+                if line.startswith(SERVING):
+                    yield child, line.removeprefix(SERVING).strip(), said
+                    return
+                said += line
+            pytest.fail(f"exit code {child.wait()} before it served: {said}")
+        finally:
+            child.kill()
+
+
+def test_a_server_from_start_to_sigterm(served_run: Path) -> None:
+    with process(served_run, "--subnet", "half") as (child, url, said):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
+        assert "tiny" in said and "tiny:half" in said.replace("\n", " ")
+        with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+            assert {f"tiny:{name}" for name in ("full", *PRESETS)} <= set(names)
+            body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            small = client.post("/v1/completions", json={**body, "model": "tiny:corner"}).json()
+            assert small["usage"]["completion_tokens"] == 4
+            assert small["usage"]["elastic"]["subnet"] == PRESETS["corner"].of(SERVED).label()
+            usual = client.post("/v1/completions", json={**body, "model": "tiny"}).json()
+            assert usual["usage"]["elastic"]["subnet"] == PRESETS["half"].of(SERVED).label()
+            long = {**body, "max_tokens": LONGEST, "stream": True, "return_token_ids": True}
+            with client.stream("POST", "/v1/completions", json=long) as stream:
+                lines = stream.iter_lines()
+                received = [next(lines) for _ in range(2)]
+                child.send_signal(signal.SIGTERM)
+                received += list(lines)
+        assert sum('"token_ids":[' in line for line in received) == LONGEST and "data: [DONE]" in received
+        assert child.wait(60) == 0
+
+
+def generate(stretto: Run, run: Path, *arguments: object, prompt: str = "steps = 6") -> Result:
+    done = stretto("generate", run, "--prompt", prompt, "--max-tokens", 12, *arguments)
+    assert done.code == 0, done.err
+    return done
+
+
+def answer(run: Path, ids: Sequence[int], subnet: Subnet, max_tokens: int = 12) -> str:
+    """What the engine itself makes of ``ids`` with the console's settings."""
+    opened = open_engine(run, EngineConfig(max_batch=1))
+    assert opened.tokenizer is not None
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens, repetition_penalty=1.1)
+    return opened.engine.generate([Request("x", tuple(ids), sampling, Phases(subnet))])[0].text
+
+
+def test_generate(stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = open_engine(served_run).tokenizer
+    assert tokenizer is not None
+    corner = PRESETS["corner"].of(SERVED)
+    full, small = (answer(served_run, tokenizer.encode("steps = 6"), subnet) for subnet in (SERVED.full(), corner))
+    assert full != small
+    assert generate(stretto, served_run).out == generate(stretto, served_run).out == full + "\n"
+    for asked in ("corner", "layers=2,experts=2,top_k=1"):
+        assert generate(stretto, served_run, "--subnet", asked).out == small + "\n"
+    monkeypatch.setenv("ERNIE_ELASTIC_LAYERS", "2")
+    monkeypatch.setenv("ERNIE_ELASTIC_EXPERTS", "2")
+    monkeypatch.setenv("ERNIE_ELASTIC_TOPK", "1")
+    assert generate(stretto, served_run).out == small + "\n"
+    assert generate(stretto, served_run, "--subnet", "full").out == full + "\n"
+    assert generate(stretto, served_run / "checkpoint", "--subnet", "full", "--speculate").out == full + "\n"
+
+
+def test_generate_samples_by_seed(stretto: Run, served_run: Path) -> None:
+    first, again, other = (
+        generate(stretto, served_run, "--temperature", 1.0, "--seed", seed).out for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_chat_from_a_pipe(stretto: Run, served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is that to the whole conversation so far; an empty line asks nothing."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("steps?\n\nrows?\n"))
+    done = stretto("chat", served_run, "--system", "be brief", "--temperature", 0, "--max-tokens", 12)
+    assert done.code == 0, done.err
+    tokenizer = open_engine(served_run).tokenizer
+    assert tokenizer is not None
+    messages, answers = [{"role": "system", "content": "be brief"}], []
+    for line in ("steps?", "rows?"):
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.encode_rendered(render(CHATML, messages, add_generation_prompt=True))
+        answers.append(answer(served_run, ids, SERVED.full()))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    head, rest = done.out.split("\n", 1)
+    assert "tiny" in head and SERVED.full().label() in head
+    assert rest == f"> {answers[0]}\n> > {answers[1]}\n> "
+
+
+@pytest.fixture
+def served(served_run: Path) -> Iterator[tuple[Service, ServedModel]]:
+    opened = open_engine(served_run, EngineConfig(max_batch=8))
+    with Service(opened.engine) as service:
+        yield service, ServedModel("tiny", SERVED, PRESETS, opened.tokenizer, SERVED.max_positions)
+
+
+LOAD = ("--requests", 5, "--concurrency", 2, "--prompt-tokens", 6, "--max-tokens", 4)
+
+
+def test_a_running_server_is_loaded(stretto: Run, served: tuple[Service, ServedModel]) -> None:
+    with live(*served, ServeSettings()) as (url, _):
+        done = stretto("bench-serve", "--url", url, *LOAD)
+        assert done.code == 0, done.err
+        for words in ("5 answers", "time to first token", "between tokens", "p50", "p99", "tokens/s"):
+            assert words in done.out
+        crowded = stretto("bench-serve", "--url", url, *LOAD, "--max-tokens", 9999)
+        assert crowded.code == 0 and "0 answers" in crowded.out and "5 x 400" in crowded.out
+
+
+def test_a_server_behind_a_key_is_not_loaded(stretto: Run, served: tuple[Service, ServedModel]) -> None:
+    with live(*served, ServeSettings.model_validate({"api_keys": ["key"]})) as (url, _):
+        refused(stretto("bench-serve", "--url", url, *LOAD), f"--url {url}: 401")
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_is_loaded(stretto: Run, served_run: Path) -> None:
+    done = stretto("bench-serve", served_run, "--subnet", "corner", *LOAD)
+    assert done.code == 0, done.err
+    assert "5 answers" in done.out and "tokens/s" in done.out
+
+
+@pytest.mark.slow
+def test_auto_serves_the_best_that_fits(served_run: Path) -> None:
+    """The chosen sub-model is the whole network of that server: it has no other size."""
+    with process(served_run, "--subnet", "auto", "--memory", "8GB", "--latency-ms", 60_000) as (_, url, said):
+        assert "auto: full" in said and "ms a token alone" in said
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    with process(served_run, "--subnet", "auto", "--memory", "250KB") as (_, url, said):
+        assert "auto: corner" in said
+        info = httpx.get(f"{url}/api/info", trust_env=False).json()
+        assert info["num_layers"] == 2
