@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from itertools import count
-from statistics import median
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.train_speed import OPTIM, SLOW, Sample, Shape, Step, measure, shapes
+from bench.common.measure import Sample, Step, measure, ratio
+from bench.train_speed import OPTIM, Shape, shapes
 from stretto.base.track import progress
 from stretto.model.parallel import compute_dtype, join
 from stretto.model.transformer import Context, Transformer, build
@@ -94,18 +94,14 @@ def _steps(model: Transformer, shape: Shape) -> Callable[[ElasticConfig, Distil 
 
 
 def _show(samples: dict[str, list[Sample]]) -> None:
-    fastest = min(sample.calibration_s for each in samples.values() for sample in each)
     table = Table(title=f"step time over the sampler off, {torch.get_num_threads()} threads")
     for heading in ("", "wall", "processor", "quiet rounds"):
         table.add_column(heading, justify="right" if heading else "left")
 
     def row(label: str, key: str, share: float) -> None:
-        pairs = list(zip(samples[key], samples["off"], strict=True))
-        quiet = [pair for pair in pairs if max(sample.calibration_s for sample in pair) <= SLOW * fastest]
-        wall = median(a.wall_s / b.wall_s for a, b in quiet) - 1 if quiet else None
-        processor = median(a.processor_s / b.processor_s for a, b in pairs) - 1
-        shown = "none quiet" if wall is None else f"{share * wall:+.1%}"
-        table.add_row(label, shown, f"{share * processor:+.1%}", f"{len(quiet)} of {len(pairs)}")
+        found = ratio(samples, key, "off")
+        shown = "none quiet" if found.wall is None else f"{share * (found.wall - 1):+.1%}"
+        table.add_row(label, shown, f"{share * (found.processor - 1):+.1%}", f"{found.num_quiet} of {found.num_rounds}")
 
     row("elastic: drawing and masking", "elastic", 1.0)
     row("an anchor step: teacher's forward and KL", "anchor", 1.0)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from bench.common.measure import CALIBRATION_SIZE, Sample, Step, fastest_calibration, measure, quiet
 from stretto.base.track import progress
 from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
@@ -40,14 +39,7 @@ HOPELESS = 4.0
 """An implementation whose first step takes this many times the best one's is not timed further."""
 BATCHED_BYTES = 6 * 2**30
 """batched_mm copies an expert's weights for every token and choice; beyond this it is left out."""
-SLOW = 1.25
-"""A step is dropped when the matrix product beside it took this many times its best."""
-CALIBRATION_SIZE = 1024
-"""Rows and columns of the fixed fp32 matrix product."""
 OPTIM = OptimConfig(lr=1e-4)
-
-Step = Callable[[], float]
-"""One optimisation step; returns its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +50,6 @@ class Shape:
     rows: int
     length: int
     """Tokens a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One timed step."""
-
-    wall_s: float
-    processor_s: float
-    calibration_s: float
-    """The slower of the two matrix products around it."""
 
 
 def shapes() -> dict[str, Shape]:
@@ -212,36 +194,6 @@ def _processor_s(step: Step, rounds: int) -> float:
     return median(sample.processor_s for sample in measure({"": step}, rounds, warm_up=0)[""])
 
 
-def measure(
-    steps: dict[str, Step], rounds: int, advance: Callable[[int], None] = lambda num: None, warm_up: int = 2
-) -> dict[str, list[Sample]]:
-    """Time ``rounds`` steps of each, taking turns, after ``warm_up`` untimed ones."""
-    samples: dict[str, list[Sample]] = {name: [] for name in steps}
-    operand = torch.randn(CALIBRATION_SIZE, CALIBRATION_SIZE)
-    for index in range(-warm_up, rounds):
-        for name, step in steps.items():
-            before = _calibrate(operand)
-            wall, processor = time.perf_counter(), time.process_time()
-            step()
-            wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            after = _calibrate(operand)
-            if index >= 0:
-                samples[name].append(Sample(wall, processor, max(before, after)))
-            advance(1)
-    return samples
-
-
-def _calibrate(operand: Tensor) -> float:
-    start = time.perf_counter()
-    operand @ operand
-    return time.perf_counter() - start
-
-
-def quiet(samples: list[Sample], best_s: float) -> list[Sample]:
-    """The samples taken while the machine was not slow; ``best_s`` is the calibration's best of the run."""
-    return [sample for sample in samples if sample.calibration_s <= SLOW * best_s]
-
-
 def _show(
     console: Console,
     name: str,
@@ -250,7 +202,7 @@ def _show(
     samples: dict[str, list[Sample]],
     best: str,
 ) -> None:
-    fastest = min(sample.calibration_s for each in samples.values() for sample in each)
+    fastest = fastest_calibration(samples.values())
     config, num_tokens = shape.config, shape.rows * shape.length
     wall = {key: [s.wall_s for s in quiet(each, fastest)] for key, each in samples.items()}
     processor = {key: [s.processor_s for s in each] for key, each in samples.items()}

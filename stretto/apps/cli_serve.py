@@ -97,6 +97,6 @@ def bench_serve(
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
 ) -> None:
     """Load a server: throughput, time to first token and between tokens."""
-    from stretto.apps.serve import LoadOptions, bench_serve_command
+    from stretto.apps.load import LoadOptions, bench_serve_command
 
     bench_serve_command(source, url, subnet, LoadOptions(requests, concurrency, rate, prompt_tokens, max_tokens, seed))

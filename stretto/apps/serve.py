@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import rich
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from stretto.apps.choose import fitting_subnet, parse_bytes
 from stretto.apps.shape import best_subnet
@@ -34,8 +27,6 @@ from stretto.model.hub import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.presets import parse_choice, parse_subnet
 from stretto.model.spec import Subnet, SubnetChoice, extracted_config
-from stretto.serve.client import ApiFailure, Client
-from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
 from stretto.serve.server import create_app, open_socket, serve
 from stretto.serve.settings import ServedModel, ServeSettings, environment_subnet
 from stretto.text.chat import render
@@ -127,32 +118,6 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         messages.append({"role": "assistant", "content": answer})
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What `stretto bench-serve` was asked for."""
-
-    requests: int
-    concurrency: int
-    rate: float | None
-    prompt_tokens: int
-    max_tokens: int
-    seed: int
-
-
-def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> LoadResult:
-    """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
-    if (source is None) == (url is None):
-        raise UserError("bench-serve: name either a run or --url of a running server")
-    for name in ("requests", "concurrency", "prompt_tokens", "max_tokens"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: needs a number above 0")
-    if url is not None:
-        return _shown(asyncio.run(_load(url, options)))
-    assert source is not None
-    with _server(source, subnet) as started:
-        return _shown(asyncio.run(_load(started, options)))
-
-
 def serve_settings(
     host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None
 ) -> ServeSettings:
@@ -188,11 +153,9 @@ def _open(source: Path, options: ServeOptions) -> _Opened:
     folder, device = checkpoint_of(source), join(options.device).device
     dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    config = EngineConfig(
-        max_batch=options.max_batch,
-        max_step_tokens=max(1024, options.max_batch),
-        max_len=options.max_len,
-        speculate=SpeculateConfig() if options.speculate else None,
+    sizes = {"max_batch": options.max_batch, "max_len": options.max_len}
+    config = validate(EngineConfig, sizes, "--max-batch, --max-len").replace(
+        max_step_tokens=max(1024, options.max_batch), speculate=SpeculateConfig() if options.speculate else None
     )
     network = read_config(folder)
     cut = _cut(source, options, memory, device, dtype, config)
@@ -226,7 +189,7 @@ def _cut(
     fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
     step = "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
     loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
-    rich.print(f"auto: {fit.name} ({fit.subnet.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
+    _say(f"auto: {fit.name} ({fit.subnet.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
     return fit.subnet
 
 
@@ -243,66 +206,15 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
 def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
     full, chosen = (count(opened.config, each) for each in (opened.config.full(), default.of(opened.config)))
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
-    rich.print(
-        f"[bold]{opened.name}[/bold]: {params(full.total_params)} parameters; by default {default.of(opened.config).label()}"
+    _say(
+        f"{opened.name}: {params(full.total_params)} parameters; by default {default.of(opened.config).label()}"
         f" ({params(chosen.active_params)} active)"
     )
-    rich.print(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
-    rich.print(f"kernels: {kernels}")
-    sys.stdout.write(f"{SERVING} {url}\n")
+    _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
+    _say(f"kernels: {kernels}")
+    _say(f"{SERVING} {url}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-@contextmanager
-def _server(source: Path, subnet: str | None) -> Iterator[str]:
-    """The address of a server of ``source`` in a process of its own, on any free port."""
-    chosen = ["--subnet", subnet] if subnet else []
-    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *chosen]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
-            if url is None:
-                raise UserError(f"{source}: its server did not start (exit code {process.wait()}); see above")
-            yield url
-        finally:
-            process.terminate()
-
-
-async def _load(url: str, options: LoadOptions) -> LoadResult:
-    async with Client(url) as client:
-        try:
-            info = await client.get("/api/info")
-        except (httpx.TransportError, httpx.UnsupportedProtocol):
-            raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
-        except ApiFailure as error:
-            raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that asks for no key") from None
-        rng = random.Random(options.seed)
-        prompts = [
-            [rng.randrange(info["vocab_size"]) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
-        ]
-        load = Load(
-            num_requests=options.requests,
-            concurrency=options.requests if options.rate else options.concurrency,
-            prompts=prompts,
-            max_tokens=options.max_tokens,
-            rate=options.rate,
-            seed=options.seed,
-        )
-        return await run_load(client, load)
-
-
-def _shown(result: LoadResult) -> LoadResult:
-    table = Table(title=f"{len(result.seen)} answers in {result.wall_s:.1f} s")
-    for column in ("", *(f"p{each}" for each in PERCENTILES)):
-        table.add_column(column, justify="right" if column else "left")
-    for name, values in (
-        ("time to first token, ms", result.first_token_ms()),
-        ("between tokens, ms", result.between_tokens_ms()),
-    ):
-        table.add_row(name, *(f"{value:,.2f}" for value in values))
-    rich.print(table)
-    rich.print(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
-    for reason, times in sorted(result.errors.items()):
-        rich.print(f"[red]{times} x {escape(reason)}")
-    return result

@@ -1,7 +1,7 @@
 """Checkpoints: an ordinary Hugging Face folder, and beside it what only an elastic network has.
 
 ``config.json``, ``model*.safetensors``, the tokenizer's files and ``generation_config.json`` are what transformers,
-vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.safetensors`` (the balance
+vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.tensors`` (the balance
 biases of all widths) and ``lineage.json`` are ours; other software ignores them, and a folder without them is read
 from ``config.json`` alone.
 """
@@ -34,7 +34,8 @@ from stretto.text.tokenizer import TURN_END, load_tokenizer
 SCHEMA = 1
 """Version of stretto.json. Raised when a reader of the old form would misread the new one."""
 STRETTO_FILE = "stretto.json"
-ELASTIC_FILE = "elastic.safetensors"
+ELASTIC_FILE = "elastic.tensors"
+"""In safetensors form, under another suffix: vLLM takes every ``*.safetensors`` of a folder for the model's."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

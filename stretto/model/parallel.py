@@ -99,8 +99,10 @@ def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ran
         timeout_s: how long a collective waits for the other ranks before it raises.
 
     Raises:
-        UserError: ``ep`` does not divide the number of ranks.
+        UserError: an unknown device, or ``ep`` does not divide the number of ranks.
     """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     world, rank, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
     if ep < 1 or world % ep:

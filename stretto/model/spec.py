@@ -221,6 +221,8 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
             raise UserError(f"subnet: experts={experts} lies outside 1..{available}")
         if not 1 <= k <= experts:
             raise UserError(f"subnet: top_k={k} lies outside 1..{experts}, the experts kept")
+        if k > config.top_k_by_layer[row]:
+            raise UserError(f"subnet: top_k={k} lies outside 1..{config.top_k_by_layer[row]}, the network's own")
     return subnet
 
 

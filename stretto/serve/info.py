@@ -81,6 +81,7 @@ class Info:
                     "top_k": config.top_k,
                 },
                 "max_len": model.max_len,
+                "vocab_size": config.vocab_size,
                 "num_experts": config.num_experts,
                 "num_moe_layers": config.num_moe_layers,
                 # What a Subnet keeps of each axis is a beginning of these.

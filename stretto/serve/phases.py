@@ -45,6 +45,7 @@ class Chooser:
         named = {name: choice.of(model.config) for name, choice in self._choices.items()}
         target = model.default.of(model.config)
         floor = target
+        self._has_floor = settings.floor is not None
         if settings.floor is not None:
             floor = parse_subnet(settings.floor, model.config, self._choices, "--floor")
         self._named = named
@@ -59,6 +60,8 @@ class Chooser:
             ApiError: 429 where the floor is reached and the queue is full.
         """
         rung = self.control.choose(num_waiting)
+        if rung is None and not self._has_floor:
+            return self.control.rungs[0]  # nothing was declared to give up; the engine's own queue is the limit
         if rung is None:
             floor = self.control.rungs[-1].name
             raise overloaded(

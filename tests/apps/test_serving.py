@@ -68,9 +68,9 @@ def test_a_server_from_start_to_sigterm(served_run: Path) -> None:
             body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             small = client.post("/v1/completions", json={**body, "model": "tiny:corner"}).json()
             assert small["usage"]["completion_tokens"] == 4
-            assert small["usage"]["elastic"]["subnet"] == PRESETS["corner"].of(SERVED).label()
+            assert [small["usage"]["elastic"][axis] for axis in ("layers", "experts", "top_k")] == [2, 2, 1]
             usual = client.post("/v1/completions", json={**body, "model": "tiny"}).json()
-            assert usual["usage"]["elastic"]["subnet"] == PRESETS["half"].of(SERVED).label()
+            assert [usual["usage"]["elastic"][axis] for axis in ("layers", "experts", "top_k")] == [3, 4, 2]
             long = {**body, "max_tokens": LONGEST, "stream": True, "return_token_ids": True}
             with client.stream("POST", "/v1/completions", json=long) as stream:
                 lines = stream.iter_lines()
@@ -140,8 +140,9 @@ def test_chat_from_a_pipe(stretto: Run, served_run: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def served(served_run: Path) -> Iterator[tuple[Service, ServedModel]]:
     opened = open_engine(served_run, EngineConfig(max_batch=8))
-    with Service(opened.engine) as service:
-        yield service, ServedModel("tiny", SERVED, PRESETS, opened.tokenizer, SERVED.max_positions)
+    service = Service(opened.engine).start()
+    yield service, ServedModel("tiny", SERVED, PRESETS, opened.tokenizer, SERVED.max_positions)
+    service.close()
 
 
 LOAD = ("--requests", 5, "--concurrency", 2, "--prompt-tokens", 6, "--max-tokens", 4)
@@ -154,7 +155,8 @@ def test_a_running_server_is_loaded(stretto: Run, served: tuple[Service, ServedM
         for words in ("5 answers", "time to first token", "between tokens", "p50", "p99", "tokens/s"):
             assert words in done.out
         crowded = stretto("bench-serve", "--url", url, *LOAD, "--max-tokens", 9999)
-        assert crowded.code == 0 and "0 answers" in crowded.out and "5 x 400" in crowded.out
+        refused(crowded, "bench-serve: none of the 5 requests was answered")
+        assert "5 x 400" in crowded.out
 
 
 def test_a_server_behind_a_key_is_not_loaded(stretto: Run, served: tuple[Service, ServedModel]) -> None:
@@ -173,9 +175,9 @@ def test_a_server_of_its_own_is_loaded(stretto: Run, served_run: Path) -> None:
 def test_auto_serves_the_best_that_fits(served_run: Path) -> None:
     """The chosen sub-model is the whole network of that server: it has no other size."""
     with process(served_run, "--subnet", "auto", "--memory", "8GB", "--latency-ms", 60_000) as (_, url, said):
-        assert "auto: full" in said and "ms a token alone" in said
+        assert "auto: full" in said and "ms a token alone" in " ".join(said.split())  # wrapped at the console's width
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
     with process(served_run, "--subnet", "auto", "--memory", "250KB") as (_, url, said):
         assert "auto: corner" in said
         info = httpx.get(f"{url}/api/info", trust_env=False).json()
-        assert info["num_layers"] == 2
+        assert info["limits"]["layers"] == 2

@@ -30,7 +30,7 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
     [
         ("--subnet layers=9", ("--subnet layers=9", "1..4")),
         ("--subnet experts=99", ("--subnet experts=99",)),
-        ("--subnet top_k=3", ("--subnet top_k=3",)),
+        ("--subnet top_k=9", ("--subnet top_k=9",)),
         ("--subnet haf", ("unknown preset", "did you mean 'half'")),
         ("--subnet depth=2", ("unknown axis 'depth'",)),
         ("--subnet best", ("stretto search",)),

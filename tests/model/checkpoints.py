@@ -87,7 +87,7 @@ def their_logits(folder: Path) -> torch.Tensor:
 def forget_ours(folder: Path) -> None:
     """Leave what other software would have written."""
     (folder / "stretto.json").unlink()
-    (folder / "elastic.safetensors").unlink(missing_ok=True)
+    (folder / "elastic.tensors").unlink(missing_ok=True)
 
 
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -60,7 +60,9 @@ def subnets(draw: st.DrawFn, config: ModelConfig) -> Subnet:
     uneven = draw(st.booleans())
     shared = draw(st.integers(1, config.num_experts))
     experts = tuple(draw(st.integers(1, config.num_experts)) if uneven else shared for _ in kept)
-    return Subnet(layers=layers, experts=experts, top_k=tuple(draw(st.integers(1, num)) for num in experts))
+    return Subnet(
+        layers=layers, experts=experts, top_k=tuple(draw(st.integers(1, min(num, config.top_k))) for num in experts)
+    )
 
 
 def tolerance(logits: torch.Tensor, config: ModelConfig) -> float:

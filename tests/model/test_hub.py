@@ -124,6 +124,13 @@ def test_a_network_read_back_is_as_elastic_as_before(tmp_path: Path) -> None:
         assert torch.equal(back.logits(IDS, subnet), model.logits(IDS, subnet))
 
 
+def test_no_file_but_the_models_has_its_suffix(tmp_path: Path) -> None:
+    """vLLM takes every *.safetensors of a folder for the model's own."""
+    model = network(**GLM, widths=(8, 4))
+    write_checkpoint(tmp_path / "out", model, model.config)
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_presets_and_lineage_are_kept(tmp_path: Path) -> None:
     model = network(**GLM, widths=(8, 4))
     presets = {"corner": SubnetChoice(layers=3, experts=4, top_k=1)}

@@ -106,10 +106,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit_json(folder / "stretto.json", preset={}),
         r"stretto\.json: preset: unknown key",
     ),
-    "no biases": (lambda folder: (folder / "elastic.safetensors").unlink(), r"elastic\.safetensors: no such file"),
+    "no biases": (lambda folder: (folder / "elastic.tensors").unlink(), r"elastic\.tensors: no such file"),
     "biases of another network": (
-        put("elastic.safetensors", "blocks.1.mlp.bias_WE", torch.ones(1, 8)),
-        r"elastic\.safetensors: blocks\.1\.mlp\.bias_WE: is not of these weights",
+        put("elastic.tensors", "blocks.1.mlp.bias_WE", torch.ones(1, 8)),
+        r"elastic\.tensors: blocks\.1\.mlp\.bias_WE: is not of these weights",
     ),
     "weights where there are none": (
         put("model.safetensors", "model.layers.0.mlp.shared_experts.up_proj.weight", torch.ones(16, 64)),

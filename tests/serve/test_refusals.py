@@ -14,7 +14,9 @@ import pytest
 
 from stretto.engine.engine import Engine
 from stretto.engine.service import Service
-from stretto.serve.settings import ServedModel
+from stretto.serve.errors import ApiError
+from stretto.serve.phases import Chooser
+from stretto.serve.settings import ServedModel, ServeSettings
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]
@@ -175,6 +177,18 @@ def test_too_many_open(connect: Any) -> None:
             assert refused(full, 429)["code"] == "overloaded" and int(full.headers["retry-after"]) >= 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("floor", [None, "corner"])
+def test_only_a_declared_floor_is_a_reason_to_refuse(served: ServedModel, floor: str | None) -> None:
+    settings = ServeSettings(floor=floor)
+    chooser = Chooser(served, settings, clock=lambda: 0.0)
+    crowd = settings.elastic.refuse_waiting
+    if floor is None:
+        assert chooser.rung(crowd) == chooser.control.rungs[0]
+    else:
+        with pytest.raises(ApiError, match=r"the floor .corner. is reached"):
+            chooser.rung(crowd * 8)
 
 
 def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -> None:

@@ -115,7 +115,8 @@ def test_info(ask: Ask, served: ServedModel, config: ModelConfig) -> None:
     assert ask("GET", "/api/cost").json() == info["presets"]["full"]
     for wrong in ("layers=9", "layers=-1", "layers=x", "layer=2", "experts=1&top_k=2"):
         assert ask("GET", f"/api/cost?{wrong}").status_code == 400
-    assert info["max_len"] == served.max_len and info["has_chat_template"] and info["kernels"]
+    assert (info["max_len"], info["vocab_size"]) == (served.max_len, config.vocab_size)
+    assert info["has_chat_template"] and info["kernels"]
 
 
 def test_metrics(connect: Any) -> None:

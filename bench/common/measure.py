@@ -1,0 +1,122 @@
+"""Honest timing on a machine that others use too: turns, a fixed product beside every sample, ratios from one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+SLOW = 1.25
+"""A sample is dropped when the matrix product beside it took this many times its best."""
+CALIBRATION_SIZE = 1024
+"""Rows and columns of the fixed fp32 matrix product."""
+
+Step = Callable[[], object]
+"""The work that is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed step."""
+
+    wall_s: float
+    processor_s: float
+    calibration_s: float
+    """The slower of the two matrix products around it."""
+
+
+class Calibration:
+    """The fixed matrix product: how fast the machine is just now."""
+
+    def __init__(self) -> None:
+        self._operand = torch.randn(CALIBRATION_SIZE, CALIBRATION_SIZE)
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self._operand @ self._operand
+        return time.perf_counter() - start
+
+
+def measure(
+    steps: Mapping[str, Step],
+    rounds: int,
+    advance: Callable[[int], None] = lambda num: None,
+    warm_up: int = 2,
+    prepare: Mapping[str, Step] | None = None,
+) -> dict[str, list[Sample]]:
+    """Time ``rounds`` steps of each, taking turns, after ``warm_up`` untimed ones; ``prepare`` comes before each, untimed."""
+    samples: dict[str, list[Sample]] = {name: [] for name in steps}
+    calibration = Calibration()
+    for index in range(-warm_up, rounds):
+        for name, step in steps.items():
+            if prepare is not None:
+                prepare[name]()
+            before = calibration.seconds()
+            wall, processor = time.perf_counter(), time.process_time()
+            step()
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+            after = calibration.seconds()
+            if index >= 0:
+                samples[name].append(Sample(wall, processor, max(before, after)))
+            advance(1)
+    return samples
+
+
+def fastest_calibration(samples: Iterable[Sequence[Sample]]) -> float:
+    """The calibration's best of a run, seconds."""
+    return min(sample.calibration_s for each in samples for sample in each)
+
+
+def quiet(samples: Sequence[Sample], best_s: float) -> list[Sample]:
+    """The samples taken while the machine was not slow; ``best_s`` is the calibration's best of the run."""
+    return [sample for sample in samples if sample.calibration_s <= SLOW * best_s]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How two things that took turns compare, as time of the first over time of the second."""
+
+    wall: float | None
+    """Median over the rounds in which both were quiet; None: there was none."""
+    processor: float
+    """Median over all rounds."""
+    num_quiet: int
+    num_rounds: int
+
+
+def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Ratio:
+    """Time of ``over`` divided by time of ``under``, round by round, so that a slow spell meets both."""
+    best_s = fastest_calibration(samples.values())
+    pairs = list(zip(samples[over], samples[under], strict=True))
+    calm = [pair for pair in pairs if max(sample.calibration_s for sample in pair) <= SLOW * best_s]
+    return Ratio(
+        wall=median(a.wall_s / b.wall_s for a, b in calm) if calm else None,
+        processor=median(a.processor_s / b.processor_s for a, b in pairs),
+        num_quiet=len(calm),
+        num_rounds=len(pairs),
+    )
+
+
+def times(value: float | None) -> str:
+    """``1.37x``; a dash where nothing was measured."""
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def table(title: str, *headings: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if index else "left")
+    return made
+
+
+def random_prompts(num: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Token ids that end nothing: the lowest ids, where tokenizers keep their marks, are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_NT: Tensor = torch.randint(min(8, vocab_size // 2), vocab_size, (num, length), generator=generator)
+    return ids_NT.tolist()

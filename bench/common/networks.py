@@ -1,0 +1,93 @@
+"""The networks that engines are compared on: a trained one where a folder is named, else random weights of a shape."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import torch
+
+from stretto.data.demo_text import demo_documents
+from stretto.model.families import Family
+from stretto.model.gguf import write_gguf
+from stretto.model.hub import ELASTIC_FILE, read_checkpoint, write_checkpoint
+from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.model.transformer import Transformer, build
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
+from stretto.train.recipe import Recipe
+
+DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
+TOKENIZER_CHARS = 200_000
+"""Text a random network's tokenizer is trained on; few seconds."""
+SHAPES = ("demo", "100m")
+
+
+def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
+    """Configuration, presets and family on disk of a named shape."""
+    if name == "demo":
+        recipe = Recipe(**tomllib.loads(DEMO_RECIPE.read_text(encoding="utf-8")))
+        return recipe.network(), dict(recipe.elastic.anchors), "glm4_moe"
+    config = ModelConfig(
+        vocab_size=16384,
+        hidden_size=512,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        num_experts=32,
+        top_k=4,
+        expert_intermediate_size=128,
+        widths=(32, 8),
+        max_positions=1024,
+        qk_norm=True,
+        router="softmax",
+        selection_bias=False,
+    )
+    return config, {"corner": SubnetChoice(layers=9, experts=8, top_k=1)}, "qwen3_moe"
+
+
+def random_network(config: ModelConfig, seed: int = 0) -> Transformer:
+    """Random weights of such a size that logits are spread like a trained network's and experts differ by token.
+
+    Freshly initialised, a network repeats its last token for ever; with the factor here (tried: 2.5, 4, 6) most tokens of
+    an answer differ, and no two of the best logits lie closer than some 1e-4.
+    """
+    model = build(config, seed).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and name.startswith("blocks"):
+            parameter.mul_(6.0)
+    return model
+
+
+def write_network(folder: Path, name: str, *, with_gguf: bool = False) -> Path:
+    """Write a random network of a named shape, with a tokenizer, to ``folder/name``; returns that."""
+    config, presets, family = shape(name)
+    texts = (document.text for document in demo_documents(TOKENIZER_CHARS, 0))
+    train_tokenizer(texts, config.vocab_size, CHATML).save(folder / "tokenizer")
+    target = folder / name
+    write_checkpoint(
+        target,
+        random_network(config),
+        config,
+        family=family,
+        presets=presets,
+        tokenizer_dir=folder / "tokenizer",
+    )
+    if with_gguf:
+        write_gguf(target, gguf_path(target))
+    return target
+
+
+def gguf_path(checkpoint: Path) -> Path:
+    """Where the GGUF of a checkpoint made for a comparison lies."""
+    return checkpoint.with_suffix(".gguf")
+
+
+def plain_copy(checkpoint: Path, target: Path, dtype: torch.dtype) -> Path:
+    """The full network of ``checkpoint`` as other software reads it, without what only we know, and its GGUF."""
+    read = read_checkpoint(checkpoint, dtype=dtype)
+    write_checkpoint(target, read.model, read.config, family=read.family, tokenizer_dir=checkpoint)
+    write_gguf(target, gguf_path(target), {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype])
+    (target / ELASTIC_FILE).unlink(missing_ok=True)  # vLLM reads every safetensors file of a folder
+    return target

@@ -1,0 +1,219 @@
+"""Does the engine give the tokens of the slow reference? Mixed greedy requests, engine against `generate_naive`.
+
+    python -m bench.engine_equality [--requests N] [--run FOLDER] [--kernels native|torch]
+
+Prompts of many lengths, half of which begin like an earlier one; Subnets drawn per request, some with another Subnet for
+the prompt or for thinking; requests that arrive while others run, and some that are aborted. The engines: one with so
+few cache pages that sequences lose theirs and are computed again, one whose pages are found again by later prompts, and
+one that drafts with a Subnet. Every token must be the reference's. Where one is not, the gap between the
+two candidates' log-probabilities under the reference is shown: rounding may decide a gap of 1e-5, nothing else may.
+Exits with 1 unless all are identical and each engine did what it is there for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.common.measure import table
+from bench.common.networks import random_network, shape
+from stretto.base.track import progress
+from stretto.engine.engine import Engine
+from stretto.engine.naive import generate_naive, logits_naive, subnets_by_position
+from stretto.engine.open import checkpoint_of
+from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
+from stretto.model.hub import read_checkpoint
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Transformer
+from stretto.ops.native.build import Library, load
+
+PAGE_SIZE = 4
+TIGHT, ROOMY = 30, 600
+"""Cache pages: little more than the longest request needs, so that a batch must give pages up; and enough for all."""
+LONGEST_PROMPT, LONGEST_COMPLETION = 72, 20
+NEAR = 8
+"""Requests that a prompt may share its beginning with: the last ones, whose pages are likely still there."""
+ABORTS = 0.1
+"""Requests added beside the compared ones and aborted while they run, as a share of those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A request whose tokens are not the reference's."""
+
+    request: Request
+    place: int
+    """Of the first token that differs."""
+    gap: float
+    """Log-probability of the reference's token less that of the engine's, by the reference."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--run", type=Path, help="a run or a checkpoint; default: random weights of the demo's shape")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: both, where they compile")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.run:
+        model = read_checkpoint(checkpoint_of(options.run), dtype=torch.float32).model.requires_grad_(False)
+    else:
+        model = random_network(shape("demo")[0])
+    asked = list(requests(model.config, options.requests, options.seed))
+    expected = reference(model, asked)
+    console, wrong = Console(), False
+    shown = table(
+        f"{len(asked)} greedy requests, {sum(map(len, expected.values())):,} tokens",
+        *("engine", "identical", "preemptions", "cached tokens", "drafted tokens", "steps"),
+    )
+    for (kernels, library), (kind, config) in itertools.product(
+        _libraries(options.kernels).items(), _configs(model.config).items()
+    ):
+        engine = Engine(model, None, config, library=library)
+        done = drive(engine, asked, random.Random(options.seed))
+        differences = list(_differences(model, asked, expected, done))
+        stats = engine.stats()
+        engine.allocator.check()
+        assert stats.num_free_pages == stats.num_pages, f"leaked pages: {stats}"
+        seen = {"tight": stats.num_preemptions, "roomy": stats.cached_tokens, "drafting": stats.drafted_tokens}
+        wrong |= bool(differences) or not seen[kind]
+        counts = (stats.num_preemptions, stats.cached_tokens, stats.drafted_tokens, stats.num_steps)
+        same = f"{len(asked) - len(differences)} of {len(asked)}"
+        shown.add_row(f"{kernels}, {kind}", same, *(f"{num:,}" for num in counts))
+        for each in differences:
+            console.print(f"{kernels}, {kind}: {each.request.id}, token {each.place}: gap {each.gap:.1e} nats")
+    console.print(shown)
+    if wrong:
+        sys.exit(1)
+
+
+def _configs(config: ModelConfig) -> dict[str, EngineConfig]:
+    """Engines in which pages are lost, in which they are found again, and which draft."""
+    sizes: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch": 8, "max_step_tokens": 64}
+    draft = config.subnet(config.num_layers // 2, config.widths[-1], 1)
+    return {
+        "tight": EngineConfig(num_pages=TIGHT, **sizes),
+        "roomy": EngineConfig(num_pages=ROOMY, **sizes),
+        "drafting": EngineConfig(num_pages=ROOMY, speculate=SpeculateConfig(draft=draft, max_draft=3), **sizes),
+    }
+
+
+def _libraries(kernels: str | None) -> dict[str, Library]:
+    native = load()
+    found = {"torch": load({"STRETTO_NATIVE": "0"})}
+    if native.handle is not None:
+        found["native"] = native
+    return {name: library for name, library in found.items() if kernels in (None, name)}
+
+
+def requests(config: ModelConfig, num: int, seed: int) -> Iterator[Request]:
+    """``num`` requests unlike one another; prompts share beginnings."""
+    rng, made = random.Random(seed), list[Request]()
+    for index in range(num):
+        length = rng.randint(1, LONGEST_PROMPT)
+        earlier = rng.choice(made[-NEAR:]) if made and rng.random() < 0.5 else None
+        shared = earlier.prompt[:length] if earlier else ()
+        rest = (rng.randrange(8, config.vocab_size) for _ in range(length - len(shared)))
+        # another Subnet's pages are never shared, so half of those that could share have the earlier one's
+        phases = earlier.phases if earlier and rng.random() < 0.5 else _phases(config, rng)
+        sampling = Sampling(
+            temperature=0.0,
+            max_tokens=rng.randint(1, LONGEST_COMPLETION),
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+            ignore_eos=True,
+        )
+        made.append(Request(f"r{index}", (*shared, *rest), sampling, phases, want_routes=rng.random() < 0.25))
+        yield made[-1]
+
+
+def _phases(config: ModelConfig, rng: random.Random) -> Phases:
+    answer = _subnet(config, rng)
+    kind = rng.random()
+    if kind < 0.7:
+        return Phases(answer)
+    if kind < 0.85:
+        return Phases(answer, prefill=config.full())
+    # an id that is likely to come up, so that the phase does end now and then
+    return Phases(answer, thinking=config.full(), thinking_end=rng.randrange(8, config.vocab_size))
+
+
+def _subnet(config: ModelConfig, rng: random.Random) -> Subnet:
+    if rng.random() < 0.3:
+        return config.full()
+    experts = rng.choice(config.widths)
+    return config.subnet(
+        depth=rng.randint(config.num_layers // 2, config.num_layers),
+        experts=experts,
+        top_k=rng.randint(1, min(config.top_k, experts)),
+    )
+
+
+def reference(model: Transformer, asked: list[Request]) -> dict[str, tuple[int, ...]]:
+    """Tokens of `generate_naive` by request."""
+    expected: dict[str, tuple[int, ...]] = {}
+    with progress("reference, token by token", len(asked)) as advance:
+        for request in asked:
+            done = generate_naive(model, request.prompt, request.sampling, request.phases)
+            expected[request.id] = done.tokens
+            advance(1)
+    return expected
+
+
+def drive(engine: Engine, asked: list[Request], rng: random.Random) -> dict[str, tuple[int, ...]]:
+    """Tokens of the engine by request; requests arrive while others run, and strangers among them are aborted."""
+    waiting, strangers = list(reversed(asked)), 0
+    done: dict[str, tuple[int, ...]] = {}
+    with progress("engine", len(asked)) as advance:
+        while waiting or engine.has_work:
+            while waiting and (rng.random() < 0.8 or not engine.has_work):
+                request = waiting.pop()
+                engine.add(request, stream=False)
+                if rng.random() < ABORTS:
+                    strangers += 1
+                    stranger = Request(
+                        f"stranger{strangers}", request.prompt, request.sampling, request.phases, want_routes=True
+                    )
+                    engine.add(stranger, stream=False)
+            for event in engine.step():
+                if isinstance(event, Completion) and not event.request_id.startswith("stranger"):
+                    done[event.request_id] = event.tokens
+                    advance(1)
+            if strangers and rng.random() < 0.2:
+                engine.abort(f"stranger{rng.randint(1, strangers)}")
+    return done
+
+
+def _differences(
+    model: Transformer,
+    asked: list[Request],
+    expected: dict[str, tuple[int, ...]],
+    done: dict[str, tuple[int, ...]],
+) -> Iterator[Difference]:
+    for request in asked:
+        mine, theirs = done[request.id], expected[request.id]
+        if mine == theirs:
+            continue
+        place = next(
+            (place for place, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(mine), len(theirs)),
+        )
+        gap = float("nan")
+        if place < min(len(mine), len(theirs)):
+            tokens = [*request.prompt, *theirs[:place]]
+            subnets = subnets_by_position(tokens, len(request.prompt), request.phases)
+            logp_V = logits_naive(model, tokens, subnets)[-1].log_softmax(-1)
+            gap = float(logp_V[theirs[place]] - logp_V[mine[place]])
+        yield Difference(request, place, gap)
+
+
+if __name__ == "__main__":
+    main()

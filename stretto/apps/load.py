@@ -1,0 +1,110 @@
+"""`stretto bench-serve`: load a server, and print what its clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import rich
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from stretto.apps.serve import SERVING
+from stretto.base.errors import UserError
+from stretto.serve.client import ApiFailure, Client
+from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What `stretto bench-serve` was asked for."""
+
+    requests: int
+    concurrency: int
+    rate: float | None
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+
+
+def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> LoadResult:
+    """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
+    if (source is None) == (url is None):
+        raise UserError("bench-serve: name either a run or --url of a running server")
+    for name in ("requests", "concurrency", "prompt_tokens", "max_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: needs a number above 0")
+    if options.rate is not None and not 0 < options.rate < float("inf"):
+        raise UserError(f"--rate {options.rate:g}: needs a number above 0")
+    if url is not None:
+        return _shown(asyncio.run(_load(url, options)))
+    assert source is not None
+    with _server(source, subnet) as started:
+        return _shown(asyncio.run(_load(started, options)))
+
+
+@contextmanager
+def _server(source: Path, subnet: str | None) -> Iterator[str]:
+    """The address of a server of ``source`` in a process of its own, on any free port."""
+    chosen = ["--subnet", subnet] if subnet else []
+    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *chosen]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
+            if url is None:
+                raise typer.Exit(process.wait())  # it has said why
+            yield url
+        finally:
+            process.terminate()
+
+
+async def _load(url: str, options: LoadOptions) -> LoadResult:
+    keys = list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
+    async with Client(url, keys[0] if keys else None) as client:
+        try:
+            info = await client.get("/api/info")
+        except (httpx.TransportError, httpx.UnsupportedProtocol):
+            raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
+        except ApiFailure as error:
+            raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that takes this key") from None
+        rng = random.Random(options.seed)
+        prompts = [
+            [rng.randrange(info["vocab_size"]) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
+        ]
+        load = Load(
+            num_requests=options.requests,
+            concurrency=options.requests if options.rate else options.concurrency,
+            prompts=prompts,
+            max_tokens=options.max_tokens,
+            rate=options.rate,
+            seed=options.seed,
+        )
+        return await run_load(client, load)
+
+
+def _shown(result: LoadResult) -> LoadResult:
+    table = Table(title=f"{len(result.seen)} answers in {result.wall_s:.1f} s")
+    for column in ("", *(f"p{each}" for each in PERCENTILES)):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in (
+        ("time to first token, ms", result.first_token_ms()),
+        ("between tokens, ms", result.between_tokens_ms()),
+    ):
+        table.add_row(name, *(f"{value:,.2f}" for value in values))
+    rich.print(table)
+    rich.print(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
+    for reason, times in sorted(result.errors.items()):
+        rich.print(f"[red]{times} x {escape(reason)}")
+    if not result.seen:
+        raise UserError(f"bench-serve: none of the {sum(result.errors.values())} requests was answered; see above")
+    return result
