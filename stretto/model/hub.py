@@ -1,9 +1,8 @@
 """Checkpoints: an ordinary Hugging Face folder, and beside it what only an elastic network has.
 
 ``config.json``, ``model*.safetensors``, the tokenizer's files and ``generation_config.json`` are what transformers,
-vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.tensors`` (the balance
-biases of all widths) and ``lineage.json`` are ours; other software ignores them, and a folder without them is read
-from ``config.json`` alone.
+vLLM and SGLang read. ``stretto.json`` (our configuration and named Subnets), ``elastic.tensors`` (the balance biases of
+all widths) and ``lineage.json`` are ours; others ignore them, and a folder without is read from ``config.json`` alone.
 """
 
 from __future__ import annotations

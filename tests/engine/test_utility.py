@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.engine.utility import FIRST_WAIT, TRIALS, WARM_STEPS, Draft, Watch, expected_tokens
+from stretto.engine.utility import FIRST_WAIT, TRIALS, WARM_STEPS, Draft, Watch
 from tests.engine.engines import CORNER, NARROW
+
+
+def expected_tokens(acceptance: float, num_drafted: int) -> float:
+    """Tokens a cycle yields when each draft is accepted with the same probability (Leviathan, 2211.17192, eq. 1)."""
+    return sum(acceptance**power for power in range(num_drafted + 1))
 
 
 def feed(watch: Watch, draft_s: float, verify_s: float, acceptance: float, num_steps: int) -> list[Draft | None]:

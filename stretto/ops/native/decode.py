@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -87,19 +88,19 @@ class Choice:
     """Row of balance state."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """Tokens of one step, all sequences in one list; int32 arrays, contiguous."""
+    """Tokens of one step, all sequences in one list."""
 
-    tokens_N: np.ndarray
-    positions_N: np.ndarray
-    tables_N: np.ndarray
+    tokens: list[int]
+    positions: list[int]
+    tables: list[int]
     """Where in ``pages`` the table of the token's sequence starts."""
-    subnets_N: np.ndarray
+    subnets: list[int]
     """Numbers that `Decoder.subnet` gave."""
-    pages: np.ndarray
+    pages: list[int]
     """Page tables of all sequences, one after the other."""
-    logits_M: np.ndarray
+    logits: list[int]
     """Tokens whose logits are wanted."""
 
 
@@ -165,28 +166,29 @@ class Decoder:
         A token's result does not depend, to the bit, on the others in the step. Of experts with equal scores the one
         with the lowest id is chosen first. The experts of a token are added in rising order of id.
         """
-        num_tokens, num_logits = len(step.tokens_N), len(step.logits_M)
+        num_tokens, num_logits = len(step.tokens), len(step.logits)
         assert not write_routes or self._network.routes_PZLK is not None, "no pool for routes"
-        for name in Step.__slots__:
-            array = getattr(step, name)
-            assert array.dtype == np.int32 and array.flags.c_contiguous, f"{name}: {array.dtype}"
         # out of range they would read memory that is not ours
         vocab, positions = self._network.head_VD.shape[0], self._network.cos_TR.shape[0]
-        assert step.tokens_N.min() >= 0 and step.tokens_N.max() < vocab, f"token ids {step.tokens_N} of {vocab}"
-        assert step.positions_N.min() >= 0 and step.positions_N.max() < positions, f"{step.positions_N} of {positions}"
-        logits_MV = torch.empty(num_logits, self._network.head_VD.shape[0])
+        assert min(step.tokens) >= 0 and max(step.tokens) < vocab, f"token ids {step.tokens} of {vocab}"
+        assert min(step.positions) >= 0 and max(step.positions) < positions, f"{step.positions} of {positions}"
+        lists = (step.tokens, step.positions, step.tables, step.subnets, step.pages, step.logits)
+        numbers = np.array([*chain(*lists)], np.int32)
+        starts = accumulate([4 * len(values) for values in lists[:-1]], initial=numbers.ctypes.data)
+        token, position, table, subnet, pages, logit_tokens = starts
+        logits_MV = torch.empty(num_logits, vocab)
         record = _Step(
             num_tokens,
             num_logits,
             torch.get_num_threads(),
             write_routes,
-            step.tokens_N.ctypes.data,
-            step.positions_N.ctypes.data,
-            step.tables_N.ctypes.data,
-            step.subnets_N.ctypes.data,
-            step.pages.ctypes.data,
+            token,
+            position,
+            table,
+            subnet,
+            pages,
             self._choices.ctypes.data,
-            step.logits_M.ctypes.data,
+            logit_tokens,
             logits_MV.data_ptr(),
         )
         self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))

@@ -7,7 +7,7 @@
 
 namespace stretto {
 
-constexpr int AHEAD = 2048;
+constexpr int AHEAD = 2048;  // bytes of a weight asked for early: blocks are too short for the processor to foresee (6-20 % of a step)
 
 #if defined(__AVX512F__)
 constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the operands, fit the vector registers
