@@ -67,6 +67,7 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             default=default,
             stop_ids=generation_ends(opened.folder, opened.config.vocab_size),
             weight_bytes=engine.model.embedding.weight.element_size(),
+            min_depth=_min_depth(opened),
         )
         service = Service(engine).start()
         try:
@@ -201,6 +202,14 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
                 yield event.text
             elif event.error is not None:
                 raise UserError(f"the completion failed: {event.error}")
+
+
+def _min_depth(opened: OpenedEngine) -> int:
+    """Fewest layers the network was trained with, as its recipe says; 1 where no recipe is known."""
+    recipe = opened.lineage.config.get("recipe") if opened.lineage is not None else None
+    elastic = recipe.get("elastic") if isinstance(recipe, dict) else None
+    trained = elastic.get("min_depth", 1) if elastic else 1
+    return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
 
 
 def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
