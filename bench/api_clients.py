@@ -25,7 +25,7 @@ from rich.console import Console
 from bench.common.measure import table
 from bench.common.networks import write_network
 from bench.common.server import serving
-from stretto.engine.open import checkpoint_of
+from stretto.base.paths import checkpoint_folder
 from stretto.model.hub import read_config, read_presets
 
 try:
@@ -69,7 +69,7 @@ def main() -> None:
     console, failed = Console(), False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        source = checkpoint_of(options.run) if options.run else write_network(folder, "demo")
+        source = checkpoint_folder(options.run) if options.run else write_network(folder, "demo")
         with serving(source) as server:
             if openai is None:
                 console.print("openai: not installed: pip install 'stretto[bench]'")

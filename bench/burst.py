@@ -22,7 +22,7 @@ from rich.console import Console
 from bench.common.measure import random_prompts, table, times
 from bench.common.networks import write_network
 from bench.common.server import serving
-from stretto.engine.open import checkpoint_of
+from stretto.base.paths import checkpoint_folder
 from stretto.model.hub import read_config, read_presets
 from stretto.serve.client import Client
 from stretto.serve.load import Load, LoadResult, run_load
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        source = checkpoint_of(options.run) if options.run else write_network(Path(temporary), "demo")
+        source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), "demo")
         prompts = random_prompts(256, options.prompt, read_config(source).vocab_size)
         floor = options.floor or list(read_presets(source))[-1]
         with serving(source) as server:

@@ -32,8 +32,8 @@ from bench.common.networks import SHAPES, gguf_path, plain_copy, write_network
 from bench.common.workers import Answer, Worker, WorkerFailed
 from bench.peers.protocol import Options
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.engine.open import checkpoint_of
 from stretto.model.hub import read_config
 
 OURS = "stretto"
@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        source = checkpoint_of(options.run) if options.run else write_network(Path(temporary), options.shape)
+        source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), options.shape)
         told = _prepare(source, Path(temporary), options)
         workers = _start(stack, source, told, options, console)
         prompts = random_prompts(told.max_batch, options.prompt, read_config(told.folder).vocab_size)

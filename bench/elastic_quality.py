@@ -22,10 +22,10 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from stretto.apps.run import CHECKPOINT, RunInfo, learn_tokenizer, prepare_data, tokenise_documents
+from stretto.apps.run import RunInfo, learn_tokenizer, prepare_data, tokenise_documents
 from stretto.apps.train import held_out, observer, open_loader
 from stretto.base.config import read_recipe
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import evaluate

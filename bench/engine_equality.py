@@ -26,10 +26,10 @@ from rich.console import Console
 
 from bench.common.measure import table
 from bench.common.networks import random_network, shape
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.naive import generate_naive, logits_naive, subnets_by_position
-from stretto.engine.open import checkpoint_of
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
 from stretto.model.hub import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.run:
-        model = read_checkpoint(checkpoint_of(options.run), dtype=torch.float32).model.requires_grad_(False)
+        model = read_checkpoint(checkpoint_folder(options.run), dtype=torch.float32).model.requires_grad_(False)
     else:
         model = random_network(shape("demo")[0])
     asked = list(requests(model.config, options.requests, options.seed))

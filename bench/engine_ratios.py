@@ -21,9 +21,9 @@ from rich.table import Table
 
 from bench.common.measure import Ratio, Sample, Step, measure, random_prompts, ratio, table, times
 from bench.common.networks import SHAPES, random_network, shape
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
-from stretto.engine.open import checkpoint_of
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.hub import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
@@ -72,7 +72,7 @@ def main() -> None:
 def _network(options: argparse.Namespace) -> tuple[Transformer, Subnet]:
     """The network and its corner: the smallest preset."""
     if options.run:
-        checkpoint = read_checkpoint(checkpoint_of(options.run))
+        checkpoint = read_checkpoint(checkpoint_folder(options.run))
         model, presets = checkpoint.model.requires_grad_(False), checkpoint.presets
     else:
         config, presets, _ = shape(options.shape)

@@ -27,8 +27,8 @@ from rich.console import Console
 from bench.common.measure import table
 from bench.common.networks import write_network
 from bench.common.server import Server, serving
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.engine.open import checkpoint_of
 from stretto.model.hub import read_config
 from stretto.serve.client import ApiFailure, Client
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        source = checkpoint_of(options.run) if options.run else write_network(Path(temporary), "demo")
+        source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), "demo")
         with serving(source) as server:
             soak = Soak(server, read_config(source).vocab_size, options)
             asyncio.run(soak.run())

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 
 from bench.common.measure import measure, ratio, table, times
-from stretto.apps.run import RUN_FILE, read_info
+from stretto.apps.run import read_info
+from stretto.base.paths import RUN_FILE
 from stretto.base.track import progress
 from stretto.engine.open import OpenedEngine, open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig

@@ -14,10 +14,10 @@ import torch
 
 from stretto.apps.shape import read_search
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.memory import free_bytes, least_bytes
-from stretto.engine.open import checkpoint_of
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.count import count
 from stretto.model.elastic import extract
@@ -25,7 +25,7 @@ from stretto.model.hub import read_checkpoint
 from stretto.model.presets import named_subnets
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config
 from stretto.model.transformer import Transformer
-from stretto.ops.native.build import load
+from stretto.ops.native.build import Library, load
 
 CONTEXT, TIMED_TOKENS = 64, 24
 """Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""
@@ -78,7 +78,7 @@ def fitting_subnet(
     Raises:
         UserError: nothing fits; it says what comes nearest.
     """
-    folder = checkpoint_of(source)
+    folder = checkpoint_folder(source)
     checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
     model, network = checkpoint.model.requires_grad_(False), checkpoint.config
     available = free_bytes(device) if memory_bytes is None else memory_bytes
@@ -94,10 +94,11 @@ def fitting_subnet(
     if latency_ms is None:
         name, subnet, nll = small[0]
         return Fit(subnet, name, weights[subnet], None, nll)
+    library = load() if device.type == "cpu" else None
     fastest = float("inf")
     with progress("measure sizes", len(small)) as advance:
         for name, subnet, nll in small:
-            step_ms = 1e3 * decode_seconds(extract(model, subnet))
+            step_ms = 1e3 * decode_seconds(extract(model, subnet), library)
             advance(1, f"{name}: {step_ms:.2f} ms a token")
             if step_ms <= latency_ms:
                 return Fit(subnet, name, weights[subnet], step_ms, nll)
@@ -107,11 +108,10 @@ def fitting_subnet(
     )
 
 
-def decode_seconds(model: Transformer) -> float:
+def decode_seconds(model: Transformer, library: Library | None) -> float:
     """Median time of one decoded token, alone in the batch, through the engine."""
     tokens = CONTEXT + TIMED_TOKENS + 1
     config = EngineConfig(page_size=16, num_pages=tokens // 16 + 2, max_batch=1, max_len=tokens, prefix_cache=False)
-    library = load() if model.embedding.weight.device.type == "cpu" else None
     engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
     ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(temperature=0, max_tokens=TIMED_TOKENS, ignore_eos=True)
@@ -129,7 +129,7 @@ def _candidates(
     source: Path, network: ModelConfig, presets: Mapping[str, SubnetChoice]
 ) -> list[tuple[str, Subnet, float | None]]:
     """Name, Subnet and known loss, best first."""
-    record = read_search(source) if (source / "run.json").is_file() else None
+    record = read_search(source)
     if record is not None:
         known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
         known.sort(key=lambda pair: pair[1])

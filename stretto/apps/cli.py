@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.apps.cli_serve import bench_serve, chat, generate, serve
+from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
 
@@ -24,10 +24,8 @@ Data = Annotated[
     list[str], typer.Option(help="File, folder or Hugging Face dataset; PATH@WEIGHT in a mixture.", show_default=False)
 ]
 Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
-Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
 
 
 @app.command()

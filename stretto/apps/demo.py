@@ -17,7 +17,7 @@ import rich
 from rich.table import Table
 
 from stretto.apps.report import report_command
-from stretto.apps.run import CHECKPOINT, learn_tokenizer, tokenise_documents
+from stretto.apps.run import learn_tokenizer, tokenise_documents
 from stretto.apps.shape import (
     LATENCY_FILE,
     SEARCH_FILE,
@@ -30,7 +30,7 @@ from stretto.apps.train import heal_command, pretrain_command
 from stretto.apps.write import Sample, read_samples, write_samples
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import RECIPES, remove
+from stretto.base.paths import CHECKPOINT, RECIPES, remove
 from stretto.data.demo_text import demo_documents
 from stretto.search.frontier import SearchOptions
 from stretto.search.space import Limits

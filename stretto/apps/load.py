@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from stretto.apps.serve import SERVING
+from stretto.apps.serve import SERVING, environment_keys
 from stretto.base.errors import UserError
 from stretto.serve.client import ApiFailure, Client
 from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
@@ -69,7 +68,7 @@ def _server(source: Path, subnet: str | None) -> Iterator[str]:
 
 
 async def _load(url: str, options: LoadOptions) -> LoadResult:
-    keys = list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
+    keys = environment_keys()
     async with Client(url, keys[0] if keys else None) as client:
         try:
             info = await client.get("/api/info")

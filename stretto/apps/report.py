@@ -10,13 +10,13 @@ from pathlib import Path
 import rich
 import torch
 
-from stretto.apps.run import checkpoint_folder, read_info
+from stretto.apps.run import read_info
 from stretto.apps.shape import LATENCY_FILE, read_search
 from stretto.apps.train import held_out
 from stretto.apps.write import read_samples
 from stretto.base.config import validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json
+from stretto.base.paths import checkpoint_folder, read_json
 from stretto.base.receipt import Alone, Family, family, history, ledger
 from stretto.base.records import Lineage, git_commit, read_lineage
 from stretto.base.track import progress, read_metrics

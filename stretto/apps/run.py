@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import RUN_FILE, read_json, write_json
 from stretto.base.track import progress
 from stretto.data.mixture import Mixture, Part
 from stretto.data.shards import Manifest, read_manifest
@@ -26,8 +26,6 @@ from stretto.data.tokenise import TOKENIZER, tokenise
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.recipe import HealRecipe, Recipe
 
-RUN_FILE = "run.json"
-CHECKPOINT = "checkpoint"
 VAL_FRACTION = 0.01
 """Held out where the data brings no validation split of its own (ours)."""
 TOKENIZER_CHARS = 20_000_000
@@ -59,20 +57,6 @@ def read_info(run: Path) -> RunInfo:
     if not path.is_file():
         raise UserError(f"{run}: not a run folder: it has no {RUN_FILE}; name the folder that `stretto pretrain` wrote")
     return validate(RunInfo, read_json(path), source=str(path))
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint that ``path`` names: the folder itself, or the one of a run.
-
-    Raises:
-        UserError: there is none.
-    """
-    for folder in (path, path / CHECKPOINT):
-        if (folder / "config.json").is_file():
-            return folder
-    if (path / RUN_FILE).is_file():
-        raise UserError(f"{path}: this run has no checkpoint yet; finish it with --resume")
-    raise UserError(f"{path}: no checkpoint here (no config.json); name a run or a Hugging Face folder")
 
 
 def prepare_data(run: Path, data: Sequence[str], tokenizer: Path | None, vocab_size: int) -> tuple[Mixture, Path, str]:

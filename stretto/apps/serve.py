@@ -16,9 +16,10 @@ from stretto.apps.choose import fitting_subnet, parse_bytes
 from stretto.apps.shape import best_subnet
 from stretto.base.config import validate
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.engine.engine import Engine
 from stretto.engine.memory import cache_within, free_bytes
-from stretto.engine.open import OpenedEngine, checkpoint_of, generation_ends, open_engine
+from stretto.engine.open import OpenedEngine, generation_ends, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.engine.service import Service
 from stretto.evals.numbers import params, size_in_bytes
@@ -91,7 +92,7 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
     """A conversation on the console; ends at end of input."""
-    folder = checkpoint_of(source)
+    folder = checkpoint_folder(source)
     opened, default, _ = _open(source, options)
     tokenizer = opened.tokenizer
     assert tokenizer is not None
@@ -123,7 +124,7 @@ def serve_settings(
     host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None
 ) -> ServeSettings:
     """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
-    keys = [*api_keys, *filter(None, os.environ.get("STRETTO_API_KEYS", "").split(","))]
+    keys = [*api_keys, *environment_keys()]
     fields = {
         "host": host,
         "port": port,
@@ -133,6 +134,11 @@ def serve_settings(
         "floor": floor,
     }
     return validate(ServeSettings, fields, "stretto serve")
+
+
+def environment_keys() -> list[str]:
+    """Keys that ``STRETTO_API_KEYS`` names: a server asks for one of them, a client shows the first."""
+    return list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
 
 
 def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> Sampling:
@@ -151,7 +157,7 @@ class _Opened(NamedTuple):
 def _open(source: Path, options: ServeOptions) -> _Opened:
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
-    folder, device = checkpoint_of(source), join(options.device).device
+    folder, device = checkpoint_folder(source), join(options.device).device
     dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     sizes = {"max_batch": options.max_batch, "max_len": options.max_len}
@@ -182,7 +188,7 @@ def _cut(
 ) -> Subnet | None:
     """The Subnet to serve as a network of its own; None: the whole network, any size per request."""
     if options.subnet == BEST:
-        return best_subnet(source, read_config(checkpoint_of(source)))
+        return best_subnet(source, read_config(checkpoint_folder(source)))
     if options.subnet != AUTO:
         if options.latency_ms is not None:
             raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RUN_FILE, RunInfo, checkpoint_folder, read_info
+from stretto.apps.run import RunInfo, read_info
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, write_json
+from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, write_json
 from stretto.base.receipt import Meter
 from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress

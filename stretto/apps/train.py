@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import CHECKPOINT, RunInfo, checkpoint_folder, prepare_data, read_info, write_info
+from stretto.apps.run import RunInfo, prepare_data, read_info, write_info
 from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT, checkpoint_folder
 from stretto.base.records import Lineage, new_lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches

@@ -14,6 +14,23 @@ from stretto.base.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """The shipped recipes, beside the package."""
+RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
+"""In a run folder: what the run was told, and the folder of its result."""
+
+
+def checkpoint_folder(path: Path | str) -> Path:
+    """The checkpoint folder that ``path`` names: itself, or a run's.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    for folder in (path, path / CHECKPOINT):
+        if (folder / "config.json").is_file():
+            return folder
+    if (path / RUN_FILE).is_file():
+        raise UserError(f"{path}: {CHECKPOINT}: this run has none yet; finish it with --resume")
+    raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 
 
 @contextmanager

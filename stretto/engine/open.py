@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json
+from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.memory import check_memory, free_bytes
@@ -19,8 +19,6 @@ from stretto.model.hub import read_checkpoint, read_config, read_presets
 from stretto.model.spec import ModelConfig, Subnet, extracted_config
 from stretto.ops.native.build import Library, load
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
-
-RUN_CHECKPOINT, RUN_FILE = "checkpoint", "run.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +35,6 @@ class OpenedEngine:
     """Of the checkpoint."""
     name: str
     """Of the run, or of the folder where it is no run's."""
-
-
-def checkpoint_of(path: Path | str) -> Path:
-    """The checkpoint folder that ``path`` names: itself, or a run's.
-
-    Raises:
-        UserError: there is none.
-    """
-    path = Path(path)
-    for folder in (path, path / RUN_CHECKPOINT):
-        if (folder / "config.json").is_file():
-            return folder
-    if (path / RUN_FILE).is_file():
-        raise UserError(f"{path}: {RUN_CHECKPOINT}: this run has none yet; finish it with --resume")
-    raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 
 
 def open_engine(
@@ -82,7 +65,7 @@ def open_engine(
     config = config or EngineConfig()
     device = torch.device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    folder = checkpoint_of(path)
+    folder = checkpoint_folder(path)
     network, presets = read_config(folder), read_presets(folder)
     tokenizer = load_tokenizer(folder) if with_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
