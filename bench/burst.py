@@ -1,10 +1,12 @@
-"""A burst of three times what the server can take, with and without elasticity under load.
+"""A burst of several times what the server can take, with and without elasticity under load.
 
     python -m bench.burst [--run FOLDER] [--factor 3] [--seconds S] [--limit-s L]
 
 Capacity is what the server answers per second at full size when it is kept busy. Then requests arrive at random times at
-``--factor`` times that rate: to a server that always gives the full network, and to one that may go down to ``--floor``.
-Goodput counts the answers per second whose first token came within ``--limit-s``; a refused request (429) counts as none.
+``--factor`` times that rate: to a server that always gives the full network and lets all wait (off), to one that gives
+the full network and refuses whom it would keep waiting longer than ``--limit-s`` (refusing), and to one that may go down to
+``--floor`` before it refuses (on). So the third over the second is what smaller networks alone bring. Goodput counts the
+answers per second whose first token came within ``--limit-s``; a refused request (429) counts as none.
 """
 
 from __future__ import annotations
@@ -65,8 +67,10 @@ def main() -> None:
         with serving(source) as server:
             capacity = asyncio.run(_capacity(server.url, prompts, options))
             bursts = {"off": asyncio.run(_burst(server.url, server.metrics, prompts, capacity, options))}
-        with serving(source, "--floor", floor) as server:
-            bursts["on"] = asyncio.run(_burst(server.url, server.metrics, prompts, capacity, options))
+        for name, least in (("refusing", "full"), ("on", floor)):
+            # half of the limit: what waits is also computed
+            with serving(source, "--floor", least, "--first-token-s", str(options.limit_s / 2)) as server:
+                bursts[name] = asyncio.run(_burst(server.url, server.metrics, prompts, capacity, options))
     _show(Console(), bursts, capacity, floor, options)
 
 
@@ -123,11 +127,13 @@ def _show(console: Console, bursts: dict[str, Burst], capacity: float, floor: st
     console.print(shown)
     for name, burst in bursts.items():
         console.print(f"{name}: {', '.join(f'{label} {num:,}' for label, num in sorted(burst.subnets.items()))}")
-        for reason, num in burst.result.errors.items():
+        for reason, num in sorted(burst.result.errors.items(), key=lambda item: -item[1])[:2]:
             console.print(f"{name}: {num:,} x {reason}", soft_wrap=True)
-    off, on = (bursts[name].goodput(options.limit_s) for name in ("off", "on"))
-    found = times(on / off) if off else "no good answer without"
-    console.print(f"goodput, elasticity on over off: {found} (aim ≥ {AIM:.0f}x)")
+    on = bursts["on"].goodput(options.limit_s)
+    for other in ("off", "refusing"):
+        goodput = bursts[other].goodput(options.limit_s)
+        found = times(on / goodput) if goodput else "no good answer without"
+        console.print(f"goodput, elasticity on over {other}: {found} (aim ≥ {AIM:.0f}x)")
 
 
 if __name__ == "__main__":

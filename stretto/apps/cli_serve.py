@@ -27,6 +27,9 @@ def serve(
     memory: Memory = None,
     latency_ms: Annotated[float | None, typer.Option(help="With --subnet auto: milliseconds a token, alone.")] = None,
     floor: Annotated[str | None, typer.Option(help="Smallest size under load; without it, none is reduced.")] = None,
+    first_token_s: Annotated[
+        float, typer.Option(help="With --floor: seconds to a first token; slower, sizes shrink, then requests are refused.")
+    ] = 2.0,
     speculate: Speculate = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
@@ -43,7 +46,7 @@ def serve(
     from stretto.apps.serve import ServeOptions, serve_command, serve_settings
 
     options = ServeOptions(subnet, memory, latency_ms, device, dtype, max_batch, max_len, speculate)
-    serve_command(source, options, serve_settings(host, port, api_key, cors, floor))
+    serve_command(source, options, serve_settings(host, port, api_key, cors, floor, first_token_s))
 
 
 def chat(

@@ -121,7 +121,12 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
 
 
 def serve_settings(
-    host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None
+    host: str,
+    port: int,
+    api_keys: Sequence[str],
+    cors_origins: Sequence[str],
+    floor: str | None,
+    first_token_s: float = 2.0,
 ) -> ServeSettings:
     """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
     keys = [*api_keys, *environment_keys()]
@@ -132,6 +137,7 @@ def serve_settings(
         "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
         "cors_origins": list(cors_origins),
         "floor": floor,
+        "elastic": {"first_token_s": first_token_s},
     }
     return validate(ServeSettings, fields, "stretto serve")
 

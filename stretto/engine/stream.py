@@ -58,6 +58,18 @@ class Stream(AsyncIterator[Event]):
         self._num_open -= isinstance(event, Completion)
         return event
 
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events, those together that have come together: a reader that fell behind catches up at once."""
+        async for event in self:
+            events = [event]
+            try:
+                while self._num_open > 0 and not self._channel.events.empty():
+                    events.append(await anext(self))
+            except Exception:
+                yield events  # what came before it failed
+                raise
+            yield events
+
     def close(self) -> None:
         """Abort what is unfinished; does nothing the second time."""
         if self._num_open > 0:

@@ -20,6 +20,11 @@ from stretto.model.count import count
 from stretto.model.spec import ModelConfig, Subnet
 
 
+_MIN_RATED = 16
+"""First tokens from which a rate is taken: fewer may have come out of one step."""
+_LEAST_SPAN_S = 0.25
+
+
 class ElasticPolicy(Config):
     """When to shrink, when to grow back, when to refuse. The numbers are ours; the burst benchmark judges them."""
 
@@ -31,7 +36,8 @@ class ElasticPolicy(Config):
     """Requests waiting at which, on the floor, further ones are refused."""
     first_token_s: float = Field(default=2.0, gt=0)
     """Time to first token (95th percentile of the last ``window_s``) above which a step down is taken; a step up needs
-    less than half of it, so that the two never alternate."""
+    less than half of it, so that the two never alternate. On the floor, a request that would wait longer is refused:
+    an answer that comes too late costs those behind it, too."""
     shrink_after_s: float = Field(default=0.5, ge=0)
     """Between two steps down for slow first tokens: the effect of one must show before the next."""
     grow_after_s: float = Field(default=5.0, gt=0)
@@ -64,6 +70,8 @@ class Load:
     num_waiting: int
     first_token_s: float | None
     """Recent time to first token; None: nothing answered lately."""
+    wait_s: float | None = None
+    """How long those who wait will take, at the recent rate of first tokens; None: too few came to tell."""
 
 
 def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
@@ -131,8 +139,9 @@ def decide(level: int, load: Load, policy: ElasticPolicy, num_rungs: int, since_
 
 
 def refuses(level: int, load: Load, policy: ElasticPolicy, num_rungs: int) -> bool:
-    """Whether a new request must be turned away: the floor is reached and the queue is full."""
-    return level == num_rungs - 1 and load.num_waiting >= policy.refuse_waiting
+    """Whether a new request must be turned away: the floor is reached, and the queue is full or too slow."""
+    is_late = load.wait_s is not None and load.wait_s > policy.first_token_s
+    return level == num_rungs - 1 and (load.num_waiting >= policy.refuse_waiting or is_late)
 
 
 class LoadControl:
@@ -157,7 +166,12 @@ class LoadControl:
         while self._recent and self._recent[0][0] < now_s - self._policy.window_s:
             self._recent.popleft()
         times = sorted(first_token_s for _, first_token_s in self._recent)
-        load = Load(num_waiting, times[int(0.95 * (len(times) - 1))] if times else None)
+        rate = self._rate(now_s)
+        load = Load(
+            num_waiting,
+            times[int(0.95 * (len(times) - 1))] if times else None,
+            num_waiting / rate if rate and len(times) >= _MIN_RATED else None,
+        )
         if not is_calm(load, self._policy):
             self._busy_s = now_s
         level = decide(self.level, load, self._policy, len(self.rungs), now_s - self._changed_s, now_s - self._busy_s)
@@ -168,5 +182,9 @@ class LoadControl:
 
     def retry_after_s(self, num_waiting: int) -> float:
         """When the queue is likely to have halved, at the recent rate of first tokens; one second to a minute."""
-        rate = len(self._recent) / self._policy.window_s
+        rate = self._rate(self._clock())
         return min(60.0, max(1.0, num_waiting / 2 / rate)) if rate else 5.0
+
+    def _rate(self, now_s: float) -> float:
+        """First tokens a second, since the oldest that is remembered; 0 where there is none."""
+        return len(self._recent) / max(_LEAST_SPAN_S, now_s - self._recent[0][0]) if self._recent else 0.0

@@ -159,34 +159,37 @@ class Generate:
             else:
                 await _send_json(reading.whole(await _collect(job, events)), send)
 
-    async def _watched(self, job: Job, events: AsyncIterator[Event], ticket: Ticket) -> AsyncIterator[Event]:
-        """``events``, with first tokens and finished choices noted."""
+    async def _watched(
+        self, job: Job, batches: AsyncIterator[list[Event]], ticket: Ticket
+    ) -> AsyncIterator[list[Event]]:
+        """``batches``, with first tokens and finished choices noted."""
         seen: set[str] = set()
-        async for event in events:
-            if event.request_id not in seen:
-                seen.add(event.request_id)
-                ticket.came()
-            if isinstance(event, Completion):
-                self._shared.metrics.finished(job, event)
-            yield event
+        async for events in batches:
+            for event in events:
+                if event.request_id not in seen:
+                    seen.add(event.request_id)
+                    ticket.came()
+                if isinstance(event, Completion):
+                    self._shared.metrics.finished(job, event)
+            yield events
 
 
 def _nothing_to_cut() -> None:
     """In tests without a connection."""
 
 
-async def merged(streams: Sequence[Stream]) -> AsyncIterator[Event]:
+async def merged(streams: Sequence[Stream]) -> AsyncIterator[list[Event]]:
     """Events of all streams as they come; the first error ends it."""
     if len(streams) == 1:
-        async for event in streams[0]:
-            yield event
+        async for events in streams[0].batches():
+            yield events
         return
-    arrived: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue()
 
     async def pump(stream: Stream) -> None:
         try:
-            async for event in stream:
-                arrived.put_nowait(event)
+            async for events in stream.batches():
+                arrived.put_nowait(events)
         except Exception as error:
             arrived.put_nowait(error)
         else:
@@ -208,17 +211,18 @@ async def merged(streams: Sequence[Stream]) -> AsyncIterator[Event]:
             task.cancel()
 
 
-async def _collect(job: Job, events: AsyncIterator[Event]) -> list[Completion]:
+async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Completion]:
     """The completions, in the order of choices."""
     done: dict[int, Completion] = {}
-    async for event in events:
-        if not isinstance(event, TokenEvent):
-            done[job.choice(event.request_id, event.index)] = event
+    async for events in batches:
+        for event in events:
+            if not isinstance(event, TokenEvent):
+                done[job.choice(event.request_id, event.index)] = event
     assert len(done) == job.num_choices, (len(done), job.num_choices)
     return [done[index] for index in range(job.num_choices)]
 
 
-async def _send_stream(writer: StreamWriter, events: AsyncIterator[Event], send: Send) -> None:
+async def _send_stream(writer: StreamWriter, batches: AsyncIterator[list[Event]], send: Send) -> None:
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-store"),
@@ -232,8 +236,8 @@ async def _send_stream(writer: StreamWriter, events: AsyncIterator[Event], send:
 
     try:
         await write(writer.start())
-        async for event in events:
-            await write(writer.push(event))
+        async for events in batches:  # one write for all that came together
+            await write([frame for event in events for frame in writer.push(event)])
         await write(writer.finish())
     except (ApiError, UserError, QueueFull, Closed, EngineFailed) as error:
         await write(writer.fail(as_api_error(error)))

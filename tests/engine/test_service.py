@@ -180,3 +180,33 @@ def test_close_ends_what_is_open() -> None:
         check_idle(subject)
 
     with_service(work)
+
+
+def test_a_reader_that_fell_behind_gets_what_came_meanwhile_together() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("late", (5, 6, 7), max_tokens=6))
+        await stream.admitted()
+        await settled(service)
+        batches = [events async for events in stream.batches()]
+        assert len(batches) == 1
+        assert [type(event) for event in batches[0]] == [TokenEvent] * 6 + [Completion]
+
+    with_service(work)
+
+
+def test_what_came_before_a_failure_is_still_read() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        stream = service.submit(request("broken", (5, 6, 7), max_tokens=6))
+        await stream.admitted()
+        await settled(service)
+        channel = stream._channel
+        kept = [channel.events.get_nowait() for _ in range(channel.events.qsize())][:2]
+        for event in (*kept, EngineFailed("gone")):
+            channel.events.put_nowait(event)
+        seen: list[object] = []
+        with pytest.raises(EngineFailed):
+            async for events in stream.batches():
+                seen += events
+        assert seen == kept
+
+    with_service(work)

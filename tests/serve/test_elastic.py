@@ -139,3 +139,17 @@ def test_slow_first_tokens_shrink_step_by_step(config: ModelConfig) -> None:
 def test_thresholds_that_would_alternate_are_refused() -> None:
     with pytest.raises(ValueError, match="need grow_waiting"):
         ElasticPolicy(grow_waiting=8, shrink_waiting=8)
+
+
+def test_on_the_floor_a_request_that_would_wait_too_long_is_refused(config: ModelConfig) -> None:
+    now_s = 100.0
+    rungs = ladder(config, {}, config.full(), config.full())
+    control = LoadControl(rungs, POLICY, lambda: now_s)
+    assert control.choose(40) is not None  # nothing is known of the pace yet
+    for _ in range(20):
+        control.observe(0.1)
+    now_s = 102.0  # ten first tokens a second
+    assert control.choose(20) is not None
+    assert control.choose(21) is None
+    now_s = 110.0  # too long ago to tell
+    assert control.choose(21) is not None
