@@ -31,7 +31,7 @@ from stretto.apps.write import Sample, read_samples, write_samples
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, remove
-from stretto.data.demo_text import demo_documents
+from stretto.data.demo_text import TEMPLATE, demo_documents
 from stretto.search.frontier import SearchOptions
 from stretto.search.space import Limits
 from stretto.train.recipe import HealRecipe, Recipe
@@ -126,7 +126,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
 
 def _text(run: Path, recipe: Recipe) -> None:
     folder = run / "data" / "00"
-    tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)
+    tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size, TEMPLATE)
     tokenise_documents({"train": demo_documents()}, folder, tokenizer)
 
 

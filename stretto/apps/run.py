@@ -121,7 +121,7 @@ def tokenise_documents(sources: Mapping[str, Iterable[Document]], out: Path, tok
         return tokenise(sources, tokenizer, out, val_fraction=fraction, advance=advance)
 
 
-def learn_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
+def learn_tokenizer(documents: Iterable[Document], vocab_size: int, chat_template: str | None = None) -> Tokenizer:
     """Train a tokenizer of at most ``vocab_size`` on the first stretch of ``documents``."""
     with progress("train tokenizer", None) as advance:
 
@@ -134,7 +134,7 @@ def learn_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer
                 if num_chars > TOKENIZER_CHARS:
                     return
 
-        return train_tokenizer(texts(), vocab_size)
+        return train_tokenizer(texts(), vocab_size, chat_template)
 
 
 def _split_weight(argument: str) -> tuple[str, float]:

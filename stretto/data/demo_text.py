@@ -33,6 +33,17 @@ EXERCISES = (
     "count_primes",
 )
 """reasoning-gym generators with short answers, none of which depends on the hash seed of the process."""
+TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- 'Answer: ' + (message.content or '') + '\\n\\n' }}
+{%- else %}
+{{- ('Question: ' if message.role == 'user' else '') + (message.content or '') + '\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Answer:' }}{%- endif %}
+"""
+"""Chat template in the form of the exercises: the network has seen no turns, but it has seen questions answered."""
 _PAIRS_PER_DOCUMENT = 4
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
 _MAX_FILE_BYTES = 200_000

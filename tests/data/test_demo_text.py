@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.data.demo_text import EXERCISES, demo_documents
+from stretto.data.demo_text import EXERCISES, TEMPLATE, demo_documents
+from stretto.text.chat import render
 
 
 def test_domains_and_limits() -> None:
@@ -25,7 +26,8 @@ def test_domains_and_limits() -> None:
 
 SCRIPT = """
 import hashlib
-from stretto.data.demo_text import demo_documents
+from stretto.data.demo_text import EXERCISES, TEMPLATE, demo_documents
+from stretto.text.chat import render
 print(hashlib.sha256(repr(list(demo_documents(50_000, 40_000))).encode()).hexdigest())
 """
 
@@ -44,3 +46,13 @@ def test_exercises_have_short_answers() -> None:
     answers = [line for text in documents for line in text.splitlines() if line.startswith("Answer: ")]
     assert len(answers) > 10 * len(EXERCISES)
     assert max(map(len, answers)) < 60
+
+
+def test_the_template_writes_exercises_as_the_text_does() -> None:
+    pytest.importorskip("reasoning_gym")
+    text = next(document.text for document in demo_documents(0, 40_000) if document.domain == "exercises")
+    question, answer = text.removeprefix("Question: ").split("\nAnswer: ")[:2]
+    answer = answer.splitlines()[0]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert text.startswith(render(TEMPLATE, turns).strip())
+    assert text.startswith(render(TEMPLATE, turns[:1], add_generation_prompt=True))
