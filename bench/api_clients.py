@@ -22,7 +22,7 @@ from pathlib import Path
 import reasoning_gym
 from rich.console import Console
 
-from bench.common.measure import table
+from bench.common.measure import table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.paths import checkpoint_folder
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="problems for lm-eval")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer to lm-eval")
     options = parser.parse_args()
-    console, failed = Console(), False
+    console, failed = wide_console(), False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         source = checkpoint_folder(options.run) if options.run else write_network(folder, "demo")

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from bench.common.measure import random_prompts, table, times
+from bench.common.measure import random_prompts, table, times, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.paths import checkpoint_folder
@@ -71,7 +71,7 @@ def main() -> None:
             # half of the limit: what waits is also computed
             with serving(source, "--floor", least, "--first-token-s", str(options.limit_s / 2)) as server:
                 bursts[name] = asyncio.run(_burst(server.url, server.metrics, prompts, capacity, options))
-    _show(Console(), bursts, capacity, floor, options)
+    _show(wide_console(), bursts, capacity, floor, options)
 
 
 async def _capacity(url: str, prompts: list[list[int]], options: argparse.Namespace) -> float:

@@ -27,7 +27,16 @@ from statistics import median
 import torch
 from rich.console import Console
 
-from bench.common.measure import Calibration, Sample, fastest_calibration, quiet, random_prompts, table, times
+from bench.common.measure import (
+    Calibration,
+    Sample,
+    fastest_calibration,
+    quiet,
+    random_prompts,
+    table,
+    times,
+    wide_console,
+)
 from bench.common.networks import SHAPES, gguf_path, plain_copy, write_network
 from bench.common.workers import Answer, Worker, WorkerFailed
 from bench.peers.protocol import Options
@@ -99,7 +108,7 @@ def main() -> None:
         help="let transformers compile too: minutes, and ",
     )
     options = parser.parse_args()
-    console = Console()
+    console = wide_console()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), options.shape)
         told = _prepare(source, Path(temporary), options)
@@ -233,16 +242,17 @@ def _show(console: Console, batch: int, options: argparse.Namespace, results: di
         *("", "tokens/s", "ours over it", "per processor-s", "ours over it", "quiet", "same"),
     )
     best_s = fastest_calibration(result.samples for result in results.values())
-    wall = {name: _median(s.wall_s for s in quiet(result.samples, best_s)) for name, result in results.items()}
+    calm = {name: quiet(result.samples, best_s) for name, result in results.items()}
+    wall = {name: _median(s.wall_s for s in calm[name] or results[name].samples) for name in results}
     processor = {name: _median(s.processor_s for s in result.samples) for name, result in results.items()}
     for name, result in results.items():
         shown.add_row(
             name,
             _rate(num_tokens, wall[name]),
-            _over(wall[name], wall[OURS]),
+            ("" if calm[name] and calm[OURS] else "~") + _over(wall[name], wall[OURS]),
             _rate(num_tokens, processor[name]),
             _over(processor[name], processor[OURS]),
-            f"{len(quiet(result.samples, best_s))} of {len(result.samples)}",
+            f"{len(calm[name])} of {len(result.samples)}",
             f"{result.num_same} of {batch}",
         )
     console.print(shown)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from itertools import count
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from bench.common.measure import Sample, Step, measure, ratio
+from bench.common.measure import Sample, Step, measure, ratio, wide_console
 from bench.train_speed import OPTIM, Shape, shapes
 from stretto.base.track import progress
 from stretto.model.parallel import compute_dtype, join
@@ -106,7 +105,7 @@ def _show(samples: dict[str, list[Sample]]) -> None:
     row("elastic: drawing and masking", "elastic", 1.0)
     row("an anchor step: teacher's forward and KL", "anchor", 1.0)
     row(f"the same, at a share of {ANCHOR_SHARE:.0%} of steps", "anchor", ANCHOR_SHARE)
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from bench.common.measure import table
+from bench.common.measure import table, wide_console
 from bench.common.networks import random_network, shape
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
@@ -70,7 +69,7 @@ def main() -> None:
         model = random_network(shape("demo")[0])
     asked = list(requests(model.config, options.requests, options.seed))
     expected = reference(model, asked)
-    console, wrong = Console(), False
+    console, wrong = wide_console(), False
     shown = table(
         f"{len(asked)} greedy requests, {sum(map(len, expected.values())):,} tokens",
         *("engine", "identical", "preemptions", "cached tokens", "drafted tokens", "steps"),

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from bench.common.measure import Ratio, Sample, Step, measure, random_prompts, ratio, table, times
+from bench.common.measure import Ratio, Sample, Step, measure, random_prompts, ratio, table, times, wide_console
 from bench.common.networks import SHAPES, random_network, shape
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
@@ -54,7 +53,7 @@ def main() -> None:
         EngineConfig(max_batch=max(*options.batch, 16), max_step_tokens=8192, prefix_cache=False),
         library=load() if options.device == "cpu" else None,
     )
-    console, bench = Console(), Bench(engine, corner, options.prompt, options.tokens)
+    console, bench = wide_console(), Bench(engine, corner, options.prompt, options.tokens)
     console.print(f"kernels: {engine.stats().kernels}; {torch.get_num_threads()} threads")
     shown = table("over 1: faster", "", "wall", "processor", "aim", "quiet rounds")
     for batch in options.batch:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader
@@ -110,7 +110,7 @@ def _compare(folder: Path, num_kills: int, rng: random.Random) -> bool:
         start = "afresh" if kill.resumed_from is None else str(kill.resumed_from)
         after = kills[number].resumed_from if number < len(kills) else found["resumed_from"]
         table.add_row(str(number), start, str(kill.step), kill.moment, str(kill.step - (after or 0)))
-    console = Console()
+    console = wide_console()
     console.print(table)
     differing = [name for name in expected["result"] if expected["result"][name] != found["result"][name]]
     verdict = "bitwise equal" if not differing else f"DIFFERENT in {', '.join(differing)}"

@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.model.count import count
 from stretto.model.elastic import extract
@@ -120,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    console = Console()
+    console = wide_console()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         folder = Path(temporary)

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from bench.common.measure import table
+from bench.common.measure import table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import Server, serving
 from stretto.base.paths import checkpoint_folder
@@ -58,7 +58,7 @@ def main() -> None:
         with serving(source) as server:
             soak = Soak(server, read_config(source).vocab_size, options)
             asyncio.run(soak.run())
-            holds = soak.report(Console())
+            holds = soak.report(wide_console())
     if not holds:
         sys.exit(1)
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from bench.common.measure import measure, ratio, table, times
+from bench.common.measure import measure, ratio, table, times, wide_console
 from stretto.apps.run import read_info
 from stretto.base.paths import RUN_FILE
 from stretto.base.track import progress
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     options = parser.parse_args()
-    console = Console()
+    console = wide_console()
     if not (options.run / RUN_FILE).is_file():
         console.print(f"{options.run}: no trained run there: make one with `make demo`, or name another with --run")
         return

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from bench.common.measure import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.data.sources import Document, open_sources, read_files
 from stretto.data.tokenise import tokenise
@@ -85,7 +85,7 @@ def _show(num_bytes: int, results: dict[str, dict[str, float]], options: argpars
     ]
     for name, megabytes, seconds, peak in rows:
         table.add_row(name, f"{megabytes / seconds:.2f}", f"{seconds:.1f}", peak)
-    console = Console()
+    console = wide_console()
     console.print(table)
     console.print(
         f"speed, ours over datasets.map alone: {theirs['map_s'] / ours['wall_s']:.2f}x; "

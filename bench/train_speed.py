@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from bench.common.measure import CALIBRATION_SIZE, Sample, Step, fastest_calibration, measure, quiet
+from bench.common.measure import CALIBRATION_SIZE, Sample, Step, fastest_calibration, measure, quiet, wide_console
 from stretto.base.track import progress
 from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
@@ -94,7 +94,7 @@ def main() -> None:
     ids_BT = torch.randint(shape.config.vocab_size, (shape.rows, shape.length))
     our_loss, their_loss = _our_loss(ours, ids_BT), _their_loss(theirs, ids_BT)
     assert abs(our_loss - their_loss) < 1e-4, f"not the same model: losses {our_loss} and {their_loss}"
-    console = Console()
+    console = wide_console()
     console.print(f"same weights, same batch: loss {our_loss:.6f} ours, {their_loss:.6f} transformers'")
 
     if options.compile:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from bench.common.measure import wide_console
 from stretto.base.track import Tracker, progress
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader
@@ -143,7 +143,7 @@ def _show(losses: dict[str, list[float]]) -> None:
         table.add_row(
             str(step), *shown, f"{difference:.1e}", f"{tolerance(step):.1e}", "within" if within else "OUTSIDE"
         )
-    console = Console()
+    console = wide_console()
     console.print(table)
     console.print(f"largest relative difference {worst:.1e}: {'within' if good else 'OUTSIDE'} the derived tolerance")
     if not good:

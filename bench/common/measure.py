@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -15,6 +16,7 @@ SLOW = 1.25
 """A sample is dropped when the matrix product beside it took this many times its best."""
 CALIBRATION_SIZE = 1024
 """Rows and columns of the fixed fp32 matrix product."""
+PIPE_COLUMNS = 120
 
 Step = Callable[[], object]
 """The work that is timed."""
@@ -105,6 +107,12 @@ def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Rat
 def times(value: float | None) -> str:
     """``1.37x``; a dash where nothing was measured."""
     return "–" if value is None else f"{value:.2f}x"
+
+
+def wide_console() -> Console:
+    """A console that does not squeeze tables into the 80 columns of a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
 
 
 def table(title: str, *headings: str) -> Table:
