@@ -30,6 +30,7 @@ from stretto.engine.utility import Draft, Watch
 from stretto.engine.weights import read_weights, weights_salt
 from stretto.model.spec import Subnet, check_subnet
 from stretto.model.transformer import Transformer
+from stretto.ops.matmul import Arithmetic
 from stretto.ops.native.build import Library
 from stretto.text.tokenizer import Tokenizer
 
@@ -66,12 +67,10 @@ class Engine:
         Raises:
             UserError: the cache would hold no page, or the configured draft is outside the network.
         """
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.config = config
         self.weight_version = weight_version
-        net = model.config
-        parameter = model.embedding.weight
+        net, parameter = model.config, model.embedding.weight
         self.max_len = min(config.max_len or net.max_positions, net.max_positions)
         num_pages = config.num_pages or pages_within(model, config, self.max_len, routes)
         self._runner = Runner(
@@ -82,6 +81,7 @@ class Engine:
             dtype=parameter.dtype,
             routes=routes,
             library=library,
+            arithmetic=Arithmetic(config.precision, config.batch_invariant),
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
         speculate = config.speculate

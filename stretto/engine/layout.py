@@ -68,13 +68,14 @@ class Layout:
 class Planner:
     """Makes layouts for one network; remembers what Subnets mean. Made anew when weights change: it holds biases."""
 
-    def __init__(self, model: Transformer, page_size: int):
+    def __init__(self, model: Transformer, page_size: int, rotary: tuple[Tensor, Tensor] | None = None):
+        """``rotary`` are cosines and sines by position, where they are not to be `rotary_tables`'."""
         config, device = model.config, model.embedding.weight.device
         self._config, self._page_size, self._device = config, page_size, device
         self._dtype = model.embedding.weight.dtype
         self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
         self._moe_row = {layer: row for row, layer in enumerate(config.moe_layers)}
-        cos_PR, sin_PR = rotary_tables(
+        cos_PR, sin_PR = rotary or rotary_tables(
             torch.arange(config.max_positions, device=device), config.rotary_dim, config.rope_theta
         )
         halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))

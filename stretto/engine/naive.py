@@ -103,6 +103,6 @@ def _block(model: Transformer, layer: int, x_TD: Tensor, positions: list[int], s
     for subnet in set(subnets):
         mine = [place for place, other in enumerate(subnets) if other == subnet]
         row = [kept for kept in subnet.layers if kept not in config.dense_layers].index(layer)
-        y_1ND, _ = block.mlp(normed_TD[mine][None], subnet.experts[row], subnet.top_k[row], None)
+        y_1ND, *_ = block.mlp(normed_TD[mine][None], subnet.experts[row], subnet.top_k[row], None)
         x_TD[mine] = x_TD[mine] + y_1ND[0]
     return x_TD

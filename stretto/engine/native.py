@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ from stretto.model.layers import SwiGlu
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops.attention import rotary_tables
-from stretto.ops.native.decode import Choice, Decoder, LayerTensors, Network, Step
+from stretto.ops.native.choose import Chosen, choose
+from stretto.ops.native.decode import Choice, Decoder, Drafting, LayerTensors, Network, Step
 
 _MAX_KNOWN = 1024
 """Objects remembered; every request may come with one of its own."""
@@ -59,6 +61,7 @@ class NativeForward:
             routes_PZLK=routes_PZLK,
         )
         self._config = config
+        self._library = library
         self._decoder = Decoder(library, network)
         self._numbers: dict[Subnet, int] = {}
         self._by_id: dict[int, tuple[Subnet, int]] = {}
@@ -67,8 +70,7 @@ class NativeForward:
         """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
         step = Step([], [], [], [], [], [])
         for chunk in chunks:
-            num, known = len(chunk.tokens), self._by_id.get(id(chunk.subnet))
-            number = known[1] if known is not None and known[0] is chunk.subnet else self._number(chunk.subnet)
+            num, number = len(chunk.tokens), self._known(chunk.subnet)
             step.tables += [len(step.pages)] * num
             step.subnets += [number] * num
             step.tokens += chunk.tokens
@@ -76,6 +78,47 @@ class NativeForward:
             step.pages += chunk.pages
             step.logits += range(len(step.tokens) - chunk.num_logits, len(step.tokens))
         return self._decoder.step(step, want_routes)
+
+    def draft(
+        self,
+        chunks: Sequence[Chunk],
+        most: Sequence[int],
+        ends: Sequence[int],
+        end_ids: Sequence[int],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+    ) -> tuple[np.ndarray, Tensor | None]:
+        """Let chunks of one token each decode on by themselves; see `Decoder.draft`.
+
+        Args:
+            chunks: their page tables reach to the last position that may be drafted.
+            most: tokens to draft for each, at most.
+            ends: for each a token that nothing is drafted after; -1: none.
+        """
+        drafting = Drafting([], [], [], [], [], list(most), list(ends), list(temperatures), list(seeds))
+        for chunk in chunks:
+            drafting.tokens.append(chunk.tokens[0])
+            drafting.positions.append(chunk.start)
+            drafting.tables.append(len(drafting.pages))
+            drafting.subnets.append(self._known(chunk.subnet))
+            drafting.pages += chunk.pages
+        return self._decoder.draft(drafting, max(most), end_ids)
+
+    def choose(
+        self,
+        logits_MV: Tensor,
+        positions: Sequence[int],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        draft_rows: Sequence[int] = (),
+    ) -> Chosen:
+        """Tokens of sequences whose settings are plain (`stretto.engine.sampler_state.SamplerCache.plain`); see `stretto.ops.native.choose.choose`."""
+        return choose(self._library, logits_MV, positions, temperatures, seeds, drafts, draft_rows)
+
+    def _known(self, subnet: Subnet) -> int:
+        known = self._by_id.get(id(subnet))
+        return known[1] if known is not None and known[0] is subnet else self._number(subnet)
 
     def _number(self, subnet: Subnet) -> int:
         """Number of ``subnet`` in the kernels; the object is remembered, since to hash one costs as much as a layer."""

@@ -64,7 +64,11 @@ def open_engine(
     """
     config = config or EngineConfig()
     device = torch.device(device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype = dtype or (torch.float32 if device.type == "cpu" or config.batch_invariant else torch.bfloat16)
+    if config.batch_invariant and dtype != torch.float32:
+        raise UserError(
+            f"dtype: {str(dtype).removeprefix('torch.')}: batch_invariant needs fp32; leave one of the two out"
+        )
     folder = checkpoint_folder(path)
     network, presets = read_config(folder), read_presets(folder)
     tokenizer = load_tokenizer(folder) if with_tokenizer else None

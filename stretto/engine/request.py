@@ -200,6 +200,10 @@ class EngineConfig(Config):
     max_waiting: int = Field(default=4096, gt=0)
     """Requests queued before further ones are refused."""
     prefix_cache: bool = True
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Of the products with weights, as the trainer's operators understand it; ``fp32`` is the weights' own dtype."""
+    batch_invariant: bool = False
+    """A token's logits do not depend, to the bit, on the batch, the chunking or the cache. Slow, and needs fp32 weights."""
     speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")

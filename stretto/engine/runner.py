@@ -17,9 +17,13 @@ from stretto.base.errors import UserError
 from stretto.engine.forward import NetworkWeights, Routed, forward
 from stretto.engine.layout import Planner, largest_top_k
 from stretto.engine.native import NativeForward
+from stretto.engine.precise import PreciseWeights
+from stretto.engine.precise import forward as forward_precise
 from stretto.engine.sequence import Chunk
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
+from stretto.ops import exact
+from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.native.build import Library
 from stretto.ops.native.decode import DTYPES
 
@@ -71,8 +75,10 @@ class StepOutput:
     """fp32, chunk by chunk in the caller's order, positions rising."""
 
 
-def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype) -> str:
+def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> str:
     """Why the compiled kernels do not run; empty where they do."""
+    if not arithmetic.is_plain:
+        return "batch-invariant" if arithmetic.batch_invariant else f"in {arithmetic.precision}"
     if device.type != "cpu":
         return f"on {device.type}"
     if library is None or library.handle is None:
@@ -93,15 +99,24 @@ class Runner:
         dtype: torch.dtype,
         routes: bool,
         library: Library | None = None,
+        arithmetic: Arithmetic = PLAIN,
     ):
-        """``library`` holds compiled kernels, for a CPU; without it, every operator is torch's."""
+        """``library`` holds compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's."""
+        assert not arithmetic.batch_invariant or dtype == torch.float32, (
+            f"batch-invariant operators are fp32, not {dtype}"
+        )
         self.model, self.config = model.to(device), model.config
         for parameter in model.parameters():  # not the buffers: balance biases stay fp32
             parameter.data = parameter.data.to(dtype)
         self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, torch.device(device), routes)
-        self._page_size = page_size
+        self._page_size, self._arithmetic = page_size, arithmetic
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        if arithmetic.batch_invariant:
+            config = self.config
+            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
+            self._rotary = cos_PR.to(device), sin_PR.to(device)
         self._native: NativeForward | None = None
-        self._why_torch = _why_torch(library, torch.device(device), dtype)
+        self._why_torch = _why_torch(library, torch.device(device), dtype, arithmetic)
         if not self._why_torch:
             assert library is not None and library.handle is not None
             pool = self.pool
@@ -114,7 +129,14 @@ class Runner:
         decode = (
             f"torch ({self._why_torch})" if self._why_torch else f"native (up to {MAX_NATIVE_TOKENS} tokens a step)"
         )
-        return {"prefill": "torch", "decode": decode}
+        matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
+        found = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
+        return {"prefill": "torch", "decode": decode, **found}
+
+    @property
+    def native(self) -> NativeForward | None:
+        """The compiled kernels, where they run."""
+        return self._native
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> StepOutput:
@@ -132,7 +154,11 @@ class Runner:
             return StepOutput(self._native.forward(chunks, want_routes))
         layout = self._planner.layout(chunks)
         routed: list[Routed] | None = [] if want_routes else None
-        logits_MV = forward(self._weights, layout, self.pool.keys_LPZGC, self.pool.values_LPZGC, routed)
+        keys_LPZGC, values_LPZGC = self.pool.keys_LPZGC, self.pool.values_LPZGC
+        if isinstance(self._weights, PreciseWeights):
+            logits_MV = forward_precise(self._weights, layout, keys_LPZGC, values_LPZGC, routed)
+        else:
+            logits_MV = forward(self._weights, layout, keys_LPZGC, values_LPZGC, routed)
         if routed is not None:
             self._store_routes(layout.slots_N, routed)
         return StepOutput(logits_MV)
@@ -169,8 +195,12 @@ class Runner:
         self._read_weights()
 
     def _read_weights(self) -> None:
-        self._weights = NetworkWeights.of(self.model)
-        self._planner = Planner(self.model, self._page_size)
+        self._weights: NetworkWeights | PreciseWeights
+        if self._arithmetic.is_plain:
+            self._weights = NetworkWeights.of(self.model)
+        else:
+            self._weights = PreciseWeights.of(self.model, self._arithmetic)
+        self._planner = Planner(self.model, self._page_size, self._rotary)
 
     def _store_routes(self, slots_N: Tensor, routed: list[Routed]) -> None:
         """Write a step's routes to the pool, the sentinel where a token ran no such layer or has fewer choices."""

@@ -110,6 +110,19 @@ class SamplerCache:
     def __init__(self) -> None:
         self._batches: OrderedDict[tuple[object, ...], Batch] = OrderedDict()
         self._counts: OrderedDict[int, tuple[Sampling, TokenCounts]] = OrderedDict()
+        self._plain: dict[int, tuple[Sampling, float | None]] = {}
+
+    def plain(self, row: Sampling) -> float | None:
+        """The temperature (0: greedy) where nothing else comes between a row's logits and its token, else None."""
+        known = self._plain.get(id(row))
+        if known is None:
+            if len(self._plain) >= NUM_SEQUENCES:
+                self._plain.clear()
+            known = self._plain[id(row)] = (
+                row,
+                _plain_temperature(row),
+            )  # the row is held, so its identity stays its own
+        return known[1]
 
     def batch(self, rows: Sequence[Sampling], vocab: int, device: torch.device, end_ids: tuple[int, ...] = ()) -> Batch:
         """The tensors of these rows, built anew only when the composition has changed."""
@@ -133,6 +146,14 @@ class SamplerCache:
         while len(self._counts) > max(NUM_SEQUENCES, 4 * num_rows):
             self._counts.popitem(last=False)
         return counts
+
+
+def _plain_temperature(row: Sampling) -> float | None:
+    if row.grammar is not None or row.min_tokens or row.logit_bias or row.top_logprobs:
+        return None
+    if wants_penalties(row) or wants_filters(row):
+        return None
+    return 0.0 if is_greedy(row) else row.temperature
 
 
 class TokenCounts:

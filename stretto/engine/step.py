@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.engine.judge import Proposal
 from stretto.engine.ledger import FlopCounter, Totals
 from stretto.engine.lookup import NO_MATCH, Lookup, Match, continuation
+from stretto.engine.native import NativeForward
 from stretto.engine.request import TopLogprob
 from stretto.engine.runner import Runner
 from stretto.engine.sampler import Purpose, SamplerCache, process, sample, top_log_probs
+from stretto.engine.sampler_state import SEED_MASK
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan
-from stretto.engine.speculate import Proposal, Speculator, can_draft
+from stretto.engine.speculate import Speculator, can_draft
 from stretto.engine.utility import Draft, Watch
 from stretto.model.spec import Subnet
 
@@ -39,6 +42,10 @@ class Yield(NamedTuple):
     """One for each token where the request asks for alternatives, else empty."""
     error: str | None = None
     """Why nothing could be chosen for it."""
+
+
+Found = tuple[Sequence[int], Sequence[float], Sequence[tuple[TopLogprob, ...]], str | None]
+"""The last four of `Yield`."""
 
 
 class Stepper:
@@ -140,8 +147,8 @@ class Stepper:
                 for step in range(num):
                     self._charge(seq, Chunk((0,), seq.num_computed + step, (), draft.subnet, 1))
             self._charge(seq, Chunk((0,) * (num + 1), seq.num_computed, (), seq.subnet, num + 1))
-            first = verified.first_row[at]
-            tops = self._tops([seq] * len(ids), verified.logp_MV[first : first + len(ids)])
+            logp_MV = verified.logp[at]
+            tops = [] if logp_MV is None else self._tops([seq] * len(ids), logp_MV[: len(ids)])
             result.append(Yield(seq, num + 1, ids, verified.logprobs[at], tops))
         self._totals.accepted_tokens += num_accepted
         if distributions:
@@ -152,12 +159,19 @@ class Stepper:
             )
         return result
 
-    def _sample(
-        self, sampled: list[SequenceState], logits_MV: Tensor
-    ) -> dict[SequenceState, tuple[Sequence[int], Sequence[float], Sequence[tuple[TopLogprob, ...]], str | None]]:
+    def _sample(self, sampled: list[SequenceState], logits_MV: Tensor) -> dict[SequenceState, Found]:
         if not sampled:
             return {}
+        native = self._runner.native
         rows = [seq.request.sampling for seq in sampled]
+        plain = [self._cache.plain(row) for row in rows] if native is not None else [None]
+        if native is not None and None not in plain:
+            return self._choose(native, sampled, logits_MV, plain)
+        if any([temperature is not None for temperature in plain]):
+            # apart, so that a token is chosen alike whatever else is in the batch
+            parts = [[at for at, one in enumerate(plain) if (one is None) == is_none] for is_none in (True, False)]
+            pieces = [self._sample([sampled[at] for at in part], logits_MV[torch.tensor(part)]) for part in parts]
+            return pieces[0] | pieces[1]
         masks: list[np.ndarray | None] | None = None
         failed: dict[SequenceState, str] = {}
         if any([seq.grammar is not None for seq in sampled]):
@@ -178,6 +192,22 @@ class Stepper:
         return {
             seq: ((), (), (), failed[seq]) if seq in failed else ([token], [logprob], tops[row : row + 1], None)
             for row, (seq, token, logprob) in enumerate(found)
+        }
+
+    @staticmethod
+    def _choose(
+        native: NativeForward, sampled: list[SequenceState], logits_MV: Tensor, temperatures: Sequence[float | None]
+    ) -> dict[SequenceState, Found]:
+        chosen = native.choose(
+            logits_MV,
+            [len(seq.tokens) for seq in sampled],
+            [temperature or 0.0 for temperature in temperatures],
+            [seq.seed & SEED_MASK for seq in sampled],
+            [()] * len(sampled),
+        )
+        return {
+            seq: (ids, logprobs, (), None)
+            for seq, ids, logprobs in zip(sampled, chosen.ids, chosen.logprobs, strict=True)
         }
 
     @staticmethod
@@ -225,13 +255,13 @@ class Stepper:
         return proposals if not failed and any([proposal.most > 0 for proposal in proposals]) else None
 
     def _proposal(self, seq: SequenceState, draft: Draft, most: int) -> Proposal:
-        most = min(most, draft.num_tokens)
+        most, temperature = min(most, draft.num_tokens), self._cache.plain(seq.request.sampling)
         if draft.subnet is not None:
-            return Proposal(seq, most if self._can_draft(draft.subnet, seq.subnet) else 0)
+            return Proposal(seq, most if self._can_draft(draft.subnet, seq.subnet) else 0, temperature=temperature)
         match = self._matches.get(seq, NO_MATCH)
         if most <= 0 or match.length < draft.min_match:
-            return Proposal(seq, 0)
-        return Proposal(seq, most, continuation(seq.tokens, match.start, most))
+            return Proposal(seq, 0, temperature=temperature)
+        return Proposal(seq, most, continuation(seq.tokens, match.start, most), temperature=temperature)
 
 
 def score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:

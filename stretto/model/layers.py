@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.model.spec import ModelConfig
+from stretto.ops import exact
 from stretto.ops.attention import attention, rotate
-from stretto.ops.grouped import swiglu
-from stretto.ops.norm import rms_norm
+from stretto.ops.matmul import PLAIN, Arithmetic, linear, norm, rounded, swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x_D: Tensor) -> Tensor:
-        return rms_norm(x_D, self.weight, self.eps)
+    def forward(self, x_D: Tensor, arithmetic: Arithmetic = PLAIN) -> Tensor:
+        return norm(x_D, self.weight, self.eps, arithmetic)
 
 
 class Attention(nn.Module):
@@ -52,18 +52,26 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, geometry: Geometry) -> Tensor:
+    def forward(self, x_BTD: Tensor, geometry: Geometry, arithmetic: Arithmetic = PLAIN) -> Tensor:
         B, T, _ = x_BTD.shape
         num_rotated = self.num_heads + self.num_kv_heads
-        qkv_BTHC = self.qkv(x_BTD).view(B, T, num_rotated + self.num_kv_heads, self.head_dim)
+        qkv_BTX = linear(x_BTD, self.qkv.weight, self.qkv.bias, arithmetic)
+        qkv_BTHC = qkv_BTX.view(B, T, num_rotated + self.num_kv_heads, self.head_dim)
         qk_BTHC, v_BTGC = qkv_BTHC.split((num_rotated, self.num_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             weight_HC = torch.cat((self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)))
-            qk_BTHC = rms_norm(qk_BTHC, weight_HC, self.eps)
-        qk_BTHC = rotate(qk_BTHC, geometry.cos_BTR, geometry.sin_BTR)
+            qk_BTHC = norm(qk_BTHC, weight_HC, self.eps, arithmetic)
+        qk_BTHC = rounded(rotate(qk_BTHC, geometry.cos_BTR, geometry.sin_BTR), arithmetic)
         q_BTHC, k_BTGC = qk_BTHC.split((self.num_heads, self.num_kv_heads), dim=2)
-        y_BHTC = attention(q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2), geometry.mask_B1TT)
-        return self.out(y_BHTC.transpose(1, 2).reshape(B, T, -1))
+        q_BHTC, k_BGTC, v_BGTC = q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+        mask_B1TT = geometry.mask_B1TT
+        if arithmetic.batch_invariant:
+            if mask_B1TT is None:
+                mask_B1TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=x_BTD.device).tril()
+            y_BHTC = exact.attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+        else:
+            y_BHTC = attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+        return linear(y_BHTC.transpose(1, 2).reshape(B, T, -1), self.out.weight, None, arithmetic)
 
 
 class SwiGlu(nn.Module):
@@ -74,8 +82,9 @@ class SwiGlu(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_BTD)))
+    def forward(self, x_BTD: Tensor, arithmetic: Arithmetic = PLAIN) -> Tensor:
+        hidden_BTI = swiglu(linear(x_BTD, self.gate_up.weight, None, arithmetic), arithmetic)
+        return linear(hidden_BTI, self.down.weight, None, arithmetic)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shape letters: B rows, T positions, N = B·T tokens, D hidden, E experts, K chos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from stretto.model.exchange import Exchange
 from stretto.model.layers import SwiGlu, linear_fp32
 from stretto.model.spec import ModelConfig
+from stretto.ops import matmul
 from stretto.ops.grouped import experts
+from stretto.ops.matmul import PLAIN, Arithmetic, ExpertMatrices, linear, rounded
 from stretto.ops.route import Routes, route
 
 
@@ -30,6 +33,16 @@ class RowWidths:
     """Whether the expert of that rank may be chosen, bool."""
     counted_B: Tensor
     """Whether the row's choices feed the balance counts (a random subset must not starve the full network's), bool."""
+
+
+class MoeOutput(NamedTuple):
+    """Result of an MoE layer."""
+
+    y_BTD: Tensor
+    counts_WE: Tensor
+    """Slots each expert got, by branch, int64."""
+    own_BTK: Tensor
+    """Experts that the router chose, or, where choices were replayed, would have chosen; int64."""
 
 
 class MoeLayer(nn.Module):
@@ -53,25 +66,52 @@ class MoeLayer(nn.Module):
         self.register_buffer("bias_WE", torch.zeros(config.num_branches, num_experts))
         self.exchange: Exchange | None = None  # set by `parallel.shard` where the experts lie on several ranks
 
-    def forward(self, x_BTD: Tensor, num_experts: int, top_k: int, widths: RowWidths | None) -> tuple[Tensor, Tensor]:
-        """The layer's output [B, T, D] and how many slots each expert got, by branch [W, E] (int64).
+    def forward(
+        self,
+        x_BTD: Tensor,
+        num_experts: int,
+        top_k: int,
+        widths: RowWidths | None,
+        recorded_BTK: Tensor | None = None,
+        arithmetic: Arithmetic = PLAIN,
+    ) -> MoeOutput:
+        """Route the tokens and run their experts.
 
-        ``num_experts`` and ``top_k`` hold for all rows; ``widths`` narrows single rows further.
+        ``num_experts`` and ``top_k`` hold for all rows; ``widths`` narrows single rows further; ``recorded_BTK`` are
+        choices to replay (`stretto.ops.route.route`).
         """
         B, T, D = x_BTD.shape
         x_ND = x_BTD.reshape(B * T, D)
-        routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths)
-        compute = experts if self.exchange is None else self.exchange.experts
-        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
+        routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, recorded_BTK, arithmetic)
+        if arithmetic.is_plain:
+            compute = experts if self.exchange is None else self.exchange.experts
+            y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
+        else:
+            assert self.exchange is None, f"experts on several ranks compute in plain fp32, not {arithmetic}"
+            weights = ExpertMatrices(self.gate_up.unbind(0), self.down.unbind(0))
+            y_ND = matmul.experts(x_ND, routes.chosen_NK, routes.gates_NK, weights, arithmetic)
         y_BTD = y_ND.view(B, T, D)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
-        return y_BTD, counts_WE
+            y_BTD = rounded(y_BTD + self.shared(x_BTD, arithmetic), arithmetic)
+        own_NK = routes.chosen_NK if routes.own_NK is None else routes.own_NK
+        return MoeOutput(y_BTD, counts_WE, own_NK.view(B, T, top_k))
 
-    def route(self, x_BTD: Tensor, num_experts: int, top_k: int, widths: RowWidths | None) -> tuple[Routes, Tensor]:
+    def route(
+        self,
+        x_BTD: Tensor,
+        num_experts: int,
+        top_k: int,
+        widths: RowWidths | None,
+        recorded_BTK: Tensor | None = None,
+        arithmetic: Arithmetic = PLAIN,
+    ) -> tuple[Routes, Tensor]:
         """Routes of all B·T tokens, and the slots each expert got by branch [W, E]."""
         config, T = self.config, x_BTD.shape[1]
-        logits_NE = linear_fp32(x_BTD.reshape(-1, x_BTD.shape[-1]), self.gate)
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        if arithmetic.batch_invariant:
+            logits_NE = linear(x_ND.float(), self.gate.float(), None, arithmetic.inner)
+        else:
+            logits_NE = linear_fp32(x_ND, self.gate)
         total = logits_NE.shape[-1]
         if widths is None:
             branch = config.branch(num_experts)
@@ -89,6 +129,8 @@ class MoeLayer(nn.Module):
             softmax=config.router == "softmax",
             normalize=config.normalize_gates,
             scaling=config.routed_scaling,
+            recorded_NK=None if recorded_BTK is None else recorded_BTK.flatten(0, 1),
+            batch_invariant=arithmetic.batch_invariant,
         )
         if widths is None:
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Losses straight from hidden states: the [N, V] logits exist one chunk of tokens at a time.
+"""Losses and log-probabilities straight from hidden states: the [N, V] logits exist one chunk of tokens at a time.
 
 Shape letters: N tokens, D hidden, V vocabulary.
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.grouped import compute_dtype
+from stretto.ops.matmul import PLAIN, Arithmetic, linear, prepare
 
 IGNORED = -100
 """Target of a position that carries no loss, as everywhere in PyTorch."""
@@ -144,3 +145,86 @@ def _logit_gradient(probs_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | No
         probs_NV.sub_(teacher_NV, alpha=1.0 - ce_weight)
     hit_N1 = torch.where(targets_N != IGNORED, -ce_weight, 0.0)[:, None].to(probs_NV.dtype)
     return probs_NV.scatter_add_(-1, targets_N.clamp_min(0)[:, None], hit_N1)
+
+
+def chosen_logprobs_reference(
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """`chosen_logprobs` by autograd, all logits at once."""
+    logp_NV = processed_log_probs(F.linear(hidden_ND, head_VD), temperature)
+    kept_N = targets_N != IGNORED
+    picked_N = logp_NV.gather(-1, targets_N.clamp_min(0)[:, None]).squeeze(-1)
+    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1).detach()
+    return torch.where(kept_N, picked_N, 0.0), torch.where(kept_N, entropy_N, 0.0)
+
+
+def processed_log_probs(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
+    """The distribution that tokens are sampled from, as logarithms in fp32: the temperature is applied.
+
+    The engine's sampler performs these very operations, so that equal logits give equal bits on both sides.
+    """
+    logits_NV = logits_NV.float()
+    return (logits_NV if temperature == 1.0 else logits_NV / temperature).log_softmax(-1)
+
+
+def chosen_logprobs(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    arithmetic: Arithmetic = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Processed log-probability of each target, and the entropy of the distribution it comes from.
+
+    Logits are computed anew, chunk by chunk, in the backward pass: what arrives there is a gradient for each token,
+    which no forward pass can know. Tokens without a target cost nothing. The head's product is that of ``arithmetic``,
+    which the engine's is too.
+
+    Returns: log-probabilities [N] (fp32, differentiable in ``hidden_ND`` and ``head_VD``) and entropies [N] (nats,
+    detached); 0 where the target is `IGNORED`.
+    """
+    assert temperature > 0, f"temperature {temperature}: a greedy choice has no log-probability"
+    return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, chunk, arithmetic.inner)
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
+        arithmetic: Arithmetic,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(hidden_ND)
+        kept_M = (targets_N != IGNORED).nonzero().squeeze(-1)
+        weight_VD = prepare(head_VD.to(dtype), arithmetic)
+        logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
+        entropy_N = torch.zeros_like(logp_N)
+        for part in kept_M.split(chunk):
+            logp_MV = processed_log_probs(linear(hidden_ND[part].to(dtype), weight_VD, None, arithmetic), temperature)
+            logp_N[part] = logp_MV.gather(-1, targets_N[part, None]).squeeze(-1)
+            entropy_N[part] = -(logp_MV.exp() * logp_MV).sum(-1)
+        ctx.save_for_backward(hidden_ND, head_VD, targets_N, kept_M)
+        ctx.dtype, ctx.temperature, ctx.chunk, ctx.arithmetic = dtype, temperature, chunk, arithmetic
+        ctx.mark_non_differentiable(entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, head_VD, targets_N, kept_M = ctx.saved_tensors
+        weight_VD = head_VD.to(ctx.dtype)
+        prepared = prepare(weight_VD, ctx.arithmetic)
+        grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
+        for part in kept_M.split(ctx.chunk):
+            h_MD = hidden_ND[part].to(ctx.dtype)
+            probs_MV = processed_log_probs(linear(h_MD, prepared, None, ctx.arithmetic), ctx.temperature).exp_()
+            # d log p / d logits = (onehot − p) / temperature
+            g_M1 = (grads[0][part] / ctx.temperature)[:, None]
+            delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)
+            grad_ND[part] = (delta_MV @ weight_VD).to(grad_ND.dtype)
+            grad_VD.addmm_(delta_MV.T.to(grad_VD.dtype), h_MD.to(grad_VD.dtype))
+        return grad_ND, grad_VD, None, None, None, None

@@ -13,13 +13,15 @@ import torch
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
 from stretto.engine.engine import Engine
+from stretto.engine.judge import Proposal
 from stretto.engine.request import Grammar, Phases, SpeculateConfig
 from stretto.engine.runner import Runner
 from stretto.engine.sampler import SamplerCache, probabilities, process
 from stretto.engine.sequence import Chunk, SequenceState
-from stretto.engine.speculate import Proposal, Speculator, can_draft, draft_candidates
+from stretto.engine.speculate import Speculator, can_draft, draft_candidates
 from stretto.engine.utility import TRIALS, Draft, Watch
 from stretto.model.spec import ModelConfig, Subnet
+from stretto.ops.native.build import Library, load
 from tests.engine.engines import (
     CONFIG,
     CORNER,
@@ -36,6 +38,16 @@ from tests.engine.engines import (
 )  # fmt: skip
 
 MODEL = network()
+TORCH = Library(None, "for comparison")
+
+
+@pytest.fixture(params=["torch", "native"])
+def library(request: pytest.FixtureRequest) -> Library:
+    """Both implementations of everything below."""
+    found = TORCH if request.param == "torch" else load()
+    if request.param == "native" and found.handle is None:
+        pytest.skip(found.reason)
+    return found
 
 
 class Always(Watch):
@@ -46,9 +58,10 @@ class Always(Watch):
         return Draft(self.candidates[0], 1 + self.num % 4)
 
 
-def drafting(draft: Subnet, **options: Any) -> Engine:
+def drafting(draft: Subnet, library: Library = TORCH, **options: Any) -> Engine:
     """An engine that drafts in every step that may."""
-    subject = engine(MODEL, speculate=SpeculateConfig(draft=draft, max_draft=4), **options)
+    speculate = SpeculateConfig(draft=draft, max_draft=4)
+    subject = engine(MODEL, speculate=speculate, engine={"library": library}, **options)
     watch = subject._stepper._watch
     assert watch is not None
     subject._stepper._watch = Always(watch.candidates, 4)
@@ -56,13 +69,13 @@ def drafting(draft: Subnet, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("draft", [CORNER, NARROW, CONFIG.subnet(top_k=1)])
-def test_greedy_is_identical(draft: Subnet) -> None:
+def test_greedy_is_identical(draft: Subnet, library: Library) -> None:
     asked = [
         request(f"r{index}", prompt, (FULL, NARROW, CONFIG.subnet(depth=4))[index % 3], max_tokens=30, routes=True)
         for index, prompt in enumerate(prompts(21, 10))
     ]
     plain = engine(MODEL).generate(asked)
-    subject = drafting(draft, num_pages=300)
+    subject = drafting(draft, library, num_pages=300)
     done = subject.generate(asked)
     assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
     for one, ours, theirs in zip(asked, done, plain, strict=True):
@@ -78,7 +91,7 @@ def test_greedy_is_identical(draft: Subnet) -> None:
     check_idle(subject)
 
 
-def test_ends_and_phases_within_a_draft() -> None:
+def test_ends_and_phases_within_a_draft(library: Library) -> None:
     greedy = engine(MODEL).generate([request("x", (9, 8, 7), max_tokens=30)])[0].tokens
     phases = Phases(answer=CORNER, thinking=FULL, thinking_end=greedy[6])
     asked = [
@@ -89,16 +102,16 @@ def test_ends_and_phases_within_a_draft() -> None:
         request("held", (9, 8, 7), max_tokens=30, stop_ids=(greedy[2],), min_tokens=9, presence_penalty=0.5),
     ]
     for one in asked:
-        subject = drafting(CONFIG.subnet(top_k=2))
+        subject = drafting(CONFIG.subnet(top_k=2), library)
         done, plain = subject.generate([one])[0], engine(MODEL).generate([one])[0]
         assert (done.tokens, done.finish_reason, done.stop) == (plain.tokens, plain.finish_reason, plain.stop)
         check_idle(subject)
 
 
-def test_drafts_never_reach_the_prefix_cache() -> None:
+def test_drafts_never_reach_the_prefix_cache(library: Library) -> None:
     """Pages sealed while drafting hold what plain decoding puts there: a hit on them changes nothing."""
     prompt = prompts(22, 1, 20, 20)[0]
-    subject = drafting(CORNER)
+    subject = drafting(CORNER, library)
     first = subject.generate([request("first", prompt, max_tokens=40, routes=True)])[0]
     assert first.usage.accepted_tokens < first.usage.drafted_tokens
     longer = request("second", first.prompt + first.tokens, max_tokens=10, routes=True)
@@ -125,8 +138,10 @@ def chi_square(counts_V: np.ndarray, probs_V: np.ndarray) -> tuple[float, int]:
     return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8}])
-def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8}]
+)
+def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, float], library: Library) -> None:
     """The first two tokens of 4,000 seeds: the first drafted one, and the one after it given the first.
 
     The bound is the 99.99 % point of the chi-square distribution, by Wilson and Hilferty's approximation.
@@ -134,9 +149,10 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
     model = network(3, SMALL)
     num, page_size, prompt = 4000, 8, (1, 2, 3)
     runner = Runner(
-        model, num_pages=num, page_size=page_size, device="cpu", dtype=torch.float32, routes=False
+        model, num_pages=num, page_size=page_size, device="cpu", dtype=torch.float32, routes=False, library=library
     )  # one page each is enough: 3 prompt tokens and 3 more
-    speculator = Speculator(runner, page_size, (), SamplerCache())
+    cache = SamplerCache()
+    speculator = Speculator(runner, page_size, (), cache)
     draft = Draft(SMALL.subnet(depth=2, top_k=1), 2)
     firsts = np.zeros(12)
     seconds = np.zeros((12, 12))
@@ -148,7 +164,7 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
             seq = SequenceState(own, seed=seed)
             seq.pages, seq.num_computed = [seed], 0
             seq.table = (seed,)
-            proposals.append(Proposal(seq, 2))
+            proposals.append(Proposal(seq, 2, temperature=cache.plain(own.sampling)))
         from_prompt(runner, proposals)
         verified = speculator.verify(proposals, speculator.draft(proposals, draft), False)
         for tokens in verified.ids:
@@ -180,13 +196,13 @@ def from_prompt(runner: Runner, proposals: Sequence[Proposal]) -> None:
         proposal.seq.num_computed = len(proposal.seq.tokens) - 1
 
 
-def test_a_named_seed_is_kept_its_promise() -> None:
+def test_a_named_seed_is_kept_its_promise(library: Library) -> None:
     wanted = request("x", (9, 8, 7), temperature=1.0, seed=4, max_tokens=30)
-    subject = drafting(CORNER)
+    subject = drafting(CORNER, library)
     done = subject.generate([wanted])[0]
     assert done.usage.drafted_tokens == 0
-    assert done.tokens == engine(MODEL).generate([wanted])[0].tokens
-    drawn = drafting(CORNER).generate([request("x", (9, 8, 7), temperature=1.0, max_tokens=30)])[0]
+    assert done.tokens == engine(MODEL, engine={"library": library}).generate([wanted])[0].tokens
+    drawn = drafting(CORNER, library).generate([request("x", (9, 8, 7), temperature=1.0, max_tokens=30)])[0]
     assert drawn.usage.drafted_tokens > 0 and len(drawn.tokens) == 30
 
 
@@ -226,13 +242,30 @@ def test_candidates_are_measured_on_the_first_requests() -> None:
     assert len(watch.candidates) > 2 and subject.stats().drafted_tokens > 2 * TRIALS
 
 
-def test_pages_are_where_the_allocator_says() -> None:
+def test_pages_are_where_the_allocator_says(library: Library) -> None:
     """A tiny pool under drafts: sequences take pages from each other, and none is lost."""
     asked = [request(f"r{index}", prompt, max_tokens=20) for index, prompt in enumerate(prompts(23, 12, 1, 30))]
-    subject = drafting(CORNER, num_pages=20)
+    subject = drafting(CORNER, library, num_pages=20)
     assert isinstance(subject.allocator, PageAllocator)
     done = subject.generate(asked)
     plain = engine(MODEL).generate(asked)
     assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
     assert subject.stats().num_preemptions > 0 and subject.stats().drafted_tokens > 0
     check_idle(subject)
+
+
+def test_settings_of_neighbours_change_no_token(library: Library) -> None:
+    """Plain rows are chosen by the kernels, others by torch; whoever is beside them, each keeps its own tokens."""
+    asked = [
+        request("plain", (9, 8, 7), temperature=0.9, seed=3, max_tokens=20),
+        request("filtered", (5, 6), temperature=0.9, seed=4, top_p=0.8, max_tokens=20),
+        request("greedy", (4, 4), max_tokens=20),
+        request("listed", (4, 5), max_tokens=20, top_logprobs=3),
+    ]
+    alone = [engine(MODEL, engine={"library": library}).generate([one])[0] for one in asked]
+    for subject in (engine(MODEL, engine={"library": library}), drafting(CORNER, library)):
+        together = subject.generate(asked)
+        assert [one.tokens for one in together] == [one.tokens for one in alone]
+        for ours, theirs in zip(together, alone, strict=True):
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
+        assert all(len(tops) == 3 for tops in together[3].top)

@@ -43,7 +43,7 @@ def prefix(*widths: int, counted: tuple[bool, ...] = (True,) * B) -> RowWidths:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_the_output_is_the_routed_experts_and_the_shared_one(router: str) -> None:
     moe, x_BTD = layer(router), inputs()
-    y_BTD, _ = moe(x_BTD, E, K, None)
+    y_BTD, *_ = moe(x_BTD, E, K, None)
     routes, _ = moe.route(x_BTD, E, K, None)
     routed_ND = experts_reference(x_BTD.flatten(0, 1), routes.chosen_NK, routes.gates_NK, moe.gate_up, moe.down)
     assert moe.shared is not None
@@ -79,7 +79,7 @@ def test_a_large_bias_never_selects_a_masked_expert_and_never_weighs(router: str
 @pytest.mark.parametrize("router", ROUTERS)
 def test_experts_outside_get_no_gradient_and_the_router_a_finite_one(router: str) -> None:
     moe, x_BTD = layer(router), inputs().requires_grad_()
-    y_BTD, _ = moe(x_BTD, E, K, prefix(4, 4, 4, 4))
+    y_BTD, *_ = moe(x_BTD, E, K, prefix(4, 4, 4, 4))
     y_BTD.square().sum().backward()
     outer, inner = [1, 3, 4, 6], [5, 2, 7, 0]
     for parameter in (moe.gate_up, moe.down, moe.gate):
@@ -94,7 +94,7 @@ def test_router_gradients_stay_finite_at_extreme_logits(router: str) -> None:
     """Scores underflow to zero in every chosen expert; a renormalised zero must not become NaN."""
     moe = layer(router)
     x_BTD = (inputs() * 1e4).requires_grad_()
-    y_BTD, _ = moe(x_BTD, E, 1, prefix(8, 4, 8, 4))
+    y_BTD, *_ = moe(x_BTD, E, 1, prefix(8, 4, 8, 4))
     y_BTD.sum().backward()
     assert moe.gate.grad is not None and x_BTD.grad is not None
     assert torch.isfinite(y_BTD).all() and torch.isfinite(moe.gate.grad).all() and torch.isfinite(x_BTD.grad).all()

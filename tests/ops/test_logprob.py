@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.logprob import IGNORED, Teacher, head_loss, head_loss_reference, log_probs
+from stretto.ops.logprob import (
+    IGNORED,
+    Teacher,
+    chosen_logprobs,
+    chosen_logprobs_reference,
+    head_loss,
+    head_loss_reference,
+    log_probs,
+)
+from stretto.ops.matmul import Arithmetic
 
 Close = Callable[[Tensor, Tensor, int], None]
 N, D, V = 37, 12, 50
@@ -96,3 +105,71 @@ def test_without_gradients_it_is_the_same_loss() -> None:
     hidden, head, targets = _inputs()
     with torch.no_grad():
         assert head_loss(hidden, head, targets)[0] == head_loss(hidden.requires_grad_(), head, targets)[0].detach()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("chunk", [1, 8, 33, 1024])
+def test_chosen_log_probs_equal_the_reference(temperature: float, chunk: int, close: Close) -> None:
+    hidden, head, targets = _inputs()
+    logp, entropy = chosen_logprobs(hidden, head, targets, temperature, chunk)
+    expected, expected_entropy = chosen_logprobs_reference(hidden, head, targets, temperature)
+    close(logp, expected, V + D)
+    close(entropy, expected_entropy, V + D)
+    assert not entropy.requires_grad
+    stream = torch.linspace(-2.0, 3.0, N)  # a gradient of its own for each token, as a policy loss gives
+    for ours, theirs in zip(
+        torch.autograd.grad((stream * logp).sum(), (hidden, head)),
+        torch.autograd.grad((stream * expected).sum(), (hidden, head)),
+        strict=True,
+    ):
+        close(ours, theirs, N + V)
+
+
+def test_chosen_log_probs_are_those_of_the_tempered_distribution(close: Close) -> None:
+    hidden, head, targets = _inputs()
+    kept = targets != IGNORED
+    tempered = torch.distributions.Categorical(logits=(hidden @ head.T / 0.7)[kept])
+    logp, entropy = chosen_logprobs(hidden, head, targets, 0.7)
+    close(logp[kept], tempered.log_prob(targets[kept]), V + D)
+    close(entropy[kept], tempered.entropy(), V + D)
+    assert not logp[~kept].any() and not entropy[~kept].any()
+
+
+def test_chosen_log_probs_without_a_target_still_reach_the_backward_pass() -> None:
+    """A rank whose rows are all padding must take part in the gradients' sum."""
+    hidden, head, targets = _inputs()
+    logp, _ = chosen_logprobs(hidden, head, torch.full_like(targets, IGNORED))
+    logp.sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert head.grad is not None and not head.grad.any()
+
+
+def test_chosen_log_probs_keep_no_logits() -> None:
+    hidden, head, targets = _inputs()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        chosen_logprobs(hidden, head, targets)
+    assert max(kept) == V * D < N * V
+
+
+def test_chosen_log_probs_under_autocast_differentiate_in_its_dtype() -> None:
+    hidden, head, targets = _inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logp, _ = chosen_logprobs(hidden, head, targets)
+    plain, _ = chosen_logprobs(hidden, head, targets)
+    assert logp.dtype == torch.float32 and not torch.equal(logp, plain)
+    ours, theirs = torch.autograd.grad(logp.sum(), hidden)[0], torch.autograd.grad(plain.sum(), hidden)[0]
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 2 * torch.finfo(torch.bfloat16).eps * D**0.5
+
+
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_batch_invariant_log_probs_do_not_see_their_neighbours(others: int) -> None:
+    hidden, head, targets = _inputs()
+    exact = Arithmetic("bf16", batch_invariant=True)
+    whole, _ = chosen_logprobs(hidden, head, targets, 0.7, arithmetic=exact)
+    part = slice(9, 10 + others)
+    alone, _ = chosen_logprobs(hidden[part], head, targets[part], 0.7, arithmetic=exact)
+    assert torch.equal(whole[part], alone)
+    plain, _ = chosen_logprobs(hidden, head, targets, 0.7)
+    assert (whole - plain).abs().max() < 1e-4
+    assert torch.autograd.grad(whole.sum(), hidden)[0].isfinite().all()

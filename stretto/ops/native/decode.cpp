@@ -15,6 +15,7 @@
 
 #include "abi.h"
 #include "product.h"
+#include "sample.h"
 
 namespace stretto {
 
@@ -81,6 +82,8 @@ class Decoder {
         Worker(*this, step, counters, barrier).run();
     }
 
+#include "draft.inc"
+
   private:
     struct Worker;
 
@@ -116,6 +119,8 @@ class Decoder {
     StrettoShape s;
     std::vector<StrettoLayer> layers;
     Buffers b;
+    std::vector<float> drafts;  // logits of a drafting step
+    Weights weights;
 };
 
 template <class W>
@@ -251,6 +256,8 @@ void stretto_sizes(int32_t* sizes) {
     sizes[1] = sizeof(StrettoLayer);
     sizes[2] = sizeof(StrettoChoice);
     sizes[3] = sizeof(StrettoStep);
+    sizes[4] = sizeof(StrettoDraft);
+    sizes[5] = sizeof(StrettoChoose);
 }
 
 void* stretto_create(const StrettoShape* shape, const StrettoLayer* layers) {
@@ -265,6 +272,14 @@ void stretto_step(void* handle, const StrettoStep* step) {
     if (decoder->half) decoder->half->step(*step);
     else decoder->wide->step(*step);
 }
+
+void stretto_draft(void* handle, const StrettoDraft* draft) {
+    auto* decoder = static_cast<stretto::AnyDecoder*>(handle);
+    if (decoder->half) decoder->half->draft(*draft);
+    else decoder->wide->draft(*draft);
+}
+
+void stretto_choose(const StrettoChoose* choose) { stretto::choose(*choose); }
 
 void stretto_destroy(void* handle) {
     auto* decoder = static_cast<stretto::AnyDecoder*>(handle);

@@ -17,14 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.ops.native.records import POINTER, DraftRecord, LayerRecord, ShapeRecord, StepRecord, check_layout
+
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights and cache; arithmetic is fp32 for both."""
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,50 +100,43 @@ class Step:
     """Tokens whose logits are wanted."""
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
-        + _fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
-        + _fields(_FLOAT, "eps scaling")
-        + _fields(ctypes.c_int64, "num_pages")
-        + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
-    )
+@dataclass(slots=True)
+class Drafting:
+    """What to draft for each sequence, all lists by sequence."""
 
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        _fields(_POINTER, "attention_norm qkv qkv_bias out q_norm k_norm mlp_norm gate_up down")
-        + _fields(_POINTER, "router shared_gate_up shared_down bias rank")
-        + _fields(_INT, "num_experts inner shared_inner moe_row")
-    )
-
-
-class _Choice(ctypes.Structure):
-    _fields_ = _fields(_INT, "active num_experts top_k branch")
-
-
-class _Step(ctypes.Structure):
-    _fields_ = _fields(_INT, "num_tokens num_logits num_threads write_routes") + _fields(
-        _POINTER, "token position table subnet pages choices logit_tokens logits"
-    )
+    tokens: list[int]
+    """Computed first: the newest of each sequence."""
+    positions: list[int]
+    tables: list[int]
+    subnets: list[int]
+    pages: list[int]
+    """As in `Step`; the tables reach to the last drafted position."""
+    most: list[int]
+    """Tokens to draft at most."""
+    ends: list[int]
+    """A token that nothing is drafted after; -1: none."""
+    temperatures: list[float]
+    """0: the most probable token is drafted."""
+    seeds: list[int]
+    """uint64."""
 
 
 class Decoder:
     """The compiled step of one network. Not for use from two threads at once."""
 
     def __init__(self, library: ctypes.CDLL, network: Network):
-        _check_layout(library)
-        library.stretto_create.restype = _POINTER
+        check_layout(library)
+        library.stretto_create.restype = POINTER
         self._library, self._network = library, network
         self._ranks = [None if layer.rank_E is None else layer.rank_E.to(torch.int32) for layer in network.layers]
-        layers = (_Layer * len(network.layers))()
+        layers = (LayerRecord * len(network.layers))()
         dtype, moe_row = network.embedding_VD.dtype, 0
         for record, layer, rank_E in zip(layers, network.layers, self._ranks, strict=True):
             _fill_layer(record, layer, rank_E, dtype)
             record.moe_row = moe_row
             moe_row += layer.router_ED is not None
         self._handle = library.stretto_create(ctypes.byref(_shape(network, moe_row)), layers)
-        weakref.finalize(self, library.stretto_destroy, _POINTER(self._handle))
+        weakref.finalize(self, library.stretto_destroy, POINTER(self._handle))
         self._choices = np.zeros((0, len(network.layers), 4), np.int32)
 
     def subnet(self, choices: Sequence[Choice | None]) -> int:
@@ -177,7 +166,7 @@ class Decoder:
         starts = accumulate([4 * len(values) for values in lists[:-1]], initial=numbers.ctypes.data)
         token, position, table, subnet, pages, logit_tokens = starts
         logits_MV = torch.empty(num_logits, vocab)
-        record = _Step(
+        record = StepRecord(
             num_tokens,
             num_logits,
             torch.get_num_threads(),
@@ -191,15 +180,41 @@ class Decoder:
             logit_tokens,
             logits_MV.data_ptr(),
         )
-        self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))
+        self._library.stretto_step(POINTER(self._handle), ctypes.byref(record))
         return logits_MV
 
+    def draft(self, drafting: Drafting, num_steps: int, end_ids: Sequence[int]) -> tuple[np.ndarray, Tensor | None]:
+        """Let each sequence decode up to ``num_steps`` tokens; keys and values go to the pools, routes nowhere.
 
-def _check_layout(library: ctypes.CDLL) -> None:
-    sizes = (_INT * 4)()
-    library.stretto_sizes(sizes)
-    ours = [ctypes.sizeof(kind) for kind in (_Shape, _Layer, _Choice, _Step)]
-    assert list(sizes) == ours, f"records of the compiled library {list(sizes)}, here {ours}"
+        A sequence stops after one of ``end_ids`` or its own end, and gets nothing more where it stands at one already.
+
+        Returns:
+            The tokens [R, S], int32, -1 behind the last; and, unless all are greedy, the probabilities [S, R, V] (fp32)
+            by which those of the others were drawn.
+        """
+        num_rows, (vocab, _) = len(drafting.tokens), self._network.head_VD.shape
+        positions = self._network.cos_TR.shape[0]
+        assert min(drafting.tokens) >= 0 and max(drafting.tokens) < vocab, f"token ids {drafting.tokens} of {vocab}"
+        last = [start + min(most, num_steps) for start, most in zip(drafting.positions, drafting.most, strict=True)]
+        assert min(drafting.positions) >= 0 and max(last) <= positions, f"drafts up to {last} of {positions}"
+        lists = (drafting.tokens, drafting.positions, drafting.tables, drafting.subnets, drafting.most, drafting.ends)
+        numbers = np.array([*chain(*lists), *end_ids, *drafting.pages], np.int32)
+        starts = list(accumulate([4 * len(values) for values in (*lists, end_ids)], initial=numbers.ctypes.data))
+        temperatures = np.array(drafting.temperatures, np.float32)
+        seeds = np.array(drafting.seeds, np.uint64)
+        drafted_RS = np.empty((num_rows, num_steps), np.int32)
+        probs_SRV = torch.empty(num_steps, num_rows, vocab) if any(drafting.temperatures) else None
+        record = DraftRecord(
+            *(num_rows, num_steps, torch.get_num_threads(), len(end_ids)),
+            *starts,
+            self._choices.ctypes.data,
+            temperatures.ctypes.data,
+            seeds.ctypes.data,
+            drafted_RS.ctypes.data,
+            None if probs_SRV is None else probs_SRV.data_ptr(),
+        )
+        self._library.stretto_draft(POINTER(self._handle), ctypes.byref(record))
+        return drafted_RS, probs_SRV
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
@@ -211,7 +226,7 @@ def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | No
     return tensor.data_ptr()
 
 
-def _shape(network: Network, num_moe_layers: int) -> _Shape:
+def _shape(network: Network, num_moe_layers: int) -> ShapeRecord:
     dtype, (vocab, hidden) = network.embedding_VD.dtype, network.embedding_VD.shape
     assert dtype in DTYPES, f"no kernels for {dtype}"
     group = network.num_heads // network.num_kv_heads
@@ -220,7 +235,7 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
     assert pool == network.values_LPZGC.shape, f"{tuple(pool)} keys, {tuple(network.values_LPZGC.shape)} values"
     routes = network.routes_PZLK
     assert routes is None or routes.shape[2:] == (num_moe_layers, network.max_top_k), f"routes {tuple(routes.shape)}"
-    return _Shape(
+    return ShapeRecord(
         num_layers=len(network.layers),
         hidden=hidden,
         num_heads=network.num_heads,
@@ -249,7 +264,7 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
     )
 
 
-def _fill_layer(record: _Layer, layer: LayerTensors, rank_E: Tensor | None, dtype: torch.dtype) -> None:
+def _fill_layer(record: LayerRecord, layer: LayerTensors, rank_E: Tensor | None, dtype: torch.dtype) -> None:
     hidden, inner = layer.down.shape[-2:]
     record.attention_norm = _pointer(layer.attention_norm_D, dtype, hidden)
     record.qkv = _pointer(layer.qkv_QD, dtype)

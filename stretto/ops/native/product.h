@@ -7,7 +7,7 @@
 
 namespace stretto {
 
-constexpr int AHEAD = 2048;  // bytes of a weight asked for early: blocks are too short for the processor to foresee (6-20 % of a step)
+constexpr int AHEAD = 4096;  // bytes of a weight asked for early: blocks are too short for the processor to foresee
 
 #if defined(__AVX512F__)
 constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the operands, fit the vector registers
@@ -15,10 +15,38 @@ constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the o
 constexpr int TILE = 3;
 #endif
 
-// out[t][r] = w[r] · x[t] for R weight rows (4 or 1) and T tokens. All loops over R and T are unrolled, or the sums
-// would live in memory.
+// Keeps a value in its register: GCC would load it again for each use, and loads are what a tile has too many of.
+inline void keep(Vec& v) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#elif defined(__AVX__)
+    asm("" : "+x"(v));
+#endif
+}
+
+// acc[r][t] += w[r][k, k + LANES) · x[t][k, k + LANES)
 template <int R, int T, class W>
-inline void tile(const W* __restrict w, size_t stride, const float* const* x, int width, float out[TILE][4]) {
+inline void column(const W* __restrict w, size_t stride, const float* const* xs, int k, Vec acc[R][T]) {
+    Vec x[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+        x[t] = load(xs[t] + k);
+        keep(x[t]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        Vec row = load(w + r * stride + k);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) acc[r][t] = fma(row, x[t], acc[r][t]);
+    }
+}
+
+// out[t][r] = w[r] · x[t] for R weight rows (8, 4 or 1) and T tokens; `is_first`: the rows come from memory. All loops
+// over R and T are unrolled, or the sums would live in memory.
+template <int R, int T, class W>
+inline void tile(const W* __restrict w, size_t stride, const float* const* x, int width, bool is_first, float out[TILE][8]) {
+    constexpr int LINE = 64 / int(sizeof(W));  // elements that come in one piece
+    constexpr int VECTORS = LINE / LANES > 0 ? LINE / LANES : 1;
     Vec acc[R][T];
     const float* xs[T];
 #pragma GCC unroll 8
@@ -28,18 +56,15 @@ inline void tile(const W* __restrict w, size_t stride, const float* const* x, in
         for (int r = 0; r < R; r++) acc[r][t] = Vec{};
     }
     int k = 0;
-    for (; k + LANES <= width; k += LANES) {
-        Vec column[T];
+    for (; k + VECTORS * LANES <= width; k += VECTORS * LANES) {
+        if (is_first) {
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) column[t] = load(xs[t] + k);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            Vec row = load(w + r * stride + k);
-            __builtin_prefetch(reinterpret_cast<const char*>(w + r * stride + k) + AHEAD);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; t++) acc[r][t] = fma(row, column[t], acc[r][t]);
+            for (int r = 0; r < R; r++) __builtin_prefetch(reinterpret_cast<const char*>(w + r * stride + k) + AHEAD);
         }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) column<R, T>(w, stride, xs, k + v * LANES, acc);
     }
+    for (; k + LANES <= width; k += LANES) column<R, T>(w, stride, xs, k, acc);
     if (k < width) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -50,19 +75,22 @@ inline void tile(const W* __restrict w, size_t stride, const float* const* x, in
     }
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
-        if constexpr (R == 4) {
-            Vec4 sums = sum4(acc[0][t], acc[1][t], acc[2][t], acc[3][t]);
-            std::memcpy(out[t], &sums, sizeof sums);
-        } else {
+        if constexpr (R == 1) {
             out[t][0] = sum(acc[0][t]);
+        } else {
+#pragma GCC unroll 2
+            for (int r = 0; r < R; r += 4) {
+                Vec4 sums = sum4(acc[r][t], acc[r + 1][t], acc[r + 2][t], acc[r + 3][t]);
+                std::memcpy(out[t] + r, &sums, sizeof sums);
+            }
         }
     }
 }
 
 template <int R, int T, class W, class Put>
 inline void tiles(const W* w, size_t stride, int row, const float* const* x, int first, int width, Put put) {
-    float out[TILE][4];
-    tile<R, T>(w + row * stride, stride, x + first, width, out);
+    float out[TILE][8];
+    tile<R, T>(w + row * stride, stride, x + first, width, first == 0, out);
     for (int t = 0; t < T; t++) put(row, R, first + t, out[t]);
 }
 
@@ -86,6 +114,8 @@ inline void rows_of(const W* w, size_t stride, int row, const float* const* x, i
 template <class W, class Put>
 inline void product(const W* w, size_t stride, int begin, int end, const float* const* x, int num, int width, Put put) {
     int row = begin;
+    if (num == 1)  // one token has too few sums of four rows to fill the pipelines
+        for (; row + 8 <= end; row += 8) tiles<8, 1>(w, stride, row, x, 0, width, put);
     for (; row + 4 <= end; row += 4) rows_of<4>(w, stride, row, x, num, width, put);
     for (; row < end; row++) rows_of<1>(w, stride, row, x, num, width, put);
 }
@@ -113,17 +143,34 @@ inline void rotate(float* x, const float* cosine, const float* sine, int half) {
     }
 }
 
+inline float highest_of(const float* x, int num) {
+    Vec best = splat(x[0]);
+    int i = 0;
+    for (; i + LANES <= num; i += LANES) {
+        Vec v = load(x + i);
+        best = v > best ? v : best;
+    }
+    float highest = x[0];
+    for (int lane = 0; lane < LANES; lane++) highest = best[lane] > highest ? best[lane] : highest;
+    for (; i < num; i++) highest = x[i] > highest ? x[i] : highest;
+    return highest;
+}
+
 // Overwrites scores with e^(score − highest); returns their sum.
 inline float softmax(float* scores, int num) {
-    float highest = scores[0];
-    for (int i = 1; i < num; i++) highest = scores[i] > highest ? scores[i] : highest;
+    const Vec highest = splat(highest_of(scores, num));
     Vec acc = {};
-    map(scores, num, [&](Vec v, int i) {
-        Vec e = exp(v - highest);
-        for (int lane = num - i; lane < LANES; lane++) e[lane] = 0.0f;
+    int i = 0;
+    for (; i + LANES <= num; i += LANES) {
+        Vec e = exp(load(scores + i) - highest);
+        store(scores + i, e);
         acc += e;
-        return e;
-    });
+    }
+    if (i < num) {
+        Vec e = exp(load_part(scores + i, num - i) - highest);
+        for (int lane = 0; lane < num - i; lane++) scores[i + lane] = e[lane];
+        acc += load_part(scores + i, num - i);
+    }
     return sum(acc);
 }
 

@@ -1,0 +1,204 @@
+"""Operators whose result for a token does not depend, to the bit, on what else is computed with it.
+
+Neither the number of rows, their order, the chunking of a sequence, the keys behind a mask, the number of threads nor the
+matrix library can change a bit, because nothing here rounds in an order that any of them chooses:
+
+- Products: both operands are rounded to integers of 22 bits, each row in units of a power of two of its own largest
+  entry. Sums of products of such integers are integers below 2⁵³, which fp64 adds without rounding, in any order.
+  (The splitting of Ozaki, Ogita, Oishi and Rump 2012, with one slice; Demmel and Nguyen 2013 sum so.)
+- Sums over a dim whose length the network fixes are trees of elementwise additions. Sums over keys, whose number the
+  batch decides, are sums of integers again.
+- exp and log are polynomials of elementwise operations, each of which IEEE 754 defines to the bit. torch's own take
+  another way for the last elements of a tensor than for the rest.
+
+Their gradients are those of the ordinary operators. Slow, on purpose: a mode for proofs and for training without any
+mismatch, not for speed.
+
+Shape letters: B rows, T queries, S keys, H query heads, G key/value heads, C head width, N tokens, D inner dim, F outputs,
+E experts, K chosen, P positions, R rotated pairs, … any leading dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.attention import attention_reference
+from stretto.ops.norm import rms_norm_reference
+
+BITS = 22
+"""Of an operand of a product. Twice as many and those of `CHUNK` make 53, what fp64 holds."""
+CHUNK = 512
+"""Longest inner dim that one sum of integers spans; longer ones add chunks in order."""
+KEY_BITS = 20
+"""Of attention weights and values, so that a sum may span `MAX_KEYS`: keys cannot be cut into chunks, since where a
+document begins in its row would move the borders."""
+MAX_KEYS = 1 << (53 - 2 * KEY_BITS)
+_WEIGHT_UNIT = 2.0**-30
+"""Of attention weights when they are added up."""
+
+
+class _Straight(torch.autograd.Function):
+    """Forward by one function, gradient of another that computes nearly the same."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*tensors)
+        return exact(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            result = ctx.plain(*tensors)
+        found = iter(torch.autograd.grad(result, [tensor for tensor in tensors if tensor.requires_grad], grads[0]))
+        return (None, None, *(next(found) if need else None for need in needed))
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2 to the power of an integer tensor, fp64, exact: written into the bits, since pow may round."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:
+    """Integers (fp64, of magnitude 2^bits at most) and units […, 1] (powers of two, fp64) whose product is nearest to ``x``."""
+    _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
+    unit = power_of_two(exponent - bits)
+    return torch.round(x.double() / unit), unit
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMatrix:
+    """A matrix [F, D] in chunks of its inner dim, as integers and the units of its rows."""
+
+    chunks: tuple[tuple[Tensor, Tensor], ...]
+
+    @staticmethod
+    def of(weight_FD: Tensor) -> FixedMatrix:
+        return FixedMatrix(tuple(fixed_point(part) for part in weight_FD.detach().float().split(CHUNK, dim=-1)))
+
+
+def product(x_ND: Tensor, weight: FixedMatrix) -> Tensor:
+    """``x`` · ``weight``ᵀ, fp32 […, F]; the error is that of fp32 products of a few hundred terms."""
+    total: Tensor | None = None
+    for part, (weight_FD, unit_F1) in zip(x_ND.float().split(CHUNK, dim=-1), weight.chunks, strict=True):
+        ints_ND, unit_N1 = fixed_point(part)
+        sum_NF = (ints_ND @ weight_FD.transpose(-1, -2)) * unit_N1 * unit_F1.squeeze(-1)
+        total = sum_NF if total is None else total + sum_NF
+    assert total is not None, "an inner dim of 0"
+    return total.float()
+
+
+def linear(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """`product` with a gradient."""
+    return _Straight.apply(lambda x, weight: product(x, FixedMatrix.of(weight)), F.linear, x_ND, weight_FD)
+
+
+def tree_sum(x_D: Tensor) -> Tensor:
+    """Sum over the last dim […, 1], by halves: for a dim whose length is always the same."""
+    while (width := x_D.shape[-1]) > 1:
+        half = (width + 1) // 2
+        tail = x_D[..., half:]
+        x_D = x_D[..., :half] + (F.pad(tail, (0, 1)) if width % 2 else tail)
+    return x_D
+
+
+def exp(x: Tensor) -> Tensor:
+    """e to the power of ``x`` in fp32, within two units in the last place; 0 below −87, the largest 88 taken at most.
+
+    Cephes' expf: x = n·ln 2 + r, a polynomial for e^r.
+    """
+    x = x.float()
+    n = torch.round(x.clamp(-87.0, 88.0) * 1.44269504088896341)
+    r = x.clamp(-87.0, 88.0) - n * 0.693359375
+    r = r - n * -2.12194440e-4
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    for coefficient in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + coefficient
+    y = p * r * r + r + 1.0
+    scale = ((n.int() + 127) << 23).view(torch.float32)
+    return torch.where(x < -87.0, 0.0, y * scale)
+
+
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`stretto.ops.norm.rms_norm`, fp32."""
+
+    def exact(x_D: Tensor, weight_D: Tensor) -> Tensor:
+        mean = tree_sum(x_D * x_D) / x_D.shape[-1]
+        return x_D * (1.0 / (mean + eps).sqrt()) * weight_D
+
+    return _Straight.apply(exact, lambda x, weight: rms_norm_reference(x, weight, eps), x_D, weight_D)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^−x), fp32."""
+    return _Straight.apply(lambda x: 1.0 / (1.0 + exp(-x)), torch.sigmoid, x)
+
+
+def softmax(x_E: Tensor) -> Tensor:
+    """Softmax over the last dim, whose length is always the same."""
+
+    def exact(x_E: Tensor) -> Tensor:
+        weights_E = exp(x_E - x_E.amax(-1, keepdim=True))
+        return weights_E / tree_sum(weights_E)
+
+    return _Straight.apply(exact, lambda x: x.softmax(-1), x_E)
+
+
+def swiglu(gate_up_NF: Tensor) -> Tensor:
+    """`stretto.ops.grouped.swiglu`, fp32."""
+    gate, up = gate_up_NF.chunk(2, dim=-1)
+    return _Straight.apply(lambda gate: gate / (1.0 + exp(-gate)), F.silu, gate) * up
+
+
+def top_k(scores_NE: Tensor, num: int) -> Tensor:
+    """Ids of the ``num`` largest of each row, falling; of equals, the lower id first."""
+    return scores_NE.sort(dim=-1, descending=True, stable=True).indices[..., :num]
+
+
+def sum_in_order(x_NK: Tensor, dim: int) -> Tensor:
+    """Sum over a short dim, first to last, so that zeros at its end change nothing; the dim goes."""
+    first, *rest = x_NK.unbind(dim)
+    for item in rest:
+        first = first + item
+    return first
+
+
+def attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor) -> Tensor:
+    """`attention_reference`, fp32 [B, H, T, C]. Hidden keys may hold anything finite, and there may be any number of them.
+
+    ``mask_B1TS`` is True where a query may see a key; each sees one at least.
+    """
+    assert k_BGSC.shape[2] <= MAX_KEYS, f"{k_BGSC.shape[2]} keys; batch-invariant attention takes {MAX_KEYS} at most"
+    assert q_BHTC.shape[-1] <= CHUNK, f"heads of {q_BHTC.shape[-1]}"
+    return _Straight.apply(_attention, attention_reference, q_BHTC, k_BGSC, v_BGSC, mask_B1TS)
+
+
+def _attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor) -> Tensor:
+    groups = q_BHTC.shape[1] // k_BGSC.shape[1]
+    q_ints, q_unit = fixed_point(q_BHTC)
+    k_ints, k_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(k_BGSC))
+    v_ints, v_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(v_BGSC, KEY_BITS))
+    scores_BHTS = (q_ints @ k_ints.transpose(-1, -2)) * q_unit * k_unit.transpose(-1, -2)
+    scores_BHTS = (scores_BHTS / math.sqrt(q_BHTC.shape[-1])).float().masked_fill(~mask_B1TS, -math.inf)
+    weights_BHTS = exp(scores_BHTS - scores_BHTS.amax(-1, keepdim=True)).double()
+    total_BHT1 = torch.round(weights_BHTS / _WEIGHT_UNIT).sum(-1, keepdim=True) * _WEIGHT_UNIT
+    # units of the values go into the weights: what is left to multiply are integers on both sides
+    w_ints, w_unit = fixed_point(weights_BHTS * v_unit.transpose(-1, -2), KEY_BITS)
+    return ((w_ints @ v_ints) * w_unit / total_BHT1).float()
+
+
+def rotary_tables(num_positions: int, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """`stretto.ops.attention.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
+    frequencies = [theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
+    angles = [[position * frequency for frequency in frequencies] for position in range(num_positions)]
+    cos, sin = ([[function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))
+    return torch.tensor(cos), torch.tensor(sin)
