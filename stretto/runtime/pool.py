@@ -1,0 +1,334 @@
+"""An elastic pool of equal workers over a runtime: grows and shrinks with its load, and replaces its dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from stretto.base.errors import UserError
+from stretto.runtime.runtime import (
+    NO_LABELS,
+    NO_RESOURCES,
+    DeadlinePassed,
+    Handle,
+    NoRoom,
+    Placement,
+    Resources,
+    RoleDied,
+    RoleState,
+    Runtime,
+    RuntimeFailure,
+)
+from stretto.runtime.sizing import Limits, Load, Meter, settled_size, target_size
+
+_BEAT_S = 0.1
+"""Between two looks at the load."""
+_WAIT_S = 600.0
+"""For a free worker, unless the caller says otherwise."""
+_DRAIN_S = 60.0
+"""For the last calls of a worker that goes."""
+_MAX_FAILURES = 3
+"""Starts that fail in a row, while nobody works, before those who wait are told."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A pool as it is now, and what it has done since it was opened."""
+
+    size: int
+    """Workers that take calls."""
+    num_starting: int
+    num_leaving: int
+    num_leased: int
+    """Leases held."""
+    target: int
+    load: Load
+    num_served: int
+    """Leases that have ended."""
+    num_started: int
+    num_replaced: int
+    """Workers that died, or hung and were killed."""
+    worker_s: float
+    """Seconds that workers were there, from the start of their starting: what they cost."""
+    busy_s: float
+    """Seconds of ended leases."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    handle: Handle
+    num_leases: int = 0
+    freed_s: float = 0.0
+    is_leaving: bool = False
+    is_free: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ElasticPool:
+    """Workers of one kind. Use it as an async context manager; belongs to the driver's loop."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        role: Callable[..., Any],
+        *args: Any,
+        name: str,
+        placement: Placement,
+        limits: Limits,
+        resources: Resources = NO_RESOURCES,
+        labels: Mapping[str, str] = NO_LABELS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Arguments as of `Runtime.spawn`, for each worker."""
+        self.name = name
+        self.labels = dict(labels)
+        self._runtime = runtime
+        self._spawn = lambda worker: runtime.spawn(
+            role, *args, name=worker, placement=placement, resources=resources, labels=labels
+        )
+        self._limits = limits
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}
+        self._queue: deque[tuple[float, asyncio.Future[_Worker]]] = deque()
+        self._meter = Meter(clock(), limits.window_s)
+        self._targets: deque[tuple[float, int]] = deque()
+        self._lives: dict[int, float] = {}
+        """When each worker that still costs something began to start."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: Exception | None = None
+        self._num_named = self._num_starting = 0
+        self._num_replaced = self._num_failures = 0
+        self._worker_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        """Raises what `Runtime.spawn` raises, for the first workers."""
+        try:
+            await asyncio.gather(*(self._add(self._next()) for _ in range(self._limits.min)))
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            await self.close()
+            raise
+        self._start(self._manage())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the workers, whatever they do; who waits gets `RoleDied`."""
+        self._fail(RoleDied(self.name, "the pool is closed"))
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._runtime.kill(worker.handle) for worker in self._workers.values()))
+        self._workers.clear()
+        now = self._clock()
+        self._worker_s += sum(now - born for born in self._lives.values())
+        self._lives.clear()
+
+    @asynccontextmanager
+    async def lease(self, wait_s: float = _WAIT_S) -> AsyncIterator[Handle]:
+        """A worker (a slot of one), first come first served.
+
+        A worker whose death, or with one slot whose passed deadline, comes out of the block is replaced.
+
+        Raises:
+            DeadlinePassed: none is free within ``wait_s``.
+            UserError, RuntimeFailure: no worker can be started; or the pool is closed.
+        """
+        came = self._clock()
+        self._meter.arrive(came)
+        worker = await self._acquire(came, wait_s)
+        number = self._meter.begin(came, self._clock())
+        try:
+            yield worker.handle
+        except (RoleDied, DeadlinePassed) as error:
+            has_hung = isinstance(error, DeadlinePassed) and self._limits.slots == 1
+            if error.name == worker.handle.name and (has_hung or isinstance(error, RoleDied)):
+                self._dismiss(worker)
+            raise
+        finally:
+            self._meter.end(number, self._clock())
+            self._release(worker)
+
+    async def call(
+        self,
+        method: str,
+        *args: Any,
+        deadline_s: float,
+        key: str | None = None,
+        wait_s: float = _WAIT_S,
+        **kwargs: Any,
+    ) -> Any:
+        """`Runtime.call` of whichever worker is free; the deadline counts from when one is."""
+        async with self.lease(wait_s) as handle:
+            return await self._runtime.call(handle, method, *args, deadline_s=deadline_s, key=key, **kwargs)
+
+    def stats(self) -> PoolStats:
+        now = self._clock()
+        return PoolStats(
+            size=sum(not worker.is_leaving for worker in self._workers.values()),
+            num_starting=self._num_starting,
+            num_leaving=sum(worker.is_leaving for worker in self._workers.values()),
+            num_leased=self._meter.num_running,
+            target=self._targets[-1][1] if self._targets else self._limits.min,
+            load=self._load(now),
+            num_served=self._meter.num_served,
+            num_started=self._num_named - self._num_starting,
+            num_replaced=self._num_replaced,
+            worker_s=self._worker_s + sum(now - born for born in self._lives.values()),
+            busy_s=self._meter.busy_s,
+        )
+
+    async def _acquire(self, came: float, wait_s: float) -> _Worker:
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._queue.append((came, future))
+        self._hand_out()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await future
+        except BaseException as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._release(future.result())  # it came as its taker left
+            if isinstance(error, TimeoutError):
+                raise DeadlinePassed(self.name, "lease", wait_s) from None
+            raise
+
+    def _hand_out(self) -> None:
+        while self._queue:
+            if self._queue[0][1].done():  # its taker has left
+                self._queue.popleft()
+                continue
+            able = [
+                each for each in self._workers.values() if not each.is_leaving and each.num_leases < self._limits.slots
+            ]
+            if not able:
+                return
+            # The last to have worked first, so that those who may go stay idle.
+            worker = min(able, key=lambda each: (each.num_leases, -each.freed_s))
+            worker.num_leases += 1
+            worker.is_free.clear()
+            self._queue.popleft()[1].set_result(worker)
+
+    def _release(self, worker: _Worker) -> None:
+        worker.num_leases -= 1
+        worker.freed_s = self._clock()
+        if not worker.num_leases:
+            worker.is_free.set()
+        self._hand_out()
+
+    async def _manage(self) -> None:
+        try:
+            while True:
+                for worker in tuple(self._workers.values()):
+                    if self._runtime.status(worker.handle).state is RoleState.DEAD and not worker.is_leaving:
+                        self._dismiss(worker)
+                self._resize(self._clock())
+                await asyncio.sleep(_BEAT_S)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _resize(self, now: float) -> None:
+        staying = [worker for worker in self._workers.values() if not worker.is_leaving]
+        size = len(staying) + self._num_starting
+        self._targets.append((now, target_size(self._load(now), size, self._limits)))
+        while len(self._targets) > 1 and self._targets[1][0] <= now - self._limits.patience_s:
+            self._targets.popleft()
+        wanted = settled_size(self._targets, size, now, self._limits.patience_s)
+        for _ in range(wanted - size):
+            self._start(self._add(self._next()))
+        idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
+        for worker in idle_first[: max(0, min(size - wanted, len(staying) - self._limits.min))]:
+            worker.is_leaving = True
+            if not worker.num_leases:
+                worker.is_free.set()
+            self._start(self._let_go(worker))
+
+    def _load(self, now: float) -> Load:
+        return self._meter.load(now, [came for came, future in self._queue if not future.done()])
+
+    def _next(self) -> int:
+        """The number of one more worker, which counts as starting from now on: a task of its own begins later."""
+        self._num_named += 1
+        self._num_starting += 1
+        self._lives[self._num_named] = self._clock()
+        return self._num_named
+
+    async def _add(self, number: int) -> None:
+        """Start one worker; a failure is told to those who wait, if nobody works."""
+        try:
+            handle = await self._spawn(f"{self.name}-{number}")
+        except (UserError, RuntimeFailure) as error:
+            self._worker_s += self._clock() - self._lives.pop(number)
+            self._num_failures += 1
+            _log.warning("%s-%d could not be started: %s", self.name, number, error)
+            is_hopeless = isinstance(error, (UserError, NoRoom)) or self._num_failures >= _MAX_FAILURES
+            if is_hopeless and not self._workers:
+                self._fail(error)
+            return
+        finally:
+            self._num_starting -= 1
+        self._num_failures = 0
+        self._workers[handle.id] = _Worker(handle, freed_s=self._clock())
+        self._hand_out()
+
+    async def _let_go(self, worker: _Worker) -> None:
+        """Drain before removal: its leases end first."""
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await worker.is_free.wait()
+            await self._runtime.drain(worker.handle, _DRAIN_S)
+        except (TimeoutError, RuntimeFailure) as error:
+            _log.warning("%s goes before it has finished: %s", worker.handle.name, error)
+        await self._end(worker, hard=False)
+
+    def _dismiss(self, worker: _Worker) -> None:
+        """It is dead or hangs; `_manage` sees that one is missing."""
+        if not worker.is_leaving:
+            worker.is_leaving = True
+            self._num_replaced += 1
+            self._start(self._end(worker, hard=True))
+            self._start(self._add(self._next()))
+
+    async def _end(self, worker: _Worker, hard: bool) -> None:
+        await self._runtime.kill(worker.handle, hard=hard)
+        del self._workers[worker.handle.id]
+        number = int(worker.handle.name.rpartition("-")[2])
+        self._worker_s += self._clock() - self._lives.pop(number)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody gets a worker any more."""
+        self._error = self._error or error
+        while self._queue:
+            _, future = self._queue.popleft()
+            if not future.done():
+                future.set_exception(error)
+
+
+def choose(pools: Sequence[ElasticPool], labels: Mapping[str, str]) -> ElasticPool:
+    """The first pool that has all of ``labels``.
+
+    Raises:
+        UserError: none has.
+    """
+    for pool in pools:
+        if labels.items() <= pool.labels.items():
+            return pool
+    known = "; ".join(f"{pool.name}: {pool.labels}" for pool in pools)
+    raise UserError(f"labels: no pool has {dict(labels)}; there are {known}")

@@ -1,0 +1,214 @@
+"""What only the local runtime promises: no torch, no process left behind, the store's files, the role's main thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.runtime.local import LocalRuntime
+from stretto.runtime.open import open_runtime
+from stretto.runtime.runtime import Placement, Resources, RoleDied, RoleState
+from stretto.runtime.store import Folder, Store
+from tests.runtime.roles import Asker, Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST_S = 20.0
+
+
+def run(work: Callable[[LocalRuntime], Awaitable[None]], folder: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), LocalRuntime(Resources(cpus=4), folder) as runtime:
+            await work(runtime)
+
+    asyncio.run(main())
+    assert list(folder.iterdir()) == [], "sockets and values go with their runtime"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    for _ in range(400):
+        if not any(is_running(pid) for pid in pids):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {[pid for pid in pids if is_running(pid)]}")
+
+
+def test_a_process_is_bare_and_its_main_thread_the_roles(tmp_path: Path) -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        handle = await runtime.spawn(Worker, name="bare", placement=Placement.PROCESS)
+        for name in ("torch", "ray", "pydantic"):
+            assert not await runtime.call(handle, "imported", name, deadline_s=FAST_S)
+        assert await runtime.call(handle, "ring_alarm", deadline_s=FAST_S)
+        assert (await runtime.call(handle, "where", deadline_s=FAST_S))[1] == "MainThread"
+
+    run(work, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["kill", "hard", "die"])
+def test_what_a_role_started_goes_with_it(how: str, tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def work(runtime: LocalRuntime) -> None:
+        handle = await runtime.spawn(Worker, name="parent", placement=Placement.PROCESS)
+        pids.append(await runtime.call(handle, "start_program", deadline_s=FAST_S))
+        if how == "die":
+            with pytest.raises(RoleDied):
+                await runtime.call(handle, "die", deadline_s=FAST_S)
+        else:
+            await runtime.kill(handle, hard=how == "hard")
+        async with asyncio.timeout(FAST_S):
+            while runtime.status(handle).state is not RoleState.DEAD:
+                await asyncio.sleep(0.01)
+
+    run(work, tmp_path)
+    wait_until_gone(pids)
+
+
+def test_roles_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from stretto.runtime.local import LocalRuntime
+        from stretto.runtime.runtime import Placement
+        from tests.runtime.roles import Worker
+
+        async def main():
+            runtime = LocalRuntime(folder=Path({str(tmp_path)!r}))
+            for busy in (False, True):
+                handle = await runtime.spawn(Worker, name="role", placement=Placement.PROCESS)
+                print(runtime.status(handle).pid, await runtime.call(handle, "start_program", deadline_s=20), flush=True)
+                if busy:
+                    runtime.cast(handle, "sleep", 600)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for _ in range(2) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 4
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    wait_until_gone(pids)
+    (left,) = tmp_path.iterdir()
+    Folder(tmp_path).remove()
+    assert left.exists(), "a young folder may be one whose driver is just starting"
+    os.utime(left / "lock", (0, 0))
+    living = Folder(tmp_path)
+    os.utime(living.path / "lock", (0, 0))
+    Folder(tmp_path).remove()
+    assert list(tmp_path.iterdir()) == [living.path], "the dead driver's is swept, the living one's is not"
+    living.remove()
+
+
+def test_a_killed_role_comes_back_while_others_call_it(tmp_path: Path) -> None:
+    """At random points: every call is answered, with its own answer, or fails with `RoleDied`; none hangs."""
+
+    async def work(runtime: LocalRuntime) -> None:
+        random = np.random.default_rng(0)
+        handle = await runtime.spawn(Worker, name="mortal", placement=Placement.PROCESS, restarts=12)
+        asker = await runtime.spawn(Asker, handle, name="asker", placement=Placement.THREAD)
+        is_over, outcomes = asyncio.Event(), {"answered": 0, "died": 0}
+
+        async def use(number: int) -> None:
+            while not is_over.is_set():
+                try:
+                    found = await runtime.call(asker, "ask", "echo", number, deadline_s=FAST_S)
+                    assert found == number
+                    outcomes["answered"] += 1
+                except Exception as error:
+                    assert "RoleDied" in str(error), error  # noqa: PT017
+                    outcomes["died"] += 1
+                await asyncio.sleep(0.001)
+
+        users = [asyncio.create_task(use(number)) for number in range(8)]
+        for _ in range(4):
+            await asyncio.sleep(float(random.uniform(0, 0.2)))
+            if (pid := runtime.status(handle).pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+            before = outcomes["answered"]
+            while outcomes["answered"] < before + 8:
+                await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*users)
+        assert outcomes["answered"] >= 32
+
+    run(work, tmp_path)
+
+
+def test_a_role_of_the_program_itself_is_refused_for_a_process(tmp_path: Path) -> None:
+    role = type("Inline", (), {"__module__": "__main__"})
+
+    async def work(runtime: LocalRuntime) -> None:
+        with pytest.raises(TypeError, match="put it in a module"):
+            await runtime.spawn(role, name="inline", placement=Placement.PROCESS)
+        with pytest.raises(TypeError, match="cannot be sent"):
+            await runtime.spawn(lambda: None, name="inline", placement=Placement.PROCESS)
+        assert runtime.handles() == ()
+
+    run(work, tmp_path)
+
+
+def test_room_is_given_back(tmp_path: Path) -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        for hard in (False, True):
+            handle = await runtime.spawn(Worker, name="x", placement=Placement.THREAD, resources=Resources(cpus=4))
+            await runtime.kill(handle, hard=hard)
+        handle = await runtime.spawn(
+            Worker, name="x", placement=Placement.PROCESS, resources=Resources(cpus=4), restarts=0
+        )
+        runtime.cast(handle, "die")
+        while runtime.status(handle).state is not RoleState.DEAD:
+            await asyncio.sleep(0.01)
+        await runtime.spawn(Worker, name="x", placement=Placement.ASYNC, resources=Resources(cpus=4))
+
+    run(work, tmp_path)
+
+
+def test_the_store_shares_and_says_when_it_is_full(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    value = {"a": np.arange(100_000), "b": [1, "two"], "c": np.zeros((0, 2), np.int8)}
+    ref = store.put(value)
+    found = store.get(ref)
+    assert found["b"] == value["b"]
+    assert np.array_equal(found["a"], value["a"])
+    assert found["a"].ctypes.data % 64 == 0
+    assert found["a"].base is not None, "a view of the file"
+    assert ref.num_bytes >= value["a"].nbytes
+    store.free(ref)
+    assert list(tmp_path.iterdir()) == []
+    missing = Store(tmp_path / "file" / "below")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        missing.put(1)
+
+
+@pytest.mark.slow
+def test_a_ray_address_that_does_not_answer_is_one_line() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(
+        UserError, match=r"^--address 127\.0\.0\.1:1: no Ray cluster answers there \(.*; start one"
+    ) as caught:
+        asyncio.run(open_runtime("ray", "127.0.0.1:1"))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,215 @@
+"""The elastic pool, over the local runtime: growing, shrinking, its dead and those who leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.runtime.local import LocalRuntime
+from stretto.runtime.pool import ElasticPool, choose
+from stretto.runtime.runtime import DeadlinePassed, NoRoom, Placement, Resources, RoleDied, RoleState
+from stretto.runtime.sizing import Limits
+from tests.runtime.roles import Failing, Refusing, Worker
+
+FAST_S = 20.0
+LIMITS = Limits(min=1, max=4, wait_aim_s=0.05, window_s=0.4, patience_s=0.4)
+
+
+def run(work: Callable[[LocalRuntime], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), LocalRuntime(Resources(cpus=4)) as runtime:
+            await work(runtime)
+
+    asyncio.run(main())
+
+
+def pool(
+    runtime: LocalRuntime, limits: Limits = LIMITS, role: Callable[..., Any] = Worker, **options: Any
+) -> ElasticPool:
+    return ElasticPool(runtime, role, **{"name": "pool", "placement": Placement.ASYNC, "limits": limits, **options})
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(FAST_S):
+        while not is_so():
+            await asyncio.sleep(0.02)
+
+
+def test_it_grows_with_a_burst_and_shrinks_after_it() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime) as subject:
+            assert subject.stats().size == 1
+            calls = [subject.call("nap", 0.1, deadline_s=FAST_S) for _ in range(60)]
+            sizes: set[int] = set()
+
+            async def watch() -> None:
+                while True:
+                    sizes.add(len(runtime.handles()))
+                    await asyncio.sleep(0.01)
+
+            watcher = asyncio.create_task(watch())
+            await asyncio.gather(*calls)
+            watcher.cancel()
+            assert max(sizes) == 4
+            await until(lambda: len(runtime.handles()) == 1)
+            stats = subject.stats()
+            assert (stats.size, stats.num_served, stats.num_replaced, stats.num_leased) == (1, 60, 0, 0)
+            assert stats.worker_s >= stats.busy_s >= 60 * 0.1
+        assert runtime.handles() == ()
+
+    run(work)
+
+
+def test_first_come_first_served() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        order: list[int] = []
+
+        async def take(subject: ElasticPool, number: int) -> None:
+            async with subject.lease():
+                order.append(number)
+                await asyncio.sleep(0)
+
+        async with pool(runtime, Limits(min=1, max=1)) as subject:
+            await asyncio.gather(*(take(subject, number) for number in range(20)))
+        assert order == list(range(20))
+
+    run(work)
+
+
+def test_a_slot_is_a_place_in_a_worker() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime, Limits(min=2, max=2, slots=3)) as subject:
+            leases = [subject.lease(wait_s=0.1) for _ in range(7)]
+            handles = [await lease.__aenter__() for lease in leases[:6]]
+            assert sorted(handles.count(handle) for handle in set(handles)) == [3, 3], "the least laden first"
+            with pytest.raises(DeadlinePassed, match="pool: lease"):
+                await leases[6].__aenter__()
+            for lease in leases[:6]:
+                await lease.__aexit__(None, None, None)
+            assert subject.stats().num_leased == 0
+
+    run(work)
+
+
+def test_a_worker_that_goes_finishes_first() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime) as subject:
+            long = [asyncio.create_task(subject.call("nap", 3.0, deadline_s=FAST_S)) for _ in range(2)]
+            await until(lambda: subject.stats().num_leased == 2)
+            # Alone they would not keep two: their ages are the service times, but nobody arrives any more.
+            await until(lambda: subject.stats().num_leaving == 1)
+            assert subject.stats().num_leased == 2
+            assert await asyncio.gather(*long) == [3.0, 3.0]
+            await until(lambda: len(runtime.handles()) == 1)
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["dies", "dies idle", "hangs"])
+def test_the_dead_and_the_hung_are_replaced(how: str) -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime, Limits(min=1, max=1), placement=Placement.PROCESS) as subject:
+            (first,) = runtime.handles()
+            if how == "dies":
+                with pytest.raises(RoleDied):
+                    await subject.call("die", deadline_s=FAST_S)
+            elif how == "hangs":
+                with pytest.raises(DeadlinePassed):
+                    await subject.call("sleep", 60.0, deadline_s=0.2)
+            else:
+                os.kill(runtime.status(first).pid or 0, signal.SIGKILL)
+                await until(lambda: subject.stats().num_replaced == 1)
+            assert await subject.call("add", 1, deadline_s=FAST_S) == 1
+            await until(lambda: len(runtime.handles()) == 1)
+            assert runtime.handles() != (first,)
+            assert (subject.stats().num_replaced, subject.stats().num_started) == (1, 2)
+            assert runtime.status(first).state is RoleState.DEAD
+
+    run(work)
+
+
+def test_who_leaves_the_queue_takes_no_worker_along() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime, Limits(min=1, max=1)) as subject:
+            for delay_s in (0.0, 0.01, 0.02, 0.03):
+                tasks = [asyncio.create_task(subject.call("nap", 0.01, deadline_s=FAST_S)) for _ in range(20)]
+                await asyncio.sleep(delay_s)
+                for task in tasks[::2]:
+                    task.cancel()
+                done = await asyncio.gather(*tasks, return_exceptions=True)
+                assert done[1::2] == [0.01] * 10
+            assert subject.stats().num_leased == 0
+            assert subject.stats().load.num_waiting == 0
+
+    run(work)
+
+
+def test_an_error_of_the_caller_costs_no_worker() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime) as subject:
+            (first,) = runtime.handles()
+            with pytest.raises(UserError):
+                await subject.call("refuse", deadline_s=FAST_S)
+            with pytest.raises(KeyError):
+                async with subject.lease():
+                    raise KeyError
+            assert await subject.call("add", 1, deadline_s=FAST_S) == 1
+            assert runtime.handles() == (first,)
+
+    run(work)
+
+
+def test_workers_that_cannot_start_are_told_of() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        with pytest.raises(UserError, match=r"^data\.txt: no such file"):
+            async with pool(runtime, role=lambda: Refusing("data.txt")):
+                pass
+        with pytest.raises(NoRoom):
+            async with pool(runtime, resources=Resources(cpus=64)):
+                pass
+        with pytest.raises(Exception, match="KeyError"):
+            async with pool(runtime, Limits(min=3, max=3), role=Failing):
+                pass
+        assert runtime.handles() == ()
+
+    run(work)
+
+
+def test_room_for_fewer_than_the_most_is_no_failure() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime, resources=Resources(cpus=2)) as subject:
+            await asyncio.gather(*(subject.call("nap", 0.05, deadline_s=FAST_S) for _ in range(40)))
+            assert subject.stats().num_served == 40
+
+    run(work)
+
+
+def test_closing_tells_those_who_wait() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        subject = pool(runtime, Limits(min=1, max=1))
+        async with subject:
+            tasks = [asyncio.create_task(subject.call("nap", 60.0, deadline_s=90.0)) for _ in range(3)]
+            await until(lambda: subject.stats().num_leased == 1)
+        for failed in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(failed, RoleDied)
+        with pytest.raises(RoleDied, match="closed"):
+            await subject.call("nap", 0.0, deadline_s=FAST_S)
+
+    run(work)
+
+
+def test_a_pool_is_chosen_by_its_labels() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        pools = [pool(runtime, name=kind, labels={"kind": kind}) for kind in ("cpu", "gpu")]
+        assert choose(pools, {"kind": "gpu"}).name == "gpu"
+        assert choose(pools, {}).name == "cpu"
+        with pytest.raises(UserError, match="labels: no pool has"):
+            choose(pools, {"kind": "tpu"})
+
+    run(work)
