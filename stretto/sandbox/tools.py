@@ -1,0 +1,183 @@
+"""What a model may call: a calculator, Python in the sandbox, a small data base. Each call stands alone."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import Finished, Outcome, ToolResult
+
+MAX_EXPRESSION = 500
+"""Characters; also bounds the depth that the parser sees."""
+MAX_BITS = 4096
+"""Of any whole number that the calculator makes."""
+MAX_TEXT = 4000
+"""Characters of a tool's answer; the model pays for each."""
+_TABLE_STEPS = 1000
+"""Virtual machine steps of SQLite between looks at the clock."""
+_MAX_VALUE_BYTES = 1 << 20
+"""Of one value or row in a query."""
+
+# fmt: off
+_SQL_FUNCTIONS = frozenset({
+    "abs", "avg", "cast", "ceil", "coalesce", "count", "cume_dist", "date", "datetime", "dense_rank",
+    "first_value", "floor", "glob", "group_concat", "hex", "ifnull", "iif", "instr", "julianday", "lag",
+    "last_value", "lead", "length", "like", "lower", "ltrim", "max", "min", "nth_value", "ntile", "nullif",
+    "percent_rank", "pow", "quote", "rank", "replace", "round", "row_number", "rtrim", "sign", "sqrt",
+    "strftime", "string_agg", "substr", "substring", "sum", "time", "total", "trim", "typeof", "unicode",
+    "unixepoch", "upper",
+})
+# fmt: on
+"""Not those that make a long text of a short one before the limit on values is looked at, such as printf."""
+
+_Number = int | float
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], _Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], _Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: Mapping[str, Callable[..., _Number]] = {
+    **{each.__name__: each for each in (math.sqrt, math.exp, math.log, math.log2, math.log10, math.gcd, math.lcm)},
+    **{each.__name__: each for each in (math.sin, math.cos, math.tan, math.floor, math.ceil, abs, min, max, round)},
+}
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+def calculate(expression: str) -> ToolResult:
+    """Arithmetic: ``+ - * / // % **``, parentheses, the usual functions. WRONG, with the reason, for anything else."""
+    start = time.perf_counter()
+    try:
+        if len(expression) > MAX_EXPRESSION:
+            raise ValueError(f"longer than {MAX_EXPRESSION} characters")
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        text, outcome = repr(value), Outcome.OK
+    except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+        text, outcome = f"error: {error}", Outcome.WRONG
+    return ToolResult(text, outcome, time.perf_counter() - start)
+
+
+def _value(node: ast.expr) -> _Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            first, second = _value(left), _value(right)
+            if isinstance(op, ast.Pow):
+                _check_power(first, second)
+            return _bounded(_BINARY[type(op)](first, second))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
+    raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")
+
+
+def _check_power(base: _Number, exponent: _Number) -> None:
+    """Before it is computed: a whole power can be too large to wait for."""
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
+        raise ValueError(f"the power has more than {MAX_BITS} bits")
+
+
+def _bounded(value: _Number) -> _Number:
+    if isinstance(value, complex) or not isinstance(value, int | float):
+        raise ValueError("the result is no real number")
+    if not math.isfinite(value):
+        raise ValueError("the result is not finite")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError(f"a number has more than {MAX_BITS} bits")
+    return value
+
+
+class PythonTool:
+    """Runs Python text; what it prints is the answer. Nothing is kept between calls."""
+
+    def __init__(self, sandbox: Sandbox, max_text: int = MAX_TEXT) -> None:
+        self._sandbox = sandbox
+        self._max_text = max_text
+
+    def __call__(self, code: str) -> ToolResult:
+        return self._result(self._sandbox.run(code))
+
+    async def call_async(self, code: str) -> ToolResult:
+        return self._result(await self._sandbox.run_async(code))
+
+    def _result(self, finished: Finished) -> ToolResult:
+        text = finished.stdout.decode("utf-8", "replace")
+        if finished.outcome != Outcome.OK:
+            text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
+        return ToolResult(shorten(text, self._max_text), finished.outcome, finished.wall_s, finished.cpu_s)
+
+
+class TableTool:
+    """A data base in memory that can be read but not changed; every call sees the fixture."""
+
+    def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0, max_text: int = MAX_TEXT) -> None:
+        """
+        Args:
+            script: SQL that makes and fills the tables; trusted.
+            wall_s: of one query.
+        """
+        self._max_rows = max_rows
+        self._wall_s = wall_s
+        self._max_text = max_text
+        filled = sqlite3.connect(":memory:")
+        filled.executescript(script)
+        self._image = filled.serialize()
+        filled.close()
+
+    def __call__(self, query: str) -> ToolResult:
+        """Run one SELECT. WRONG, with SQLite's reason, for what it refuses; TIMEOUT for what takes too long."""
+        start = time.perf_counter()
+        deadline = start + self._wall_s
+        base = sqlite3.connect(":memory:")  # a connection a call: calls come from any thread
+        try:
+            base.deserialize(self._image)
+            base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+            base.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+            base.set_authorizer(_authorise)
+            base.set_progress_handler(lambda: time.perf_counter() > deadline, _TABLE_STEPS)
+            cursor = base.execute(query)
+            rows = cursor.fetchmany(self._max_rows + 1)
+            text, outcome = self._table([column[0] for column in cursor.description or ()], rows), Outcome.OK
+        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+            late = time.perf_counter() > deadline
+            text = f"error: took longer than {self._wall_s:g} s" if late else f"error: {error}"
+            outcome = Outcome.TIMEOUT if late else Outcome.WRONG
+        finally:
+            base.close()
+        return ToolResult(shorten(text, self._max_text), outcome, time.perf_counter() - start)
+
+    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+        lines = [" | ".join(columns)]
+        lines += [
+            " | ".join("NULL" if value is None else str(value) for value in row) for row in rows[: self._max_rows]
+        ]
+        if len(rows) > self._max_rows:
+            lines.append(f"(more than {self._max_rows} rows)")
+        return "\n".join(lines)
+
+
+def _authorise(action: int, _: str | None, name: str | None, *__: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION:
+        is_allowed = (name or "").lower() in _SQL_FUNCTIONS
+    else:
+        is_allowed = action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
+    return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
+
+
+def shorten(text: str, max_text: int) -> str:
+    """The beginning, and a mark where something was left out."""
+    return text if len(text) <= max_text else text[:max_text] + f"\n({len(text) - max_text} more characters)"

@@ -1,0 +1,90 @@
+"""Where in a text the answer is. One rule a format, the same for every source.
+
+A text without the marks that were asked for still has an answer: a network that was never taught them would otherwise
+score 0 on everything, right or wrong, and have nothing to learn from. That marks are missing is reported beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+AnswerFormat = Literal["plain", "line", "tags", "boxed"]
+"""Of the answer in what the model writes:
+
+``plain``: the whole text. ``line``: its last line that is not blank. ``tags``: inside the last ``<answer>``, which need
+not be closed. ``boxed``: inside the last ``\\boxed{}``, which must be. Without its marks, the last two are ``line``.
+In all, whatever is before the last ``</think>`` is not looked at, and white space around the answer does not count.
+"""
+
+_INSTRUCTIONS = {
+    "plain": "",
+    "line": "Write the answer alone on the last line.",
+    "tags": "Write the answer between <answer> and </answer>.",
+    "boxed": "Write the answer inside \\boxed{}.",
+}
+_TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An answer in a text. Written by `find_answer`."""
+
+    text: str
+    """Stripped; may be empty."""
+    is_marked: bool
+    """The marks of the format were there; always, where it has none. Says nothing about the answer being right."""
+
+
+def instruction(form: AnswerFormat) -> str:
+    """The line that asks for the format; empty for ``plain``."""
+    return _INSTRUCTIONS[form]
+
+
+def ask(question: str, form: AnswerFormat) -> str:
+    """A user message."""
+    return f"{question}\n\n{instruction(form)}" if instruction(form) else question
+
+
+def write_answer(answer: str, form: AnswerFormat) -> str:
+    """``answer`` with the format's marks."""
+    match form:
+        case "tags":
+            return f"<answer>{answer}</answer>"
+        case "boxed":
+            return f"\\boxed{{{answer}}}"
+    return answer
+
+
+def find_answer(text: str, form: AnswerFormat) -> Found:
+    """The answer in ``text`` by the rules of `AnswerFormat`."""
+    text = text.rpartition("</think>")[2].strip()
+    marked: str | None = None
+    match form:
+        case "plain":
+            marked = text
+        case "line":
+            marked = _last_line(text)
+        case "tags":
+            match = _TAGGED.search(text)
+            marked = match[1] if match else None
+        case "boxed":
+            marked = _last_boxed(text)
+    return Found(_last_line(text), False) if marked is None else Found(marked.strip(), True)
+
+
+def _last_line(text: str) -> str:
+    return text.rpartition("\n")[2].strip()
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for index in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : index]
+    return None

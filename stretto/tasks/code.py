@@ -1,0 +1,177 @@
+"""Python functions with tests, in the layout of MBPP: ``text``, ``code``, ``test_list``, ``test_setup_code``.
+
+What a test expects never enters the sandbox. A test ``assert call == literal`` is taken apart: the program evaluates the
+call and writes down its value, the comparison is made here. So leaving before the tests, an object that equals
+everything, and a look into the program's own text gain nothing. Of any other assertion the whole condition is what is
+evaluated, and ``True`` what is expected: only as strong as the assertion.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.builtin import BUILTIN
+from stretto.tasks.records import Range, read_records
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+_MARK = "\x1evalue "
+# Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
+# written as the plain type that they are equal to.
+_HARNESS = """
+def _stretto_plain(value):
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, dict):
+        return {_stretto_plain(key): _stretto_plain(item) for key, item in value.items()}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return (set if kind is frozenset else kind)(_stretto_plain(item) for item in value)
+    return value
+def _stretto_show(number, call):
+    import sys
+    try:
+        line = repr(_stretto_plain(call()))
+    except Exception as error:
+        line = "!" + type(error).__name__
+    sys.__stdout__.write("\\n\\x1evalue %d %s\\n" % (number, line))
+    sys.__stdout__.flush()
+"""
+
+
+class CodeArgs(Range):
+    """Of kind ``code``."""
+
+    path: Path | None = None
+    """Of the JSONL file. None: a handful of problems that come with the package."""
+    reward: Literal["all", "share"] = "all"
+    """1 for all tests or 0; or the share of tests passed, right being all of them still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One assertion, taken apart."""
+
+    call: str
+    """Expression that the program evaluates."""
+    expected: Any
+    """Value of a literal."""
+
+
+class CodeSource(TaskSource):
+    """The prompt: the task, then its tests (they carry the function's name). The answer: the last fenced block, which
+    need not be closed, or the whole text where there is none."""
+
+    args_kind = CodeArgs
+
+    def __init__(self, name: str, args: CodeArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        if sandbox is None:
+            raise UserError(f"sources.{name}: kind: code runs programs; open it with a sandbox")
+        self._programs = sandbox
+        self._args = args
+        if args.path is None:
+            self._records: Sequence[Mapping[str, Any]] = BUILTIN[args.first :][: args.limit]
+        else:
+            self._records = read_records(args.path, args, [("text",), ("code",), ("test_list",)])
+        for record in self._records:
+            _tests(tuple(record["test_list"]))  # refuses what is no assertion, before a run starts
+
+    @property
+    def num_items(self) -> int:
+        return len(self._records)
+
+    def problem(self, item: int) -> Problem:
+        record = self._records[item]
+        tests = "\n".join(record["test_list"])
+        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{tests}\n```"
+        code = record["code"].replace("\r\n", "\n").strip()
+        return Problem(
+            item,
+            ({"role": "user", "content": question},),
+            f"```python\n{code}\n```",
+            {"tests": list(record["test_list"]), "setup": record.get("test_setup_code", "")},
+        )
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        code, is_marked = find_code(answer.text)
+        parts = {"marked": float(is_marked), "passed": 0.0}
+        if not code.strip():
+            return Score.of(False, parts, "no code")
+        tests = _tests(tuple(problem.payload["tests"]))
+        done = self._programs.run(_program(code, problem.payload["setup"], tests))
+        if done.outcome is Outcome.INFRA:
+            return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
+        values = _values(done.stdout, len(tests))
+        num_passed = sum(_equals(value, test.expected) for value, test in zip(values, tests, strict=True))
+        parts["passed"] = num_passed / len(tests)
+        if num_passed == len(tests):
+            return Score(1.0, Outcome.OK, parts, "", done.cpu_s)
+        reward = parts["passed"] if self._args.reward == "share" else 0.0
+        # All values written and some wrong: refused. Else the program never came so far, for the sandbox's reason.
+        outcome = Outcome.WRONG if done.outcome is Outcome.OK or None not in values else done.outcome
+        detail = done.why or f"{num_passed} of {len(tests)} tests passed"
+        return Score(reward, outcome, parts, detail, done.cpu_s)
+
+
+def find_code(text: str) -> tuple[str, bool]:
+    """The program in ``text``, and whether a fence marked it."""
+    blocks = _FENCED.findall(text.rpartition("</think>")[2])
+    return (blocks[-1], True) if blocks else (text.rpartition("</think>")[2], False)
+
+
+@lru_cache(maxsize=4096)
+def _tests(assertions: tuple[str, ...]) -> tuple[Check, ...]:
+    return tuple(_take_apart(assertion) for assertion in assertions)
+
+
+def _take_apart(assertion: str) -> Check:
+    try:
+        body = ast.parse(assertion.strip()).body
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"test_list: {assertion[:60]!r} is no Python: {error}; write assertions") from None
+    if len(body) != 1 or not isinstance(body[0], ast.Assert):
+        raise UserError(f"test_list: {assertion[:60]!r} is not one assertion; write one a string")
+    condition = body[0].test
+    if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
+        try:
+            return Check(ast.unparse(condition.left), ast.literal_eval(condition.comparators[0]))
+        except ValueError:
+            pass  # what is expected is itself an expression
+    return Check(f"bool({ast.unparse(condition)})", True)
+
+
+def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
+    shows = [f"_stretto_show({number}, lambda: ({test.call}))" for number, test in enumerate(tests)]
+    return "\n".join([code, setup, _HARNESS, *shows, ""])
+
+
+def _values(stdout: bytes, num: int) -> list[str | None]:
+    """What the program wrote for each test; None: nothing."""
+    values: list[str | None] = [None] * num
+    for line in stdout.decode("utf-8", "replace").split("\n"):
+        number, _, value = line.removeprefix(_MARK).partition(" ")
+        if line.startswith(_MARK) and number.isdecimal() and int(number) < num:
+            values[int(number)] = value
+    return values
+
+
+def _equals(written: str | None, expected: Any) -> bool:
+    if written is None:
+        return False
+    if written in ("inf", "-inf", "nan"):  # no literals
+        return isinstance(expected, float) and float(written) == expected
+    try:
+        return bool(ast.literal_eval(written) == expected)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False  # a value that no literal writes, or one made to break the reader

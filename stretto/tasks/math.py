@@ -1,0 +1,152 @@
+"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K and MATH."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.base.config import Config
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
+from stretto.tasks.checker import Checker
+from stretto.tasks.records import Range, read_records
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
+
+_NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
+_WORKINGS = re.compile(r"<<[^<>]*>>")
+"""GSM8K's notes for a calculator, inside its worked answers."""
+
+
+class ArithmeticArgs(Config):
+    """Of kind ``arithmetic``."""
+
+    operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-"), min_length=1)
+    terms: int = Field(default=2, gt=1)
+    digits: int = Field(default=2, gt=0, le=12)
+    """Of a term, at most. Small networks that start from little do not learn to carry: begin with one or two."""
+    seed: int = 0
+    format: AnswerFormat = "plain"
+
+
+class ArithmeticSource(TaskSource):
+    """Prompt ``17 + 4 =``, answer ``21``; scored as a number (`as_number`)."""
+
+    args_kind = ArithmeticArgs
+
+    def __init__(self, name: str, args: ArithmeticArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        self._args = args
+
+    def problem(self, item: int) -> Problem:
+        args = self._args
+        draw = random.Random(f"arithmetic/{args.seed}/{item}")
+        terms = [draw.randrange(10**args.digits) for _ in range(args.terms)]
+        operators = [draw.choice(args.operators) for _ in terms[1:]]
+        question = " ".join([str(terms[0]), *(f"{op} {term}" for op, term in zip(operators, terms[1:], strict=True))])
+        gold = write_answer(str(_value(terms, operators)), args.format)
+        return Problem(item, ({"role": "user", "content": ask(f"{question} =", args.format)},), gold)
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        found = find_answer(answer.text, self._args.format)
+        gold = as_number(find_answer(problem.gold, self._args.format).text)
+        assert gold is not None, f"gold {problem.gold!r} is no number"
+        return Score.of(as_number(found.text) == gold, {"marked": float(found.is_marked)})
+
+
+class MathArgs(Range):
+    """Of kind ``math``."""
+
+    path: Path
+    """Of the JSONL file."""
+    format: AnswerFormat = "boxed"
+    worked: bool = False
+    """Gold answers are the file's worked solutions with the answer behind them; False: the answer alone."""
+    check_s: float = Field(default=5.0, gt=0)
+    """Processor seconds of one comparison of formulas. An answer that takes longer (a tower of powers) is a TIMEOUT."""
+
+
+class MathSource(TaskSource):
+    """Word problems from a JSONL file: ``question`` or ``problem``, and ``answer``.
+
+    An ``answer`` with ``####`` is GSM8K's: the number is behind it, the solution before. Else ``solution``, if there,
+    is the solution. Two plain numbers are compared here, exactly; anything else by math-verify in a process of its own.
+    """
+
+    args_kind = MathArgs
+
+    def __init__(self, name: str, args: MathArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        self._args = args
+        self._records = read_records(args.path, args, [("question", "problem"), ("answer",)])
+        self._checker = Checker(args.check_s)
+
+    @property
+    def num_items(self) -> int:
+        return len(self._records)
+
+    def problem(self, item: int) -> Problem:
+        record = self._records[item]
+        solution, answer = _split(record)
+        question = ask(record.get("question") or record["problem"], self._args.format)
+        gold = write_answer(answer, self._args.format)
+        if self._args.worked and solution:
+            gold = f"{solution}\n{gold}"
+        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": answer})
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        found = find_answer(answer.text, self._args.format)
+        parts = {"marked": float(found.is_marked)}
+        if not found.text:
+            return Score.of(False, parts, "no answer")
+        gold = problem.payload["answer"]
+        if found.text == gold:
+            return Score.of(True, parts)
+        value, gold_value = as_number(found.text), as_number(gold)
+        if value is not None and gold_value is not None:
+            return Score.of(value == gold_value, parts)
+        # An unmarked answer is a line of prose, in which math-verify looks for a formula; a marked one is the formula.
+        checked = self._checker.same(f"${gold}$", f"${found.text}$" if found.is_marked else found.text)
+        if checked.outcome is not Outcome.OK:
+            return Score(0.0, checked.outcome, parts, checked.why)
+        return Score.of(checked.is_same, parts)
+
+    def close(self) -> None:
+        self._checker.close()
+
+
+def as_number(text: str) -> Fraction | None:
+    """The plain number that ``text`` is, or None: ``-1,234.50``, ``3/4``, ``$12``, ``15%`` (as 15), a full stop behind."""
+    text = text.strip().removesuffix(".").replace("\\$", "$").removeprefix("$").removesuffix("%").removesuffix("\\")
+    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text.strip())
+    if not _NUMBER.fullmatch(text):
+        return None
+    top, _, bottom = text.partition("/")
+    if not bottom:
+        return Fraction(top)
+    return Fraction(top) / int(bottom) if int(bottom) else None
+
+
+def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
+    """By the usual precedence."""
+    total, product, sign = 0, terms[0], 1
+    for operator, term in zip(operators, terms[1:], strict=True):
+        if operator == "*":
+            product *= term
+        else:
+            total, product, sign = total + sign * product, term, 1 if operator == "+" else -1
+    return total + sign * product
+
+
+def _split(record: dict[str, Any]) -> tuple[str, str]:
+    """Worked solution (may be empty) and answer."""
+    solution, mark, answer = str(record["answer"]).rpartition("####")
+    if mark:
+        return _WORKINGS.sub("", solution).strip(), answer.strip()
+    return str(record.get("solution", "")), answer.strip()

@@ -1,0 +1,231 @@
+"""What a task set is: problems by number, and a verdict on an answer. No torch, and quick to import.
+
+A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import ToolResult
+
+_GARBAGE = "\u2205 no such answer \u2205"
+_FAR_ITEM = 1_000_003
+"""Of an endless source: a generator that holds a list gives its first problems, and fails hours into a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem. Written by its source; the same for the same item on every machine."""
+
+    item: int
+    messages: tuple[Mapping[str, Any], ...]
+    """What the model is asked: ``{"role": …, "content": …}``, the last one the user's."""
+    gold: str
+    """The last turn of a right answer as the model should write it, marks included: what SFT trains on."""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """What `TaskSource.score` needs besides; plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model wrote. Written by the agent loop."""
+
+    text: str
+    """Its last turn, special tokens left out. An answer that ran into a limit is scored like any other: that it did
+    not stop says nothing about whether it is right."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """All that followed the prompt, tool turns included, the last turn too; empty: that turn alone."""
+    seed: int | None = None
+    """Of this sample of the run, the same whenever it is judged again: for a verifier that draws. None: of no run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A source's verdict. Whether the answer is right and whether it has the wanted form are two things: the first is
+    ``outcome``, the second at most a part."""
+
+    reward: float
+    outcome: Outcome
+    """OK: right. WRONG, TIMEOUT, CRASH: not, by the answer's own fault. INFRA: nobody knows."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """For the log, ``marked`` (the form was kept) among them."""
+    detail: str = ""
+    """One line for people: why it was refused."""
+    sandbox_s: float = 0.0
+    """Processor seconds in the sandbox."""
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @classmethod
+    def of(cls, right: bool, parts: Mapping[str, float] | None = None, detail: str = "") -> Score:
+        """1 or 0."""
+        return cls(float(right), Outcome.OK if right else Outcome.WRONG, parts or {}, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """Something the model may call between its turns."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments, an object."""
+    call: Callable[[Mapping[str, Any]], ToolResult]
+    """Bad arguments are the model's mistake: an outcome of WRONG, never an exception."""
+
+    def schema(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+class TaskSource(ABC):
+    """A set of problems. Final methods: `validate`. State is what the constructor makes."""
+
+    args_kind: ClassVar[type[Config]] = Config
+    """What the recipe's ``args`` are validated as."""
+
+    def __init__(self, name: str, args: Config, sandbox: Sandbox | None = None) -> None:
+        """
+        Args:
+            name: of the table in the recipe; messages begin with it.
+            args: an ``args_kind``.
+            sandbox: where programs run; sources that run none ignore it.
+        """
+        self.name = name
+        self.sandbox = sandbox
+
+    @property
+    def num_items(self) -> int | None:
+        """Items are 0 up to this; None: endless."""
+        return None
+
+    @abstractmethod
+    def problem(self, item: int) -> Problem: ...
+
+    @abstractmethod
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        """Judge an answer. Blocks. A verifier that could not do its work raises, or says INFRA; it never says 0."""
+
+    @property
+    def at_once(self) -> int:
+        """Answers that one worker judges at once, each in a thread of its own: more than one for a source that mostly waits
+        (for a judge over the network, say), and whose methods may be called by several threads."""
+        return 1
+
+    def tools(self) -> tuple[Tool, ...]:
+        """The same for all of its problems."""
+        return ()
+
+    def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+        """The turns of a right answer, tool turns included: what SFT trains on."""
+        return ({"role": "assistant", "content": problem.gold},)
+
+    def close(self) -> None:  # noqa: B027 - most start nothing
+        """Ends what the source started."""
+
+    def validate(self, num: int = 8) -> None:
+        """Try ``num`` problems: own gold answers are right, an empty one, rubbish and others' gold answers are not.
+
+        Others' gold answers may be right now and then (yes or no; a puzzle with many solutions): it is an error where
+        none of them is ever refused.
+
+        Raises:
+            UserError: naming the source and the item.
+        """
+        if self.at_once < 1:
+            raise UserError(f"sources.{self.name}: at_once: {self.at_once} answers at once; make it 1 or more")
+        problems = [self._tried(item) for item in self._probes(num)]
+        for problem in problems:
+            own = self._scored(problem, problem.gold)
+            if not own.ok:
+                why = f": {own.detail}" if own.detail else ""
+                raise self._bad(
+                    problem.item, f"its own gold answer {_short(problem.gold)} is refused ({own.outcome.value}{why})"
+                )
+            for wrong in ("", " \n", _GARBAGE):
+                score = self._scored(problem, wrong)
+                if score.ok or score.reward >= own.reward:
+                    kind = "an empty answer" if not wrong.strip() else f"the answer {_short(wrong)}"
+                    raise self._bad(problem.item, f"{kind} is accepted (reward {score.reward:g})")
+        self._check_others(problems)
+
+    def _check_others(self, problems: list[Problem]) -> None:
+        others = [(a, b) for a, b in zip(problems, problems[1:] + problems[:1], strict=True) if a.gold != b.gold]
+        if others and all([self._scored(problem, other.gold).ok for problem, other in others]):
+            problem, other = others[0]
+            raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
+
+    def _probes(self, num: int) -> list[int]:
+        if self.num_items is None:
+            return [*range(num - 1), _FAR_ITEM]
+        if self.num_items == 0:
+            raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
+        return sorted({index * self.num_items // num for index in range(num)})
+
+    def _tried(self, item: int) -> Problem:
+        problem = self._attributed(item, "problem", lambda: self.problem(item))
+        if not isinstance(problem, Problem) or not problem.messages:
+            raise self._bad(item, f"problem() gave {_short(problem)}, not a Problem with messages")
+        if not isinstance(problem.gold, str) or not problem.gold.strip():
+            raise self._bad(item, f"its gold answer is {problem.gold!r}")
+        if problem.item != item:
+            raise self._bad(item, f"problem() gave item {problem.item}")
+        if self._attributed(item, "problem", lambda: self.problem(item)) != problem:
+            raise self._bad(item, "problem() gives another problem when it is asked again")
+        return problem
+
+    def _scored(self, problem: Problem, text: str) -> Score:
+        score = self._attributed(problem.item, "score", lambda: self.score(problem, Answer(text)))
+        if fault := score_fault(score):
+            raise self._bad(problem.item, f"on {_short(text)}, {fault}")
+        if score.outcome is Outcome.INFRA:
+            raise self._bad(problem.item, f"on {_short(text)}, score() could not do its work: {score.detail}")
+        return score
+
+    def _attributed(self, item: int, method: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:
+            raise self._bad(item, f"{method}() raised {type(error).__name__}: {_line(error)}") from error
+
+    def _bad(self, item: int, problem: str) -> UserError:
+        return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")
+
+
+def score_fault(score: Any) -> str | None:
+    """What is wrong with a thing that `TaskSource.score` returned; None: it can be trained on."""
+    if not isinstance(score, Score):
+        return f"score() returned {_short(score)}, not a Score"
+    numbers: dict[str, Any] = {"reward": score.reward, **score.parts}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return f"score() gave {name} as {_short(value)}, not a number"
+        if not math.isfinite(value):
+            return f"score() gave {name} as {value}, not a finite number"
+    outcome: Any = score.outcome
+    if not isinstance(outcome, Outcome):
+        return f"score() gave outcome as {_short(outcome)}, not an Outcome"
+    return None
+
+
+def _short(value: object) -> str:
+    text = _line(repr(value))
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value).split())

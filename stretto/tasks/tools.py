@@ -1,0 +1,198 @@
+"""Problems that want a tool: a calculator, Python, a data base. Several turns, one answer at the end.
+
+The answer is looked for in the last turn (format ``tags`` unless told otherwise); calls before it are not scored, and a
+right answer without any call is right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import ToolResult
+from stretto.sandbox.tools import PythonTool, TableTool, calculate
+from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
+from stretto.tasks.math import as_number
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
+
+ToolKind = Literal["calculator", "python", "database"]
+_COUNTRIES = ("Ardal", "Belmora", "Corvia", "Dunmar", "Estrel")
+_NAMES = ("Al", "Bri", "Cor", "Del", "Fen", "Gar", "Hol", "Is", "Jor", "Kel"), ("ford", "mere", "ton", "vik", "wick")
+
+
+class ToolsArgs(Config):
+    """Of kind ``tools``."""
+
+    tools: tuple[ToolKind, ...] = Field(default=("calculator", "python", "database"), min_length=1)
+    """Offered in every problem; problem i is made for the tool i modulo their number."""
+    digits: int = Field(default=4, gt=0, le=12)
+    """Of the numbers in calculations, at most."""
+    rows: int = Field(default=40, gt=0, le=50)
+    """Of the data base's one table."""
+    seed: int = 0
+    format: AnswerFormat = "tags"
+
+
+@dataclass(frozen=True, slots=True)
+class _City:
+    name: str
+    country: str
+    population: int
+    area: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A question, its answer, and the call that finds it."""
+
+    question: str
+    answer: str
+    arguments: Mapping[str, str]
+
+
+class ToolsSource(TaskSource):
+    """One table of cities, made from the seed, serves all problems of the data base."""
+
+    args_kind = ToolsArgs
+
+    def __init__(self, name: str, args: ToolsArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        self._args = args
+        self._cities = _cities(args.rows, args.seed)
+        self._tools = {kind: self._tool(kind) for kind in args.tools}
+
+    def problem(self, item: int) -> Problem:
+        task = self._task(item)
+        question = ask(task.question, self._args.format)
+        gold = write_answer(task.answer, self._args.format)
+        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": task.answer})
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        found = find_answer(answer.text, self._args.format)
+        gold = problem.payload["answer"]
+        value = as_number(gold)
+        right = found.text.casefold() == gold.casefold() if value is None else as_number(found.text) == value
+        parts = {"marked": float(found.is_marked)}
+        if answer.messages:
+            parts["calls"] = float(sum(message.get("role") == "tool" for message in answer.messages))
+        return Score.of(right, parts)
+
+    def tools(self) -> tuple[Tool, ...]:
+        return tuple(self._tools.values())
+
+    def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+        """One call, what the tool really answers, the answer."""
+        kind, task = self._kind(problem.item), self._task(problem.item)
+        result = self._tools[kind].call(task.arguments)
+        assert result.outcome is Outcome.OK, f"{kind} on its own demonstration: {result}"
+        call = {"type": "function", "function": {"name": kind, "arguments": dict(task.arguments)}}
+        return (
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": kind, "content": result.text},
+            {"role": "assistant", "content": problem.gold},
+        )
+
+    def _kind(self, item: int) -> ToolKind:
+        return self._args.tools[item % len(self._args.tools)]
+
+    def _task(self, item: int) -> _Task:
+        draw = random.Random(f"tools/{self._args.seed}/{item}")
+        match self._kind(item):
+            case "calculator":
+                return _calculation(draw, self._args.digits)
+            case "python":
+                return _counting(draw)
+            case "database":
+                return _lookup(draw, self._cities)
+
+    def _tool(self, kind: ToolKind) -> Tool:
+        match kind:
+            case "calculator":
+                run: Callable[[str], ToolResult] = calculate
+                text, field, what = "Evaluates an arithmetic expression.", "expression", "for example 12 * (3 + 4)"
+            case "python":
+                if self.sandbox is None:
+                    raise UserError(f"sources.{self.name}: tools: python runs programs; open it with a sandbox")
+                run = PythonTool(self.sandbox)
+                text, field, what = "Runs a Python program and gives what it prints.", "code", "the whole program"
+            case "database":
+                run = TableTool(_script(self._cities))
+                text = "Reads the table cities(name, country, population, area) with SQL."
+                field, what = "query", "one SELECT"
+        schema = {
+            "type": "object",
+            "properties": {field: {"type": "string", "description": what}},
+            "required": [field],
+            "additionalProperties": False,
+        }
+
+        def call(arguments: Mapping[str, Any]) -> ToolResult:
+            value = arguments.get(field)
+            if not isinstance(value, str) or len(arguments) != 1:
+                return ToolResult(f"error: {kind} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
+            return run(value)
+
+        return Tool(kind, text, schema, call)
+
+
+def _calculation(draw: random.Random, digits: int) -> _Task:
+    a, b, c = (draw.randrange(1, 10**digits) for _ in range(3))
+    sign = draw.choice("+-")
+    expression = f"{a} * {b} {sign} {c}"
+    value = a * b + (c if sign == "+" else -c)
+    return _Task(f"What is {expression}?", str(value), {"expression": expression})
+
+
+def _counting(draw: random.Random) -> _Task:
+    last, divisor, digit = draw.randrange(100, 1000), draw.randrange(3, 14), draw.randrange(10)
+    question = f"How many of the integers from 1 to {last} are divisible by {divisor} or have the digit {digit}?"
+    answer = sum(i % divisor == 0 or str(digit) in str(i) for i in range(1, last + 1))
+    code = f"print(sum(i % {divisor} == 0 or '{digit}' in str(i) for i in range(1, {last} + 1)))"
+    return _Task(question, str(answer), {"code": code})
+
+
+def _lookup(draw: random.Random, cities: tuple[_City, ...]) -> _Task:
+    country = draw.choice(sorted({city.country for city in cities}))
+    there = [city for city in cities if city.country == country]
+    match draw.choice(["count", "total", "largest"]):
+        case "count":
+            least = draw.randrange(1, 900) * 1000
+            question = f"How many cities of {country} have more than {least} inhabitants?"
+            answer = str(sum(city.population > least for city in there))
+            query = f"SELECT count(*) FROM cities WHERE country = '{country}' AND population > {least}"
+        case "total":
+            most = draw.randrange(50, 400)
+            question = f"What is the total population of the cities of {country} with an area of at most {most}?"
+            answer = str(sum(city.population for city in there if city.area <= most))
+            query = f"SELECT coalesce(sum(population), 0) FROM cities WHERE country = '{country}' AND area <= {most}"
+        case _:
+            question = f"Which city of {country} has the largest population?"
+            answer = max(there, key=lambda city: city.population).name
+            query = f"SELECT name FROM cities WHERE country = '{country}' ORDER BY population DESC LIMIT 1"
+    return _Task(question, answer, {"query": query})
+
+
+def _cities(rows: int, seed: int) -> tuple[_City, ...]:
+    draw = random.Random(f"cities/{seed}")
+    names = draw.sample([first + last for first in _NAMES[0] for last in _NAMES[1]], rows)
+    populations = draw.sample(range(1, 1000), rows)  # all different: the largest is one city
+    return tuple(
+        _City(name, draw.choice(_COUNTRIES), 1000 * people + draw.randrange(1000), draw.randrange(10, 500))
+        for name, people in zip(names, populations, strict=True)
+    )
+
+
+def _script(cities: tuple[_City, ...]) -> str:
+    rows = ", ".join(f"('{city.name}', '{city.country}', {city.population}, {city.area})" for city in cities)
+    return (
+        "CREATE TABLE cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER); "
+        f"INSERT INTO cities VALUES {rows};"
+    )

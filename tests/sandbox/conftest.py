@@ -1,0 +1,35 @@
+"""A sandbox for every level of isolation; one that the machine does not give is skipped, with the reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import Level, Limits
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+LIMITS = Limits(
+    wall_s=20.0,  # of a shared machine; what must time out brings its own
+    cpu_s=5.0,
+    memory_bytes=256 << 20,
+    output_bytes=1 << 16,
+    processes=16,
+    file_bytes=4 << 20,
+)
+
+
+@pytest.fixture(scope="session", params=list(Level), ids=lambda level: level.name.lower())
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    # Without namespaces root's programs run as another user, who may not see root's own Python.
+    is_other_user = request.param == Level.LIMITS and os.geteuid() == 0
+    python = SYSTEM_PYTHON if is_other_user and SYSTEM_PYTHON.exists() else None
+    try:
+        with Sandbox(LIMITS, level=request.param, python=python) as opened:
+            yield opened
+    except UserError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
+from stretto.sandbox import tree
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import Outcome
+from tests.sandbox.conftest import LIMITS
+
+SHORT = replace(LIMITS, wall_s=0.4, cpu_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def laid() -> Iterator[Bait]:
+    with bait() as laid:
+        yield laid
+
+
+FIRST = ("fork bomb", "fork bomb that leaves its group", "ignores all signals", "kills everybody", "output flood")
+"""Of those that must be ended, the ones that the fast set has too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if Outcome.OK in hostile.ends or name in FIRST else pytest.mark.slow)
+        for name, hostile in HOSTILE.items()
+    ],
+)
+def test_a_hostile_program_gets_nowhere(sandbox: Sandbox, laid: Bait, name: str) -> None:
+    hostile = HOSTILE[name]
+    finished = sandbox.run(PREAMBLE + hostile.source, stdin=laid.line(), limits=SHORT)
+    assert laid.damage(finished.stdout + finished.stderr) == [], finished
+    assert finished.outcome in (*hostile.ends, Outcome.TIMEOUT), finished
+    assert not finished.stderr.startswith(b"Traceback") or b"SyntaxError" not in finished.stderr, finished.stderr
+    (pid,) = sandbox.idle_pids
+    assert tree.children(pid) == []
+    assert sandbox.run("print(1)").stdout == b"1\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["reads the host", "dot dot", "symlink", "hard link", "network", "kills the bait", "memory files"]
+)
+def test_outside_the_same_program_does_get_there(name: str, tmp_path: object) -> None:
+    """The programs are real: without a sandbox they take the bait."""
+    with bait() as laid:
+        source = PREAMBLE + HOSTILE[name].source
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            input=laid.line(),
+            cwd=str(tmp_path),
+            capture_output=True,
+            check=False,
+            timeout=60,
+        )
+        assert laid.damage(done.stdout), done

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.sandbox import tree
+from stretto.sandbox.isolate import Sandbox, describe_isolation, require_strict
+from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
+from tests.sandbox.conftest import LIMITS
+
+
+def test_an_honest_program(sandbox: Sandbox) -> None:
+    finished = sandbox.run("import sys\nprint(sys.stdin.read()[::-1])\nprint('note', file=sys.stderr)", stdin="äbc")
+    assert (finished.outcome, finished.why, finished.exit_code, finished.signal) == (Outcome.OK, "", 0, None)
+    assert (finished.stdout.decode(), finished.stderr) == ("cbä\n", b"note\n")
+    assert 0 < finished.cpu_s < 5 and finished.wall_s > 0 and finished.max_rss_bytes > 1 << 20
+
+
+def test_it_runs_as_a_main_program_does(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Against the reference: the same text given to a new interpreter."""
+    source = (
+        "import atexit, sys, threading\n"
+        "print(__name__, sys.argv[1:], __builtins__ is not None, len(sys.modules) > 10)\n"
+        "threading.Thread(target=lambda: print('thread')).start()\n"
+        "atexit.register(print, 'the end')\n"
+        "def f(x: Later): pass\n"
+    )
+    (tmp_path / "main.py").write_text(source)
+    reference = subprocess.run([sys.executable, "-S", "main.py"], cwd=tmp_path, capture_output=True, check=False)
+    ours = sandbox.run(source)
+    assert ours.exit_code == reference.returncode == 1  # Later is not defined: no future import leaks in
+    assert ours.stdout == reference.stdout
+    assert ours.stderr.splitlines()[-1] == reference.stderr.splitlines()[-1]
+    assert b"run_source" not in ours.stderr and b'main.py", line 5, in <module>' in ours.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [("raise SystemExit", 0), ("raise SystemExit(3)", 3), ("import sys; sys.exit('why')", 1), ("1 +", 1), ("1 / 0", 1)],
+)
+def test_exit_codes(sandbox: Sandbox, source: str, code: int) -> None:
+    finished = sandbox.run(source)
+    assert finished.exit_code == code
+    assert finished.outcome == (Outcome.CRASH if code else Outcome.OK)
+    assert b"Traceback" not in finished.stderr or b"sandbox" not in finished.stderr.split(b"main.py")[-1]
+
+
+def test_the_standard_library_is_there(sandbox: Sandbox) -> None:
+    """Modules that the keeper has not imported, compiled ones too; multiprocessing needs /dev/shm."""
+    source = "import email, sqlite3, tempfile, xml.dom.minidom\nprint('x'.encode('idna'), tempfile.gettempdir())"
+    finished = sandbox.run(source)
+    assert finished.outcome == Outcome.OK and finished.stdout.startswith(b"b'x' "), finished
+    if sandbox.isolation.level > Level.LIMITS:
+        source = "import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))"
+        assert sandbox.run(source).stdout == b"[1, 2]\n"
+
+
+def test_arguments_and_files(sandbox: Sandbox) -> None:
+    files = {"tests/data.txt": "seven", "run.py": "import sys; print(sys.argv, open('tests/data.txt').read())"}
+    finished = sandbox.run(["python", "run.py", "x"], files=files)
+    assert finished.stdout == b"['run.py', 'x'] seven\n", finished
+    assert sandbox.run("import os; print(sorted(os.listdir()))").stdout == b"[]\n"  # nothing stays
+    missing = sandbox.run(["/no/such/program"])
+    assert missing.outcome == Outcome.INFRA and "FileNotFoundError" in missing.why
+    for name in ("/etc/x", "../x", "a/../../x", ""):
+        with pytest.raises(ValueError, match="work folder"):
+            sandbox.run("pass", files={name: b""})
+
+
+def test_nothing_of_the_driver_is_visible(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    finished = sandbox.run(
+        "import os, sys\nprint(sorted(os.environ), any(n.startswith('stretto') for n in sys.modules))\n"
+        "for fd in range(3, 256):\n try: os.fstat(fd); print(fd)\n except OSError: pass"
+    )
+    names = "['HOME', 'LANG', 'MALLOC_ARENA_MAX', 'PATH', 'PYTHONHASHSEED', 'TMPDIR', 'TZ'] False"
+    assert finished.stdout.decode().replace("'PWD', ", "").strip() == names
+
+
+def test_the_view_is_small_and_read_only(sandbox: Sandbox) -> None:
+    if sandbox.isolation.level == Level.LIMITS:
+        finished = sandbox.run(
+            "import os\nfor p in ('/', '/etc', '/proc'):\n try: print(os.listdir(p))\n except OSError: pass"
+        )
+        assert finished.stdout == (b"" if sandbox.isolation.has_landlock else finished.stdout)
+        return
+    finished = sandbox.run("import os\nprint(os.path.exists('/etc'), os.path.exists('/proc/self'), os.getuid())")
+    assert finished.stdout == b"False False " + (b"1" if os.geteuid() == 0 else b"0") + b"\n"
+    finished = sandbox.run(
+        "import os\nfor p in ('/x', '/usr/lib/x', '/dev/x', os.__file__):\n try: open(p, 'a')\n except OSError as e: print(e.errno)"
+    )
+    assert set(finished.stdout.split()) <= {b"30", b"13"} and len(finished.stdout.split()) == 4  # EROFS, EACCES
+
+
+def test_limits_end_a_program(sandbox: Sandbox) -> None:
+    short = replace(LIMITS, wall_s=0.3)
+    finished = sandbox.run("import time; print('begun', flush=True); time.sleep(600)", limits=short)
+    assert finished.outcome == Outcome.TIMEOUT and finished.why == "ran longer than 0.3 s"
+    assert finished.signal == signal.SIGKILL
+    finished = sandbox.run("while True: pass", limits=replace(LIMITS, cpu_s=0.2))
+    assert finished.outcome == Outcome.TIMEOUT and "processor" in finished.why
+    assert 0.1 < finished.cpu_s < 5
+    finished = sandbox.run("x = bytearray(1 << 30)")
+    assert finished.outcome == Outcome.CRASH and "MemoryError" in finished.why
+    finished = sandbox.run("print('x' * 100_000)")
+    assert finished.outcome == Outcome.CRASH and finished.is_stdout_cut and not finished.is_stderr_cut
+    assert finished.stdout == b"x" * LIMITS.output_bytes
+    finished = sandbox.run("open('f', 'wb').write(bytes(5 << 20))")
+    assert finished.outcome == Outcome.CRASH
+    finished = sandbox.run("import os\nfor _ in range(40):\n if not os.fork(): os.read(0, 1); os._exit(0)", stdin=b"")
+    assert finished.outcome in (Outcome.CRASH, Outcome.OK)  # forks that end at once may stay under the limit
+
+
+def test_memory_of_a_whole_tree(sandbox: Sandbox) -> None:
+    """Each process is below the limit; together they are above. Pages that forks share count once."""
+    grow = "import os, time\nfor _ in range(5):\n if not os.fork(): x = bytearray(b'x') * (80 << 20); time.sleep(60)\ntime.sleep(60)"
+    hide = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # not dumpable: its pages cannot be looked at
+    for source in (grow, hide + grow):
+        finished = sandbox.run(source)
+        assert finished.outcome == Outcome.CRASH and "bytes of memory" in finished.why
+    share = "import os, time\nx = bytearray(b'x') * (80 << 20)\nfor _ in range(5):\n if not os.fork(): time.sleep(0.5); os._exit(0)\n"
+    share += "for _ in range(5): os.wait()"
+    assert sandbox.run(share).outcome == Outcome.OK
+
+
+def test_signals(sandbox: Sandbox) -> None:
+    finished = sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert (finished.outcome, finished.signal) == (Outcome.CRASH, signal.SIGTERM)
+    finished = sandbox.run("import os; os.abort()")
+    assert (finished.outcome, finished.signal) == (Outcome.CRASH, signal.SIGABRT)
+
+
+def test_no_process_is_left(sandbox: Sandbox) -> None:
+    for source in (
+        "import os\nif os.fork(): os._exit(0)\nimport time; time.sleep(600)",
+        "import os\nfor _ in range(9): os.fork()",
+    ):
+        sandbox.run(source)
+        (pid,) = sandbox.idle_pids
+        assert tree.children(pid) == []
+
+
+def test_a_program_that_reads_nothing(sandbox: Sandbox) -> None:
+    assert sandbox.run("print(1)", stdin=b"x" * 1_000_000).outcome == Outcome.OK
+    assert sandbox.run("import sys; print(len(sys.stdin.read()))", stdin=b"x" * 1_000_000).stdout == b"1000000\n"
+
+
+def test_a_keeper_that_dies_is_our_fault_and_is_replaced(sandbox: Sandbox) -> None:
+    (pid,) = sandbox.idle_pids
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    finished = sandbox.run("import time; time.sleep(10)")
+    killer.join()
+    assert finished.outcome == Outcome.INFRA and finished.exit_code is None
+    assert sandbox.run("print(1)").stdout == b"1\n"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_end_of_the_driver_ends_everything() -> None:
+    """Killed without a chance to clean up, in the midst of a program."""
+    script = (
+        "import threading, time\nfrom stretto.sandbox.isolate import Sandbox\nfrom stretto.sandbox import tree\n"
+        "import os\nsandbox = Sandbox()\nthreading.Thread(target=sandbox.run, args=('import time; time.sleep(600)',)).start()\n"
+        "time.sleep(0.5)\nprint(*tree.descendants(os.getpid()), flush=True)\ntime.sleep(600)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = driver.stdout.readline().split()
+    assert len(pids) >= 2
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "processes outlive their driver"
+        time.sleep(0.05)
+
+
+def test_many_at_once() -> None:
+    async def run_all(sandbox: Sandbox) -> list[Finished]:
+        return await asyncio.gather(*(sandbox.run_async(f"print({n})") for n in range(12)))
+
+    with Sandbox(LIMITS, workers=3) as sandbox:
+        finished = asyncio.run(run_all(sandbox))
+        assert [each.stdout for each in finished] == [b"%d\n" % n for n in range(12)]
+        assert 1 <= len(sandbox.idle_pids) <= 3
+
+
+def test_import_paths(tmp_path: Path) -> None:
+    (tmp_path / "helper_module.py").write_text("VALUE = 7\n")
+    tmp_path.chmod(0o755)
+    source = "import helper_module, os; print(helper_module.VALUE, os.access(helper_module.__file__, os.W_OK))"
+    with Sandbox(LIMITS, import_paths=[tmp_path]) as sandbox:
+        finished = sandbox.run(source)
+        assert finished.stdout == b"7 False\n", finished
+    with Sandbox(LIMITS) as sandbox:
+        assert "ModuleNotFoundError" in sandbox.run(source).why
+
+
+def test_isolation_is_said_and_strict_is_strict() -> None:
+    found = describe_isolation()
+    weak = Isolation(Level.LIMITS, has_filter=True, has_landlock=True, own_uid=True, missing=("no namespaces: EPERM",))
+    assert "NOT full isolation" in str(weak) and "no namespaces: EPERM" in str(weak)
+    assert not weak.is_full
+    with pytest.raises(UserError, match=r"sandbox: strict: .*install bubblewrap"):
+        require_strict(weak)
+    if found.is_full:
+        require_strict(found)
+        assert "namespaces" in str(found)
+        with pytest.raises(UserError, match="strict"):
+            Sandbox(level=Level.LIMITS, strict=True, python="/usr/bin/python3")
+
+
+def test_limits_of_a_recipe() -> None:
+    class Table:
+        wall_s, cpu_s, memory_bytes, output_bytes, processes, strict = 1.0, 2.0, 3, 4, 5, True
+
+    assert Limits.of(Table()) == Limits(wall_s=1.0, cpu_s=2.0, memory_bytes=3, output_bytes=4, processes=5)
+    with pytest.raises(AssertionError, match="wall_s"):
+        Limits(wall_s=0)

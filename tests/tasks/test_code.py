@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import Limits
+from stretto.tasks.code import CodeArgs, CodeSource, _program, _take_apart, _tests, find_code
+from stretto.tasks.task import Answer
+
+RIGHT = "def digit_sum(n):\n    return sum(int(digit) for digit in str(n))"
+
+
+@pytest.fixture(scope="module")
+def source(sandbox: Sandbox) -> CodeSource:
+    return CodeSource("c", CodeArgs(), sandbox)
+
+
+def test_every_problem_that_comes_with_the_package_validates(source: CodeSource) -> None:
+    source.validate(source.num_items)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "is_marked"),
+    [
+        ("x = 1", "x = 1", False),
+        ("Try:\n```python\nx = 1\n```\nor\n```\nx = 2\n```\nbye", "x = 2\n", True),
+        ("```py\nx = 1", "x = 1", True),
+        ("<think>```python\nx = 0\n```</think>```python\nx = 1\n```", "x = 1\n", True),
+        ("```python\nx = '```'\n```", "x = '```'\n", True),
+    ],
+)
+def test_where_the_program_is(text: str, code: str, is_marked: bool) -> None:
+    assert find_code(text) == (code, is_marked)
+
+
+@pytest.mark.parametrize(
+    "text", [RIGHT, f"```python\n{RIGHT}\n```", f"Sure:\n```\n{RIGHT}\n```\nDone.", f"{RIGHT}\nprint('x', end='')"]
+)
+def test_right_programs_are_right_however_they_are_written(source: CodeSource, text: str) -> None:
+    score = source.score(source.problem(0), Answer(text))
+    assert (score.reward, score.outcome, score.parts["passed"]) == (1.0, Outcome.OK, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def digit_sum(n): return 10",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "class Same:\n    def __eq__(self, other): return True\ndef digit_sum(n): return Same()",
+        "class Same(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef digit_sum(n): return Same(n)",
+        "def digit_sum(n): return 'x' * n",
+        "def digit_sum(n): return 1 / 0",
+        "import atexit\natexit.register(lambda: print('\\x1evalue 0 True'))\ndef digit_sum(n): return True",
+        "_stretto_show = lambda *_: None",
+        "import builtins\nbuiltins.repr = lambda value: '0'\ndef digit_sum(n): return 0",
+        "def digit_sum(n): return float('nan')",
+    ],
+)
+def test_shortcuts_are_refused(source: CodeSource, text: str) -> None:
+    score = source.score(source.problem(0), Answer(text))
+    assert score.reward == 0.0 and score.outcome in (Outcome.WRONG, Outcome.CRASH)
+
+
+def test_the_answers_own_failures_are_named(source: CodeSource, sandbox: Sandbox) -> None:
+    crash = source.score(source.problem(0), Answer("x = ("))
+    assert crash.outcome is Outcome.CRASH and "SyntaxError" in crash.detail
+    sandbox_limits, sandbox.limits = sandbox.limits, Limits(wall_s=0.5)
+    try:
+        endless = source.score(source.problem(0), Answer("while True: pass"))
+    finally:
+        sandbox.limits = sandbox_limits
+    assert endless.outcome is Outcome.TIMEOUT and endless.sandbox_s > 0
+
+
+def test_what_tests_expect_is_not_in_the_sandbox(source: CodeSource) -> None:
+    tests = tuple(source.problem(0).payload["tests"])
+    assert "36" in tests[2]
+    assert "36" not in _program("", "", _tests(tests))
+
+
+def test_shares_are_paid_only_where_the_recipe_says_so(sandbox: Sandbox) -> None:
+    source = CodeSource("c", CodeArgs(reward="share"), sandbox)
+    score = source.score(source.problem(0), Answer("def digit_sum(n): return 10"))
+    assert (score.reward, score.outcome) == (pytest.approx(1 / 3), Outcome.WRONG)
+
+
+def test_values_of_subclasses_equal_what_they_equal_in_python(source: CodeSource) -> None:
+    problem = source.problem(2)
+    assert "count_words" in problem.gold and "Counter" in problem.gold
+    assert source.score(problem, Answer(problem.gold)).ok
+
+
+def test_an_assertion_of_another_shape_is_its_own_condition() -> None:
+    check = _take_apart("assert abs(f(2) - 0.5) < 1e-9")
+    assert (check.call, check.expected) == ("bool(abs(f(2) - 0.5) < 1e-09)", True)
+    assert _take_apart("assert f(1) == {'a': (1, 2)}").expected == {"a": (1, 2)}
+
+
+def test_files_in_mbpp_layout(tmp_path: Path, sandbox: Sandbox) -> None:
+    records = [
+        {
+            "text": f"Add {n}.",
+            "code": f"def add(x):\r\n    return x + {n} + ZERO",
+            "test_setup_code": "ZERO = 0",
+            "test_list": [f"assert add(1) == {n + 1}", "assert add(0.5) > 0", "assert add(float('inf')) == add(1e999)"],
+        }
+        for n in range(1, 4)
+    ]
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    CodeSource("c", CodeArgs(path=path), sandbox).validate(3)
+    records[1]["test_list"] = ["print(1)"]
+    path.write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(UserError, match="is not one assertion"):
+        CodeSource("c", CodeArgs(path=path), sandbox)
+
+
+def test_without_a_sandbox_it_does_not_open() -> None:
+    with pytest.raises(UserError, match="open it with a sandbox"):
+        CodeSource("c", CodeArgs())
+
+
+def test_mbpp_itself(sandbox: Sandbox) -> None:
+    """Where a data folder lies beside the repository."""
+    paths = [folder / "shared/data/code/mbpp.jsonl" for folder in Path(__file__).parents]
+    if not (found := [path for path in paths if path.is_file()]):
+        pytest.skip("MBPP is not here")
+    CodeSource("c", CodeArgs(path=found[0]), sandbox).validate(12)

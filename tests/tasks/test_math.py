@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.tasks.checker import Checker
+from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, MathArgs, MathSource, as_number
+from stretto.tasks.task import Answer
+
+RECORDS = [
+    {"question": "Two and two apples?", "answer": "2 + 2 = <<2+2=4>>4 apples.\n#### 4"},
+    {"question": "A thousand and a half?", "answer": "Simply so.\n#### 1,000.50"},
+    {"problem": "Roots of $x^2=2$?", "answer": "\\pm\\sqrt{2}", "solution": "Take the root: $\\boxed{\\pm\\sqrt{2}}$."},
+    {"problem": "Half of a half?", "answer": "\\frac{1}{4}", "solution": "Halve it."},
+    {"problem": "Where is $f$ defined?", "answer": "[0,\\infty)", "solution": "Not below 0."},
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("math") / "math.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(path: Path) -> Iterator[MathSource]:
+    source = MathSource("m", MathArgs(path=path))
+    yield source
+    source.close()
+
+
+@given(st.lists(st.sampled_from("+-*"), min_size=1, unique=True), st.integers(2, 5), st.integers(0, 10**6))
+def test_sums_are_right(operators: list[str], terms: int, item: int) -> None:
+    args = ArithmeticArgs.model_validate({"operators": operators, "terms": terms})
+    problem = ArithmeticSource("a", args).problem(item)
+    expression = problem.messages[0]["content"].removesuffix(" =")
+    assert int(problem.gold) == eval(expression)
+
+
+def test_sums_validate() -> None:
+    ArithmeticSource("a", ArithmeticArgs(operators=("+", "-", "*"), terms=3, format="tags")).validate()
+
+
+@given(st.integers(), st.integers(1, 10**9))
+def test_numbers_are_read_exactly(top: int, bottom: int) -> None:
+    assert as_number(f"{top}") == (top if abs(top) < 10**40 else None)
+    assert as_number(f"{top % 10**12}/{bottom}") == Fraction(top % 10**12, bottom)
+    assert as_number(f"${top % 10**15:,}.") == top % 10**15
+
+
+@pytest.mark.parametrize("text", ["", ".", "1/0", "1,2", "x", "1 2", "--1", "1e9", "9" * 50, "٣ apples", "\\boxed{3}"])
+def test_what_is_no_plain_number_is_none(text: str) -> None:
+    assert as_number(text) is None
+
+
+def test_both_layouts_validate(source: MathSource) -> None:
+    source.validate()
+    assert (source.num_items, source.problem(0).gold) == (5, "\\boxed{4}")
+
+
+@pytest.mark.parametrize(
+    ("item", "text", "right"),
+    [
+        (0, "\\boxed{4}", True),
+        (0, "\\boxed{4.0}", True),
+        (0, "so we get 4 apples", True),
+        (0, "\\boxed{5}", False),
+        (1, "\\boxed{\\$1000.5}", True),
+        (2, "\\boxed{\\pm 2^{1/2}}", True),
+        (2, "\\boxed{\\sqrt{2}}", False),
+        (3, "\\boxed{0.25}", True),
+        (3, "The answer is $\\frac{2}{8}$.", True),
+        (4, "\\boxed{x\\in[0,\\infty)}", True),
+        (4, "\\boxed{(0,\\infty)}", False),
+    ],
+)
+def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, text: str, right: bool) -> None:
+    assert source.score(source.problem(item), Answer(text)).ok is right
+
+
+def test_a_worked_gold_answer_ends_in_the_answer(path: Path) -> None:
+    source = MathSource("m", MathArgs(path=path, worked=True))
+    assert source.problem(0).gold == "2 + 2 = 4 apples.\n\\boxed{4}"
+    assert source.problem(3).gold == "Halve it.\n\\boxed{\\frac{1}{4}}"
+
+
+def test_ranges_are_apart(path: Path) -> None:
+    train, held_out = (
+        MathSource("m", MathArgs.model_validate({"path": path, **part})) for part in ({"limit": 3}, {"first": 3})
+    )
+    assert (train.num_items, held_out.num_items) == (3, 2)
+    assert held_out.problem(0).messages[0]["content"].startswith("Half of a half?")
+
+
+def test_an_endless_comparison_is_the_answers_fault_and_the_next_one_works() -> None:
+    checker = Checker(1.0)
+    assert checker.same("$x+1$", "$1+x$").is_same
+    checked = checker.same("$x+1$", "$9^{9^{9^{9}}}$")
+    assert checked.outcome in (Outcome.TIMEOUT, Outcome.CRASH) and not checked.is_same and checked.why
+    assert checker.same("$\\frac{x}{2}$", "$0.5x$").is_same
+    checker.close()
+
+
+@pytest.mark.parametrize("answer", ["((((", "\\frac{", "\x00", "\\boxed{" * 300, "a" * 10_000, "{}" * 200])
+def test_rubbish_is_wrong_and_nothing_breaks(source: MathSource, answer: str) -> None:
+    assert not source.score(source.problem(2), Answer(answer)).ok
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", r"line 1: not valid JSON"),
+        ('{"question": "?"}', r"line 1: no field answer"),
+        ("[1]", r"line 1: no field question or problem"),
+        ("", r"no records from 0 on"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(UserError, match=said):
+        MathSource("m", MathArgs(path=tmp_path / "bad.jsonl"))
+    with pytest.raises(UserError, match="give a JSONL file"):
+        MathSource("m", MathArgs(path=tmp_path / "none.jsonl"))

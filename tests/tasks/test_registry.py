@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.tasks.registry import KINDS, open_source
+from stretto.tasks.strings import StringsSource
+
+OWN = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.base.config import Config
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    left: int
+    right: int
+
+
+class EchoArgs(Config):
+    word: str = "echo"
+
+
+class Echo(TaskSource):
+    args_kind = EchoArgs
+
+    def __init__(self, name, args, sandbox=None):
+        super().__init__(name, args, sandbox)
+        self.word = args.word
+
+    def problem(self, item: int) -> Problem:
+        pair = Pair(item, item)
+        return Problem(item, ({"role": "user", "content": f"{self.word} {pair.left}"},), f"{self.word} {pair.right}")
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        return Score.of(answer.text == problem.gold)
+"""
+
+
+class Table(Config):
+    """As a recipe's."""
+
+    kind: str
+    args: dict[str, object] = Field(default_factory=dict)
+
+
+def test_a_kind_opens_with_its_arguments() -> None:
+    source = open_source("s", Table(kind="strings", args={"operation": "sort", "length": 3}))
+    assert isinstance(source, StringsSource) and len(source.problem(0).gold) == 5
+
+
+def test_a_class_of_ones_own_opens_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(OWN)
+    source = open_source("mine", Table(kind=f"{tmp_path}/echo.py:Echo", args={"word": "say"}))
+    source.validate()
+    assert source.problem(2).gold == "say 2"
+
+
+def test_a_class_opens_from_a_module() -> None:
+    opened = open_source("s", Table(kind="stretto.tasks.strings:StringsSource", args={"operation": "reverse"}))
+    assert isinstance(opened, StringsSource)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "said"),
+    [
+        ("string", {}, r"^sources\.s: kind: no kind 'string' \(did you mean 'strings'\?\); "),
+        (
+            "strings",
+            {"operation": "sort", "lenght": 3},
+            r"^sources\.s\.args: lenght: unknown key \(did you mean 'length'\?\)",
+        ),
+        ("strings", {"operation": "shuffle"}, r"^sources\.s\.args: operation: "),
+        ("strings", {}, r"^sources\.s\.args: operation: Field required"),
+        ("math", {}, r"^sources\.s\.args: path: "),
+        ("no.such.module:Thing", {}, r"cannot import 'no\.such\.module'"),
+        ("none.py:Thing", {}, r"cannot import 'none\.py'"),
+        ("stretto.tasks.strings:StringsArgs", {}, "no class made from TaskSource"),
+        ("stretto.tasks.strings:Nothing", {}, "no class made from TaskSource"),
+    ],
+)
+def test_bad_recipes_are_one_line(kind: str, args: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        open_source("s", Table(kind=kind, args=args))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_kind_checks_its_arguments() -> None:
+    for kind, source in KINDS.items():
+        assert source.args_kind is not Config, kind
+        assert source.args_kind.model_config["extra"] == "forbid", kind
+        assert source.args_kind.model_fields, kind

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool, score_fault
+
+
+class Doubles(TaskSource):
+    """Right as it is; each bad one below spoils one thing."""
+
+    def __init__(self) -> None:
+        super().__init__("doubles", Config())
+
+    def problem(self, item: int) -> Problem:
+        return Problem(item, ({"role": "user", "content": f"2 * {item}"},), str(2 * item))
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        return Score.of(answer.text == problem.gold)
+
+
+def refusal(source: TaskSource) -> str:
+    with pytest.raises(UserError) as caught:
+        source.validate()
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("sources.doubles: item ")
+    return message
+
+
+def test_a_good_source_passes() -> None:
+    Doubles().validate()
+
+
+def test_a_gold_answer_that_is_refused_is_named() -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return Score.of(answer.text == problem.gold and problem.item != 3, detail="I dislike 3")
+
+    assert "item 3: its own gold answer '6' is refused (wrong: I dislike 3)" in refusal(Bad())
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_answer_that_is_accepted_is_named(text: str) -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return Score.of(answer.text in (problem.gold, text))
+
+    assert "an empty answer is accepted" in refusal(Bad())
+
+
+def test_a_reward_for_nothing_is_refused_though_the_answer_is_called_wrong() -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return Score(1.0, Outcome.OK if answer.text == problem.gold else Outcome.WRONG)
+
+    assert "an empty answer is accepted (reward 1)" in refusal(Bad())
+
+
+def test_a_verifier_that_looks_at_the_form_alone_is_refused() -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return Score.of(answer.text.isdecimal())
+
+    assert "the gold answer of item" in refusal(Bad())
+
+
+def test_one_shared_right_answer_is_no_fault() -> None:
+    class Yes(Doubles):
+        def problem(self, item: int) -> Problem:
+            return Problem(item, ({"role": "user", "content": f"Is {2 * item} even?"},), "yes")
+
+    Yes().validate()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (Score(float("nan"), Outcome.OK), "reward as nan, not a finite number"),
+        (Score(float("inf"), Outcome.OK), "reward as inf"),
+        (Score("1", Outcome.OK), "reward as '1', not a number"),  # type: ignore[arg-type]
+        (Score(True, Outcome.OK), "reward as True, not a number"),
+        (Score(1.0, Outcome.OK, {"style": float("nan")}), "style as nan"),
+        (Score(1.0, "ok"), "outcome as 'ok'"),  # type: ignore[arg-type]
+        ("1.0", "'1.0', not a Score"),
+        (1.0, "1.0, not a Score"),
+        (None, "None, not a Score"),
+    ],
+)
+def test_what_is_no_score_is_named(returned: Any, said: str) -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return returned
+
+    assert said in refusal(Bad())
+    assert said in (score_fault(returned) or "")
+
+
+def test_a_sound_score_has_no_fault() -> None:
+    assert score_fault(Score(0, Outcome.WRONG, {"places": 0.5})) is None
+
+
+def test_what_raises_is_named_with_its_cause() -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            raise KeyError("units\nof measure")
+
+    assert "score() raised KeyError" in refusal(Bad())
+
+    class Worse(Doubles):
+        def problem(self, item: int) -> Problem:
+            return super().problem(item // (item - 1))
+
+    assert "item 1: problem() raised ZeroDivisionError" in refusal(Worse())
+
+
+def test_a_verifier_that_cannot_work_is_refused() -> None:
+    class Bad(Doubles):
+        def score(self, problem: Problem, answer: Answer) -> Score:
+            return Score(0.0, Outcome.INFRA, detail="no compiler")
+
+    assert "could not do its work: no compiler" in refusal(Bad())
+
+
+def test_problems_must_be_the_same_when_asked_again() -> None:
+    class Bad(Doubles):
+        count = 0
+
+        def problem(self, item: int) -> Problem:
+            self.count += 1
+            return Problem(item, ({"role": "user", "content": f"{self.count}"},), "1")
+
+    assert "another problem" in refusal(Bad())
+
+
+@pytest.mark.parametrize("gold", ["", "  ", None])
+def test_a_problem_without_a_gold_answer_is_refused(gold: Any) -> None:
+    class Bad(Doubles):
+        def problem(self, item: int) -> Problem:
+            return Problem(item, ({"role": "user", "content": "?"},), gold)
+
+    assert "gold answer is" in refusal(Bad())
+
+
+def test_finite_sources_are_tried_from_end_to_end() -> None:
+    class Last(Doubles):
+        seen: set[int] = set()  # noqa: RUF012
+
+        @property
+        def num_items(self) -> int:
+            return 100
+
+        def problem(self, item: int) -> Problem:
+            self.seen.add(item)
+            return super().problem(item)
+
+    Last().validate(4)
+    assert Last.seen == {0, 25, 50, 75}
+
+
+def test_a_tool_shows_itself_as_templates_want_it() -> None:
+    tool = Tool("add", "Adds.", {"type": "object"}, call=lambda arguments: pytest.fail(f"called with {arguments}"))
+    shape = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    assert json.loads(json.dumps(tool.schema())) == {"type": "function", "function": shape}
+
+
+def test_importing_every_kind_loads_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "reasoning_gym", "sympy", "math_verify", "verifiers", "numpy.testing"]
+    code = f"import sys, stretto.tasks.registry; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
