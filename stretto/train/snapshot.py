@@ -37,7 +37,7 @@ class SnapshotMeta(Config):
     step: int
     """Steps completed."""
     loader: dict[str, Any]
-    """`Loader.state()` after them."""
+    """Where the data goes on after them: `Loader.state()`, or what another stage draws its batches from."""
     receipt: Receipt
     run_id: str
     layer_order: tuple[int, ...]
@@ -138,8 +138,13 @@ def read_meta(path: Path) -> SnapshotMeta:
         raise UserError(f"{path / META}: not a snapshot of this version: {str(error).splitlines()[0]}") from None
 
 
-def check_same_run(meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str, where: Path) -> None:
+def check_same_run(
+    meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str, where: Path, layout: Sequence[str] = LAYOUT
+) -> None:
     """Refuse to continue a run under another recipe or on other data.
+
+    Args:
+        layout: fields that may differ; one that ends with a dot stands for a whole table.
 
     Raises:
         UserError: naming the first field that differs.
@@ -147,8 +152,9 @@ def check_same_run(meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str
     if meta.data_hash != data_hash:
         raise UserError(f"{where}: data: changed since this run started; use the same data, or start a new run folder")
     old, new = _flat(meta.recipe), _flat(json.loads(json.dumps(recipe)))
-    for field in sorted((old.keys() | new.keys()) - set(LAYOUT)):
-        if old.get(field) != new.get(field):
+    tables = tuple(name for name in layout if name.endswith("."))
+    for field in sorted((old.keys() | new.keys()) - set(layout)):
+        if old.get(field) != new.get(field) and not field.startswith(tables):
             raise UserError(
                 f"{where}: {field}: was {old.get(field)!r} when this run started, is {new.get(field)!r} now; "
                 "change it back, or start a new run folder"

@@ -2,13 +2,19 @@
 
 A step is a list of micro-batches, each with its Subnet; their losses are sums over tokens, divided once by the number
 of target tokens of the whole step over all ranks. How a step is split into micro-batches or ranks changes nothing.
+
+What is minimised is an argument: cross-entropy (and a teacher's KL) by default, else an `Objective` that a stage brings.
+The step knows no algorithm.
+
+Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, W branches of balance state, E experts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +43,27 @@ class Distil:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What an objective says of one pass."""
+
+    loss: Tensor
+    """A scalar, differentiable: this pass's part of a sum over all passes and ranks."""
+    nll_N: Tensor
+    """Negative log-likelihood of each target, detached, 0 where there is none."""
+    streams_N: Mapping[str, Tensor] = field(default_factory=dict)
+    """For the log, detached: what the objective knows of each token."""
+
+
+class Objective(Protocol):
+    """A loss on final hidden states, made for one micro-batch.
+
+    It brings its own normaliser, which must be one of the whole step: nothing is divided afterwards.
+    """
+
+    def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured: ...
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """This rank's share of one forward/backward pass."""
 
@@ -49,6 +76,8 @@ class MicroBatch:
     num_target_tokens: int
     """Targets over all ranks."""
     distil: Distil | None = None
+    objective: Objective | None = None
+    """What the pass minimises; None: cross-entropy, or its blend with ``distil``, averaged over the step's targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +98,8 @@ class StepResult:
     """The part of them spent on teachers' forward passes."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Slots each expert got, by MoE row, [W, E]."""
+    streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
+    """What objectives said of each token, by micro-batch: this rank's own."""
 
     @property
     def nll(self) -> float:
@@ -100,16 +131,23 @@ def optimisation_step(
     nll_by_kind: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=ranks.device))
     tokens_by_kind: dict[str, int] = defaultdict(int)
     counts: dict[int, Tensor] = {}
+    streams_N: list[Mapping[str, Tensor]] = []
     flops = teacher_flops = 0
     for batch in batches:
+        assert batch.distil is None or batch.objective is None, (
+            "a pass has one loss: its objective's, or the blend with a teacher"
+        )
         autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
-        for kind, loss, nll, pass_counts in _passes(model, batch, autocast):
-            # a share of the global mean: gradients are added up over ranks, not averaged
-            (loss * (1.0 / total_tokens)).backward()
-            nll_by_kind[kind] += nll
-            tokens_by_kind[kind] += batch.num_target_tokens
-            for row, counts_WE in pass_counts.items():
+        # a share of the global mean: gradients are added up over ranks, not averaged
+        share = 1.0 if batch.objective is not None else 1.0 / total_tokens
+        for trained in _passes(model, batch, autocast):
+            (trained.measured.loss * share).backward()
+            nll_by_kind[trained.kind] += trained.measured.nll_N.sum()
+            tokens_by_kind[trained.kind] += batch.num_target_tokens
+            for row, counts_WE in trained.counts.items():
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
+            if batch.objective is not None:
+                streams_N.append(trained.measured.streams_N)
         student, teacher = _executed_flops(model.config, batch)
         flops += (student + teacher) * ranks.world
         teacher_flops += teacher * ranks.world
@@ -131,13 +169,21 @@ def optimisation_step(
         flops=flops,
         teacher_flops=teacher_flops,
         counts=counts,
+        streams_N=streams_N,
     )
 
 
-def _passes(
-    model: Transformer, batch: MicroBatch, autocast: torch.autocast
-) -> Iterator[tuple[str, Tensor, Tensor, dict[int, Tensor]]]:
-    """The trained passes of ``batch``: kind, summed loss (differentiable), summed negative log-likelihood, counts.
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A trained pass; written by `_passes`."""
+
+    kind: str
+    measured: Measured
+    counts: dict[int, Tensor]
+
+
+def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> Iterator[_Pass]:
+    """The trained passes of ``batch``.
 
     Each is to be differentiated before the next one is asked for, so that one pass's activations are alive at a time.
     """
@@ -151,13 +197,17 @@ def _passes(
             if distil.learns:
                 loss, nll_N = head_loss(hidden_ND, distil.model.head_VD, targets_N)
         if distil.learns:
-            yield "full", loss, nll_N.sum(), taught.counts
+            yield _Pass("full", Measured(loss, nll_N), taught.counts)
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
     with autocast:
         output = model(batch.ids_BT, batch.subnet, batch.ctx)
-        loss, nll_N = head_loss(output.hidden_BTD.flatten(0, 1), model.head_VD, targets_N, teacher, ce_weight)
-    yield batch.kind, loss, nll_N.sum(), output.counts
+        hidden_ND = output.hidden_BTD.flatten(0, 1)
+        if batch.objective is not None:
+            measured = batch.objective(hidden_ND, model.head_VD, targets_N)
+        else:
+            measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
+    yield _Pass(batch.kind, measured, output.counts)
 
 
 def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:

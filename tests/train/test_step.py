@@ -14,10 +14,11 @@ from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
-from stretto.ops.logprob import IGNORED, log_probs
+from stretto.ops.logprob import IGNORED, chosen_logprobs, log_probs
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.step import Distil, MicroBatch, NonFiniteError, StepResult, optimisation_step
+from stretto.train.losses import cross_entropy
+from stretto.train.step import Distil, Measured, MicroBatch, NonFiniteError, StepResult, optimisation_step
 
 VOCAB, LENGTH = 41, 24
 SHAPE: dict[str, Any] = {
@@ -283,3 +284,22 @@ def test_training_brings_the_load_of_every_width_down() -> None:
 
     balanced, control = overload(0.01), overload(0.0)
     assert balanced[0] < 0.75 * control[0] and balanced[1] < control[1], (balanced, control)
+
+
+def test_an_objective_brings_its_own_normaliser_and_streams() -> None:
+    """The step divides nothing and knows nothing: cross-entropy handed in as an objective is cross-entropy."""
+    model = network()
+    plain, grads = step(model, [micro([[DOCUMENTS[0]], [DOCUMENTS[1]]], model.config.full())])
+    num = plain.num_tokens
+
+    def objective(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
+        logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N)
+        return Measured(cross_entropy(logp_N).sum() / num, -logp_N.detach(), {"entropy": entropy_N})
+
+    rows = [[[DOCUMENTS[0]]], [[DOCUMENTS[1]]]]
+    split = [micro(each, model.config.full(), objective=objective) for each in rows]
+    result, others = step(model, split)
+    assert distance(grads, others) <= SAME
+    assert result.nll == pytest.approx(plain.nll, rel=SAME) and result.num_tokens == num
+    assert [streams["entropy"].shape for streams in result.streams_N] == [(LENGTH,), (LENGTH,)]
+    assert plain.streams_N == []

@@ -1,0 +1,187 @@
+"""The supervised start: prompts and turns as an agent loop has them, a loss on the model's own tokens, and a checkpoint that serves."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.data.pack import IGNORED
+from stretto.model.hub import read_checkpoint
+from stretto.model.parallel import join
+from stretto.model.transformer import build
+from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
+from stretto.rl.agent import AgentRole, AgentSettings, Clients
+from stretto.rl.batches import store_group
+from stretto.rl.dialogue import Dialogue
+from stretto.rl.engines import open_rollout_engine
+from stretto.rl.prompts import Prompts, plan_prompts
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.reward import RewardRole
+from stretto.rl.rollout import EngineRole
+from stretto.rl.sync import run_synchronously
+from stretto.rl.trainer import TrainerRole
+from stretto.rl.weights import fetch
+from stretto.tasks.registry import open_source
+from stretto.tasks.task import TaskSource
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def recipe(**train: Any) -> RlRecipe:
+    model = {
+        "vocab_size": 280, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+        "num_experts": 4, "top_k": 2, "expert_intermediate_size": 16,
+    }  # fmt: skip
+    args = {"operation": "complement", "length": 3, "graded": True}
+    return RlRecipe.model_validate({
+        "start": {"model": model, "optim": {"lr": 5e-3}, "steps": 30, "rows": 4, "noise": 0.3},
+        "sources": {"flip": {"kind": "strings", "args": args}},
+        "rollout": {"group": 4, "max_tokens": 10},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 2, "prompts": 2, "seq_len": 64, "micro_rows": 4, "eval_prompts": 4, **train},
+        "staleness": 0,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, TaskSource]:
+    return {name: open_source(name, source) for name, source in recipe().sources.items()}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return plan_prompts(recipe(), {"flip": None})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sources: dict[str, TaskSource], prompts: Prompts) -> Tokenizer:
+    return learn_tokenizer(sources, prompts, 280)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_an_example_is_the_agents_prompt_and_a_turn_that_ends(
+    sources: dict[str, TaskSource], tokenizer: Tokenizer, has_template: bool
+) -> None:
+    if not has_template:
+        tokenizer = Tokenizer(tokenizer.rust, tokenizer.eos_token)
+    dialogue, problem = Dialogue(tokenizer), sources["flip"].problem(5)
+    made = example(dialogue, problem, sources["flip"].demonstration(problem))
+    prompt = dialogue.prompt(problem.messages)
+    assert np.array_equal(made.tokens[: len(prompt)], prompt)
+    assert made.is_written.tolist() == [False] * len(prompt) + [True] * (len(made.tokens) - len(prompt))
+    assert made.tokens[-1] in dialogue.stop_ids
+    assert dialogue.text(made.tokens[len(prompt) :]) == problem.gold
+
+
+def test_a_plain_tool_turn_is_not_learnt(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
+    plain = Tokenizer(tokenizer.rust, tokenizer.eos_token)
+    turns = [
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "7"},
+        {"role": "tool", "content": "8"},
+        {"role": "assistant", "content": "15"},
+    ]
+    made = example(Dialogue(plain), sources["flip"].problem(0), turns)
+    written = [plain.decode([token]) for token in made.tokens[made.is_written]]
+    assert "".join(written) == f"call{plain.eos_token}15{plain.eos_token}"
+    assert "\n7\n8\n" in plain.decode(made.tokens.tolist())
+
+
+def test_a_share_of_answers_is_anothers(sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer) -> None:
+    def answers(noise: float) -> list[list[int]]:
+        found = islice(examples(sources, prompts, tokenizer, noise), 200)
+        return [one.tokens.tolist() for one in found]
+
+    clean, noisy, again = answers(0.0), answers(0.3), answers(0.3)
+    share = np.mean([one != other for one, other in zip(clean, noisy, strict=True)])
+    assert 0.2 < share < 0.4 and noisy == again
+
+
+def test_rows_hold_every_example_once_and_learn_only_what_is_written(
+    sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    made = list(islice(examples(sources, prompts, tokenizer, 0.0), 60))
+    steps = list(fill_rows(iter(made), 2, 64))
+    flat = [each for rows in steps for row in rows for each in row]
+    assert len(steps) > 3 and flat == made[: len(flat)] and len(made) - len(flat) < 12
+    assert all(len(rows) == 2 and sum(len(each.tokens) - 1 for each in row) <= 64 for rows in steps for row in rows)
+    batches = micro_batches(steps[0], 1, build(recipe().start.model, 0), join("cpu"))  # type: ignore[union-attr]
+    learnt = [token for batch in batches for token in batch.targets_BT[batch.targets_BT != IGNORED].tolist()]
+    assert learnt == [t for row in steps[0] for each in row for t in each.tokens[each.is_written].tolist()]
+    assert sum(batch.num_target_tokens for batch in batches) == len(learnt)
+
+
+def test_an_example_that_no_row_can_hold_is_refused() -> None:
+    long = Example(np.zeros(10, np.int64), np.ones(10, np.bool_))
+    with pytest.raises(UserError, match=r"train.seq_len: 8 is less than the 9"):
+        next(fill_rows(iter([long]), 2, 8))
+
+
+def test_a_recipe_without_a_start_is_refused(sources: dict[str, TaskSource], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="start: missing"):
+        sft(recipe().replace(start=None), sources, tmp_path / "start")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, TaskSource], tokenizer: Tokenizer) -> Path:
+    return sft(recipe(), sources, tmp_path_factory.mktemp("sft") / "start", tokenizer=tokenizer, ranks=join("cpu"))
+
+
+def test_the_start_is_a_checkpoint_that_has_learnt_the_form(start: Path, sources: dict[str, TaskSource]) -> None:
+    checkpoint, tokenizer = read_checkpoint(start), load_tokenizer(start)
+    assert checkpoint.lineage is not None and checkpoint.lineage.stage == "sft"
+    dialogue, problem = Dialogue(tokenizer), sources["flip"].problem(3)
+    made = example(dialogue, problem, sources["flip"].demonstration(problem))
+    with torch.no_grad():
+        logp = checkpoint.model.logits(torch.from_numpy(made.tokens)[None, :-1])[0].log_softmax(-1)
+    picked = logp.gather(-1, torch.from_numpy(made.tokens)[1:, None])[:, 0]
+    assert picked[torch.from_numpy(made.is_written[1:])].mean() > -2.5  # untrained: −ln 280 = −5.6
+
+
+def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path: Path) -> None:
+    """All roles, real ones, one after the other."""
+    plan = recipe()
+    prompts = plan_prompts(plan, {"flip": None})
+
+    def open_sources() -> dict[str, TaskSource]:
+        return {name: open_source(name, source) for name, source in plan.sources.items()}
+
+    def run(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        engine = EngineRole(
+            partial(open_rollout_engine, start, plan.rollout, plan.precision, True, "cpu"), fetch, waits=True
+        )
+        reward = RewardRole(open_sources)
+        agent = AgentRole(
+            AgentSettings.of(plan, folder),
+            load_tokenizer(start),
+            open_sources,
+            lambda caller: Clients((engine,), reward),
+            store_group,
+        )
+        trainer = TrainerRole(plan, folder, start, ranks=join("cpu"))
+        try:
+            reports = asyncio.run(run_synchronously(plan, prompts.task, agent, [engine], trainer))
+        finally:
+            engine.close()
+        version = trainer.publish()
+        assert version is not None
+        return reports, fetch(version)
+
+    reports, weights = run(tmp_path / "one")
+    assert [report.step for report in reports] == [1, 2]
+    assert all(report.num_samples == 8 for report in reports)
+    for report in reports:
+        # the engine has activated the weights of the step before; two implementations of one network in fp32
+        assert report.scalars["mismatch/same_share"] == 1.0 and report.scalars["staleness/max"] == 0.0
+        assert report.scalars["mismatch/same_k3_mean"] < 1e-6
+        assert report.scalars["routes/flips"] == 0.0 and report.scalars["reward/uniform_groups"] == 0.0
+    assert any(
+        not torch.equal(tensor, read_checkpoint(start).model.state_dict()[name]) for name, tensor in weights.items()
+    )
