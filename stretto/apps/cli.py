@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
@@ -206,7 +207,7 @@ def demo(
     demo_command(out, fresh=not resume)
 
 
-for command in (serve, chat, generate, bench_serve):
+for command in (rl, top, serve, chat, generate, bench_serve):
     app.command()(command)
 
 

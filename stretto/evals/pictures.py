@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from matplotlib.figure import Figure
-
 from stretto.evals import captions, maps, pareto, plots
+from stretto.evals.page import Picture
 from stretto.evals.report_data import ReportData
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One picture of a report, or the sentence that stands in for it."""
-
-    slug: str
-    """Name of the PNG, without its ending."""
-    heading: str
-    alt: str
-    """What kind of picture it is, for those who cannot see it; the numbers are in the caption."""
-    absent: Callable[[ReportData], str | None]
-    """Why it cannot be drawn; None if it can."""
-    draw: Callable[[ReportData], Figure]
-    caption: Callable[[ReportData], str]
-
-
-def pictures() -> tuple[Picture, ...]:
+def pictures() -> tuple[Picture[ReportData], ...]:
     """All pictures, in the order of the page."""
     return (
         Picture(

@@ -19,7 +19,6 @@ from stretto.base.errors import UserError
 from stretto.model.count import count
 from stretto.model.spec import ModelConfig, Subnet
 
-
 _MIN_RATED = 16
 """First tokens from which a rate is taken: fewer may have come out of one step."""
 _LEAST_SPAN_S = 0.25

@@ -13,8 +13,9 @@ from stretto.base.errors import UserError
 from stretto.base.receipt import Alone, family, ledger
 from stretto.base.records import Lineage, Receipt, new_lineage
 from stretto.evals import captions
+from stretto.evals.page import PAGE, REPORT_FOLDER, Shown
 from stretto.evals.pictures import pictures
-from stretto.evals.report import PAGE, REPORT_FOLDER, Shown, render, write_report
+from stretto.evals.report import render, write_report
 from stretto.evals.report_data import Control, Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
 
 HOSTILE = "<script>alert('x')</script>&\"[red]$\\frac{"

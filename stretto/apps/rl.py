@@ -1,0 +1,73 @@
+"""``stretto rl``: a start if none is given, then the run, then where to look at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich
+
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
+from stretto.base.track import progress
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.run import Job, Result, run_rl
+
+START = "sft"
+"""Folder, in the run's, of a start that the run made itself."""
+
+
+def rl_command(
+    recipe: RlRecipe,
+    folder: Path,
+    model: Path | None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+) -> Result:
+    """Run ``recipe`` in ``folder``, from ``model`` or from the start that the recipe describes.
+
+    Raises:
+        UserError: bad input, or a run that cannot go on.
+    """
+    console = rich.get_console()
+    if resume and not folder.is_dir():
+        raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
+    start = checkpoint_folder(model) if model is not None else made_start(recipe, folder)
+    chosen = _device(device)
+    with progress("rl", recipe.train.steps) as advance:
+        result = run_rl(
+            Job(recipe, folder, start, resume, chosen, wandb_project), advance, lambda text: console.print(text)
+        )
+    console.print(
+        f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}\ncheckpoint: {result.checkpoint}\n"
+        f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
+        f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
+    )
+    return result
+
+
+def made_start(recipe: RlRecipe, folder: Path) -> Path:
+    """The recipe's own start in the run's folder, trained unless it is there."""
+    out = folder / START
+    if out.is_dir():
+        return out
+    if recipe.start is None:
+        raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
+    from stretto.post.sft import sft
+    from stretto.rl.factories import SourceTables
+
+    sources = SourceTables(dict(recipe.sources), recipe.sandbox)()
+    try:
+        for source in sources.values():
+            source.validate()
+        return sft(recipe, sources, out)
+    finally:
+        for source in sources.values():
+            source.close()
+
+
+def _device(name: str) -> str:
+    from stretto.model.parallel import join
+
+    return str(join(name).device)

@@ -1,0 +1,177 @@
+"""The recipe of a reinforcement-learning run, complete before anything is built. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.model.spec import ModelConfig
+from stretto.optim.schedule import OptimConfig
+from stretto.rl.loss import LossConfig
+
+Precision = Literal["fp32", "bf16", "fp8"]
+
+
+class SourceConfig(Config):
+    """A set of problems."""
+
+    kind: str
+    """Registered task kind: ``gym``, ``math``, ``code``, ``tools``, ``verifiers``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What that kind takes; its own configuration refuses unknown keys."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts, relative to the other sources'."""
+
+
+class StartConfig(Config):
+    """Supervised training on the sources' own answers before RL: for a network that starts from nothing."""
+
+    model: ModelConfig
+    optim: OptimConfig
+    steps: int = Field(gt=0)
+    rows: int = Field(default=16, gt=0)
+    noise: float = Field(default=0.0, ge=0, lt=1)
+    """Share of answers that are replaced by another problem's: a known headroom for RL."""
+
+
+class RolloutConfig(Config):
+    """How samples are drawn."""
+
+    group: int = Field(default=8, gt=1)
+    """Samples of one prompt."""
+    max_tokens: int = Field(default=64, gt=0)
+    """Tokens the model may write in one sample, over all its turns."""
+    max_turns: int = Field(default=1, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
+    chunk_tokens: int = Field(default=64, gt=0)
+    """Tokens asked of an engine at once: what the token log may lose with an engine."""
+    engines: int = Field(default=1, gt=0)
+    max_batch: int = Field(default=64, gt=0)
+    cache_bytes: int = Field(default=256 << 20, gt=0)
+    threads: int = Field(default=1, gt=0)
+    """Of one engine on a CPU."""
+
+
+class PrecisionConfig(Config):
+    """What each side computes in."""
+
+    rollout: Precision = "fp32"
+    train: Precision = "fp32"
+    batch_invariant: bool = False
+    """Operators whose result for a token does not depend on the rest of the batch, on both sides."""
+
+
+class PoolConfig(Config):
+    """An elastic pool of workers."""
+
+    min: int = Field(default=1, gt=0)
+    max: int = Field(default=2, gt=0)
+    utilisation: float = Field(default=0.7, gt=0, le=1)
+    """Aim of arrival rate × mean service time / workers."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Of one call."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is less than min {self.min}")
+        return self
+
+
+class SandboxConfig(Config):
+    """Limits of one program that a verifier or a tool runs."""
+
+    strict: bool = False
+    """Refuse to start where full isolation is not to be had."""
+    wall_s: float = Field(default=5.0, gt=0)
+    cpu_s: float = Field(default=5.0, gt=0)
+    memory_bytes: int = Field(default=512 << 20, gt=0)
+    output_bytes: int = Field(default=1 << 20, gt=0)
+    processes: int = Field(default=32, gt=0)
+
+
+class FailureConfig(Config):
+    """Deadlines and patience."""
+
+    lease_s: float = Field(default=300.0, gt=0)
+    """A group must report within this, or it is handed out again."""
+    max_attempts: int = Field(default=5, gt=0)
+    restarts: int = Field(default=100, ge=0)
+    """Of one role, over the run."""
+    stuck_s: float = Field(default=600.0, gt=0)
+    """Without progress for so long, the watchdog names what is stuck and the run stops."""
+
+
+class RuntimeConfig(Config):
+    """Where roles run."""
+
+    kind: Literal["local", "ray"] = "local"
+    address: str = "auto"
+    """Of the Ray cluster."""
+    agents: PoolConfig = PoolConfig(min=1, max=1)
+    rewards: PoolConfig = PoolConfig()
+    isolate: bool = False
+    """Locally: engines, agents and trainer in processes of their own too, not in threads."""
+
+
+class RlTrainConfig(Config):
+    """The loop."""
+
+    steps: int = Field(gt=0)
+    prompts: int = Field(gt=0)
+    """Groups trained in one step."""
+    seq_len: int = Field(gt=0)
+    """Longest sequence, prompt included; rows of packed batches are this long."""
+    micro_rows: int = Field(default=8, gt=0)
+    """Rows of one forward and backward pass."""
+    minibatches: int = Field(default=1, gt=0)
+    """Optimiser updates a step; more than one needs the trust region."""
+    seed: int = 0
+    threads: int = Field(default=1, gt=0)
+    snapshot_every: int = Field(default=20, gt=0)
+    keep_snapshots: int = Field(default=2, gt=0)
+    eval_every: int = Field(default=20, gt=0)
+    eval_prompts: int = Field(default=64, gt=0)
+    balance_rate: float = Field(default=0.0, ge=0)
+    """Step of the experts' balance bias. 0: a moving bias would be one more difference between rollout and trainer."""
+
+
+class RlRecipe(Config):
+    """A whole run."""
+
+    start: StartConfig | None = None
+    """None: the run needs ``--model``."""
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    rollout: RolloutConfig = RolloutConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig
+    train: RlTrainConfig
+    staleness: int = Field(default=4, ge=0)
+    """Hard bound η of trainer version − oldest version among a trained sample's tokens; 0 is the synchronous loop."""
+    window: int | None = Field(default=None, gt=0)
+    """Oldest groups among which the trainer takes those that are ready; None: as many as the bound allows to pay off."""
+    replay: Literal["off", "r2", "r3"] = "r3"
+    """Which routes the trainer's forward passes take: its own, those of its recomputation before the update, or the
+    engine's (2510.11370)."""
+    precision: PrecisionConfig = PrecisionConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    failures: FailureConfig = FailureConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.train.prompts % self.train.minibatches:
+            raise ValueError(
+                f"train.prompts {self.train.prompts} is not a multiple of train.minibatches {self.train.minibatches}"
+            )
+        if self.rollout.max_tokens >= self.train.seq_len:
+            raise ValueError(
+                f"rollout.max_tokens {self.rollout.max_tokens} leaves no room for a prompt in train.seq_len {self.train.seq_len}"
+            )
+        if self.replay == "r2" and self.loss.proximal != "recompute":
+            raise ValueError(
+                "replay 'r2' replays the recomputation before the update; set loss.proximal = \"recompute\""
+            )
+        return self

@@ -1,0 +1,110 @@
+"""Verification as a role: finds the problem, has its task judge the answer, and lets nothing but a verdict out.
+
+Whatever goes wrong with the judging itself is INFRA and names the task: it is never a reward. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from stretto.base.trajectory import Outcome, Verdict
+from stretto.rl.asking import RewardRequest, Trouble, in_thread, infra
+from stretto.tasks.task import Answer, TaskSource, score_fault
+
+_MAX_DETAIL = 300
+"""Characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardStats:
+    """Counts since the start. Written by `RewardRole`, read by metrics."""
+
+    num_waiting: int
+    """In flight now, those that are judged included."""
+    outcomes: Mapping[str, int]
+    """Verdicts by outcome."""
+    busy_s: float
+    """Spent judging, summed over those that were judged at once."""
+    num_stuck: int
+    """Judgements that did not return and were left behind in their threads; with any, start the role again."""
+
+
+class RewardRole:
+    """Verifies samples: of each source as many at once as it says (`TaskSource.at_once`), mostly one."""
+
+    def __init__(
+        self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0, *, name: str = "reward"
+    ):
+        """
+        Args:
+            open_sources: called once, here, where the role lives.
+            deadline_s: of one verification, its queue not counted.
+        """
+        self.name = name
+        self._sources = open_sources()
+        self._deadline_s = deadline_s
+        self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
+        self._num_waiting = self._num_stuck = 0
+        self._outcomes: dict[str, int] = {}
+        self._busy_s = 0.0
+
+    async def score(self, request: RewardRequest) -> Verdict:
+        """The verdict on a sample; INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
+        reward that is no finite number."""
+        source = self._sources.get(request.source)
+        if source is None:
+            return self._counted(infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}"))
+        self._num_waiting += 1
+        try:
+            async with self._turns[request.source]:
+                started_s = time.perf_counter()
+                verdict = await self._judge(source, request)
+                self._busy_s += time.perf_counter() - started_s
+        finally:
+            self._num_waiting -= 1
+        return self._counted(verdict)
+
+    async def stats(self) -> RewardStats:
+        return RewardStats(self._num_waiting, dict(self._outcomes), self._busy_s, self._num_stuck)
+
+    def _counted(self, verdict: Verdict) -> Verdict:
+        name = verdict.outcome.value
+        self._outcomes[name] = self._outcomes.get(name, 0) + 1
+        return verdict
+
+    async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
+        try:
+            return await in_thread(lambda: judge(source, request), self._deadline_s, "score")
+        except Trouble as trouble:
+            self._num_stuck += 1
+            return infra(request, str(trouble))
+
+
+def judge(source: TaskSource, request: RewardRequest) -> Verdict:
+    """One verification, here and now."""
+    started_s = time.perf_counter()
+    try:
+        problem = source.problem(request.item)
+        score = source.score(problem, Answer(request.text, request.messages, request.seed))
+    except Exception as error:  # a task is code of others: whatever it raises is no verdict
+        return infra(request, _short(f"raised {type(error).__name__}: {error}"))
+    if fault := score_fault(score):
+        return infra(request, _short(fault))
+    if score.outcome is Outcome.INFRA:
+        return infra(request, _short(score.detail or "the verifier could not do its work"))
+    return Verdict(
+        reward=float(score.reward),
+        outcome=score.outcome,
+        seconds=time.perf_counter() - started_s,
+        sandbox_s=score.sandbox_s,
+        detail=_short(score.detail),
+        parts={name: float(value) for name, value in score.parts.items()},
+    )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

@@ -1,0 +1,82 @@
+"""The plain synchronous loop: the definition of what a run with a staleness of 0 computes, to the bit.
+
+Sample, train, publish, activate, one after the other; no controller, no ledger, no leases and no second try. The
+asynchronous run is held against it, so nothing here is shared with that but the roles themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Task, WeightVersion
+from stretto.rl.buffer import GroupRef
+from stretto.rl.measures import StepReport
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.trainer import TrainerRole
+
+PATIENCE = 50
+"""Groups dropped in one step for each that it needs, before it is given up."""
+
+
+class Agent(Protocol):
+    """What is needed of `stretto.rl.agent.AgentRole`."""
+
+    async def run_group(self, task: Task, attempt: int) -> GroupRef: ...
+
+
+class Engine(Protocol):
+    """What is needed of `stretto.rl.rollout.EngineRole`."""
+
+    async def activate(self, version: WeightVersion) -> Any: ...
+
+
+async def run_synchronously(
+    recipe: RlRecipe,
+    task_of: Callable[[int], Task],
+    agent: Agent,
+    engines: Sequence[Engine],
+    trainer: TrainerRole,
+    report: Callable[[StepReport], None] = lambda report: None,
+) -> list[StepReport]:
+    """Train ``recipe`` from the trainer's weights to its last step.
+
+    Args:
+        task_of: the task of an ordinal.
+        agent: samples from ``engines``.
+        report: called with each step's report.
+
+    Raises:
+        GroupFailed: a group could not be sampled.
+        UserError: nothing to learn from: all rewards are equal, group after group.
+    """
+    train, reports, ordinal = recipe.train, [], 0
+    await _activate(trainer, engines)
+    for step in range(train.steps):
+        refs: list[GroupRef] = []
+        num_dropped = 0
+        # ordinals in order until there are enough that teach something; what is dropped is made up for
+        while num_missing := train.prompts - len(refs):
+            tasks = [task_of(each) for each in range(ordinal, ordinal + num_missing)]
+            ordinal += num_missing
+            found = await asyncio.gather(*(agent.run_group(task, 0) for task in tasks))
+            kept = [ref for ref in found if not (recipe.loss.drop_uniform and ref.is_uniform)]
+            refs, num_dropped = refs + kept, num_dropped + len(found) - len(kept)
+            if num_dropped > PATIENCE * train.prompts:
+                raise UserError(
+                    f"loss.drop_uniform: {num_dropped} groups of step {step} had rewards that were all equal; take problems "
+                    "that the network solves now and then, or set it to false"
+                )
+        reports.append(await asyncio.to_thread(trainer.step, refs, step))
+        report(reports[-1])
+        await _activate(trainer, engines)
+    return reports
+
+
+async def _activate(trainer: TrainerRole, engines: Sequence[Engine]) -> None:
+    version = await asyncio.to_thread(trainer.publish)
+    assert version is not None, "the plain loop knows one rank"
+    for engine in engines:
+        await engine.activate(version)

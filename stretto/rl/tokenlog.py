@@ -1,0 +1,319 @@
+"""The token log: a sample's tokens on the disk as soon as an engine has returned them, with all that belongs to them.
+
+A rollout that is lost halfway goes on from its log. Begun anew instead, long samples would be lost more often than
+short ones, and the policy would learn from a sample of answers that is biased towards short ones.
+
+One file a sample and attempt; only its own attempt appends to it. A later attempt starts with a copy of the latest
+earlier one, so that an agent that was given up but lives on disturbs nobody. Nothing is ever overwritten: old tokens
+keep the log-probabilities, versions and routes they were sampled with, whatever weights the rest is sampled under.
+
+A file is a list of frames, each a head (magic, lengths, CRC-32), a JSON description and raw arrays, appended by one
+write. What a process has written survives its ``kill -9``; it is not fsynced, so losing the machine loses chunks, which
+costs time and nothing else. A torn last frame is dropped.
+
+Shape letters: T tokens of a part, R rows of routes, L MoE layers, K route slots.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from stretto.base.errors import UserError
+from stretto.base.paths import remove, replacing
+from stretto.base.trajectory import Outcome, Segment, Task, Trajectory, Verdict
+from stretto.rl.asking import Trouble
+
+_HEAD = struct.Struct("<4sIII")
+"""Magic, bytes of the description, bytes of the arrays, CRC-32 over both."""
+_MAGIC = b"STL1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What is appended at once: a prompt, a chunk that an engine returned, or the turn of a tool."""
+
+    segment: Segment
+    routes: np.ndarray | None = None
+    """[R, L, K], of the positions that had none yet, up to the last token but one; None where not sampled."""
+    ended: Literal["", "stop", "length"] = ""
+    """Whether the model's turn ended with it, and by what."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Where it is the turn of tools: what they answered, for whoever reads messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The end of a sample."""
+
+    finish_reason: str
+    verdict: Verdict
+
+
+class TokenLog:
+    """One sample as far as it has come. Everything appended is on the disk first, unless there is no ``path``."""
+
+    def __init__(self, path: Path | None = None):
+        self._path = path
+        self._parts: list[Part] = []
+        self._num_rows = 0
+        self.closing: Closing | None = None
+        self.num_tokens = 0
+        """Of all authors."""
+        self.num_sampled = 0
+        self.num_resumed = 0
+        """Sampled tokens that an earlier attempt had written."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(self._parts)
+
+    @property
+    def last(self) -> Part | None:
+        return self._parts[-1] if self._parts else None
+
+    @property
+    def num_rows(self) -> int:
+        """Leading tokens whose routes are known."""
+        return self._num_rows
+
+    @property
+    def num_turns(self) -> int:
+        """Of the model, the one that it is writing included."""
+        return sum(1 for segment in self.segments() if segment.is_sampled)
+
+    def append(self, part: Part) -> None:
+        """Write ``part`` down, then take it.
+
+        Raises:
+            Trouble: rows of routes that are not those of its tokens: nothing is written.
+            UserError: the disk is full.
+        """
+        self._check(part)
+        if self._path is not None:
+            _append(self._path, _encode_part(part, self.num_tokens, self._num_rows))
+        self._take(part)
+
+    def close(self, closing: Closing) -> None:
+        """Write the end down. A verdict that says nothing about the answer is none."""
+        assert self.closing is None, f"{self._path} is closed"
+        assert closing.verdict.outcome is not Outcome.INFRA, f"{self._path}: {closing.verdict}"
+        if self._path is not None:
+            verdict = {**asdict(closing.verdict), "outcome": closing.verdict.outcome.value}
+            described = {"what": "closing", "finish_reason": closing.finish_reason, "verdict": verdict}
+            _append(self._path, _frame(described, b""))
+        self.closing = closing
+
+    def tokens(self) -> np.ndarray:
+        """int32 [num_tokens]."""
+        return np.concatenate([part.segment.tokens for part in self._parts])
+
+    def turn(self) -> np.ndarray:
+        """Tokens int32 of the model's last turn."""
+        return self.turns()[-1]
+
+    def turns(self) -> list[np.ndarray]:
+        """Tokens of each of the model's turns."""
+        return [segment.tokens for segment in self.segments() if segment.is_sampled]
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Parts of one author joined: a turn of the model is one segment, in however many chunks it came."""
+        runs: list[list[Segment]] = []
+        for part in self._parts:
+            if runs and part.segment.is_sampled and runs[-1][-1].is_sampled:
+                runs[-1].append(part.segment)
+            else:
+                runs.append([part.segment])
+        return tuple(_joined(run) for run in runs)
+
+    def trajectory(self, task: Task, sample: int, attempt: int) -> Trajectory:
+        """The record of a closed sample."""
+        assert self.closing is not None, f"{self._path} is not closed"
+        rows = [part.routes for part in self._parts if part.routes is not None]
+        routes = np.concatenate(rows) if rows else None
+        if routes is not None:
+            assert len(routes) == self.num_tokens - 1, f"{len(routes)} rows of routes for {self.num_tokens} tokens"
+        return Trajectory(
+            ordinal=task.ordinal,
+            sample=sample,
+            attempt=attempt,
+            segments=self.segments(),
+            routes=routes,
+            finish_reason=self.closing.finish_reason,
+            verdict=self.closing.verdict,
+            num_turns=self.num_turns,
+        )
+
+    def _check(self, part: Part) -> None:
+        assert self.closing is None, f"{self._path} is closed"
+        assert self._parts or not part.segment.is_sampled, "a sample begins with its prompt"
+        if part.routes is None:
+            return
+        num_wanted = self.num_tokens + len(part.segment.tokens) - 1 - self._num_rows
+        if not part.segment.is_sampled or len(part.routes) != num_wanted:
+            raise Trouble(f"{len(part.routes)} rows of routes were returned, {num_wanted} belong to the tokens")
+
+    def _take(self, part: Part) -> None:
+        self._parts.append(part)
+        self.num_tokens += len(part.segment.tokens)
+        self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
+        self._num_rows += 0 if part.routes is None else len(part.routes)
+
+    def _replay(self, frames: Iterator[tuple[dict[str, Any], bytes, int]]) -> int:
+        """Take what a file holds; returns its length up to the last frame that is good."""
+        good = 0
+        for described, raw, end in frames:
+            if described["what"] == "closing":
+                verdict = described["verdict"]
+                verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
+                self.closing = Closing(described["finish_reason"], verdict)
+                return end
+            if (described["start"], described["rows"]) != (self.num_tokens, self._num_rows):
+                return good  # of another writer
+            self._take(_decode_part(described, raw))
+            good = end
+        return good
+
+
+def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
+    """The log of one sample for ``attempt``: what this or the latest earlier attempt has written, or an empty one.
+
+    Raises:
+        UserError: the log there is of another task, or the disk is full.
+    """
+    own = log_path(folder, task.ordinal, sample, attempt)
+    paths = (log_path(folder, task.ordinal, sample, number) for number in range(attempt, -1, -1))
+    found = next((path for path in paths if path.exists()), None)
+    log, identity, good = TokenLog(own), {"what": "task", "task": asdict(task), "sample": sample}, b""
+    if found is not None:
+        owner, good = _read(found, log)
+        if owner not in (None, identity):
+            raise UserError(f"{found}: task: this log is of another run or recipe; choose an empty run folder")
+        log.num_resumed = log.num_sampled
+    with replacing(own) as partial:
+        partial.write_bytes(good or _frame(identity, b""))
+    return log
+
+
+def read_log(path: Path) -> TokenLog:
+    """What lies at ``path``, for a look: appending to it changes no file."""
+    log = TokenLog()
+    _read(path, log)
+    return log
+
+
+def _read(path: Path, log: TokenLog) -> tuple[Mapping[str, Any] | None, bytes]:
+    """Fill an empty ``log``; returns whose it is (None: nobody got so far) and the bytes that are good."""
+    content = path.read_bytes()
+    frames = _frames(content)
+    first = next(frames, None)
+    if first is None:
+        return None, b""
+    return first[0], content[: max(first[2], log._replay(frames))]
+
+
+def log_path(folder: Path, ordinal: int, sample: int, attempt: int) -> Path:
+    """Where the log of a sample lies in a run's folder of logs."""
+    return folder / f"{ordinal:08d}" / f"{sample:04d}-{attempt:03d}.log"
+
+
+def remove_logs(folder: Path, ordinal: int) -> None:
+    """Forget an ordinal that has ended."""
+    remove(folder / f"{ordinal:08d}")
+
+
+def logged_ordinals(folder: Path) -> tuple[int, ...]:
+    """Ordinals that have logs, rising: after a crash those that ended meanwhile are to be removed."""
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def _joined(run: list[Segment]) -> Segment:
+    if len(run) == 1:
+        return run[0]
+    return Segment(
+        tokens=np.concatenate([segment.tokens for segment in run]),
+        is_sampled=run[0].is_sampled,
+        logprobs=np.concatenate([segment.logprobs for segment in run]),
+        versions=np.concatenate([segment.versions for segment in run]),
+        started_s=run[0].started_s,
+        finished_s=run[-1].finished_s,
+    )
+
+
+def _encode_part(part: Part, start: int, rows: int) -> bytes:
+    segment, routes = part.segment, part.routes
+    described = {
+        "what": "part",
+        "start": start,
+        "rows": rows,
+        "tokens": len(segment.tokens),
+        "is_sampled": segment.is_sampled,
+        "times": [segment.started_s, segment.finished_s],
+        "routes": None if routes is None else [routes.dtype.name, *routes.shape],
+        "ended": part.ended,
+        "messages": list(part.messages),
+    }
+    raw = segment.tokens.astype("<i4").tobytes()
+    if segment.is_sampled:
+        raw += segment.logprobs.astype("<f4").tobytes() + segment.versions.astype("<i4").tobytes()
+    return _frame(described, raw + (b"" if routes is None else routes.tobytes()))
+
+
+def _decode_part(described: Mapping[str, Any], raw: bytes) -> Part:
+    num, is_sampled, routes = described["tokens"], described["is_sampled"], None
+    tokens = np.frombuffer(raw, "<i4", num)
+    if is_sampled:
+        logprobs = np.frombuffer(raw, "<f4", num, 4 * num)
+        versions = np.frombuffer(raw, "<i4", num, 8 * num)
+        if described["routes"] is not None:
+            name, *shape = described["routes"]
+            routes = np.frombuffer(raw, name, int(np.prod(shape)), 12 * num).reshape(shape)
+        segment = Segment(tokens, True, logprobs, versions, *described["times"])
+    else:
+        segment = context(tokens, *described["times"])
+    return Part(segment, routes, described["ended"], tuple(described["messages"]))
+
+
+def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0) -> Segment:
+    """A segment that the model did not write."""
+    num = len(tokens)
+    return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
+
+
+def _frame(described: Mapping[str, Any], raw: bytes) -> bytes:
+    text = json.dumps(described).encode()
+    return _HEAD.pack(_MAGIC, len(text), len(raw), zlib.crc32(raw, zlib.crc32(text))) + text + raw
+
+
+def _frames(content: bytes) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+    """Description, arrays and end of each frame, up to the first that is torn or damaged."""
+    at = 0
+    while at + _HEAD.size <= len(content):
+        magic, num_text, num_raw, checksum = _HEAD.unpack_from(content, at)
+        middle = at + _HEAD.size + num_text
+        end = middle + num_raw
+        if magic != _MAGIC or end > len(content):
+            return
+        text, raw = content[at + _HEAD.size : middle], content[middle:end]
+        if zlib.crc32(raw, zlib.crc32(text)) != checksum:
+            return
+        yield json.loads(text), raw, end
+        at = end
+
+
+def _append(path: Path, frame: bytes) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(frame)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
+        ) from error

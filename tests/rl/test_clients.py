@@ -1,0 +1,100 @@
+"""Engines and verifiers behind the local runtime: the agent loop as a run has it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.rl.agent import AgentRole
+from stretto.rl.asking import GroupFailed, RewardRequest
+from stretto.rl.batches import load_group, store_group
+from stretto.rl.clients import Connect, PooledRewards, RemoteRewards
+from stretto.rl.reward import RewardRole
+from stretto.rl.rollout import EngineRole
+from stretto.runtime.local import LocalRuntime
+from stretto.runtime.pool import ElasticPool
+from stretto.runtime.runtime import Placement, RoleError
+from stretto.runtime.sizing import Limits
+from stretto.tasks.task import Answer, Problem, Score
+from tests.engine.engines import engine
+from tests.rl.agents import MODEL, TASK, Toy, assert_same, draw, settings, tokenizer
+
+
+class Deadly(Toy):
+    """Judging item 8 ends the process that judges."""
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        if problem.item == 8:
+            os._exit(1)
+        return super().score(problem, answer)
+
+
+def sources() -> dict[str, Toy]:
+    return {"toy": Deadly()}
+
+
+def with_runtime(work: Callable[[LocalRuntime], Awaitable[None]]) -> None:
+    async def run() -> None:
+        runtime = LocalRuntime()
+        try:
+            await asyncio.wait_for(work(runtime), 120)
+        finally:
+            await runtime.close()
+
+    asyncio.run(run())
+
+
+def test_a_group_through_the_runtime(tmp_path: Path) -> None:
+    direct = draw(tmp_path / "direct").trajectories
+
+    async def work(runtime: LocalRuntime) -> None:
+        opened = functools.partial(engine, MODEL)
+        rollout = await runtime.spawn(functools.partial(EngineRole, opened), name="e0", placement=Placement.THREAD)
+        reward = await runtime.spawn(functools.partial(RewardRole, sources), name="r0", placement=Placement.THREAD)
+        connect = Connect((rollout,), (reward,), 60.0)
+        role = functools.partial(AgentRole, settings(tmp_path), tokenizer(), sources, connect, store_group)
+        agent = await runtime.spawn(role, name="a0", placement=Placement.THREAD)
+        ref = await runtime.call(agent, "run_group", TASK, 0, deadline_s=60)
+        for one, other in zip(load_group(ref.location).trajectories, direct, strict=True):
+            assert_same(one, other)
+        await runtime.kill(rollout)
+        with pytest.raises(RoleError, match="engine: e0: ") as told:
+            await runtime.call(agent, "run_group", replace(TASK, ordinal=4), 0, deadline_s=60)
+        assert told.value.kind == GroupFailed.__name__
+        with pytest.raises(UserError, match=r"sources\.other"):
+            await runtime.call(agent, "run_group", replace(TASK, source="other"), 0, deadline_s=60)
+
+    with_runtime(work)
+
+
+def test_verifiers_in_a_pool() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        role = functools.partial(RewardRole, sources)
+        limits = Limits(min=1, max=2, utilisation=0.7)
+        async with ElasticPool(runtime, role, name="r", placement=Placement.THREAD, limits=limits) as pool:
+            rewards = PooledRewards(pool, 30.0)
+            found = await asyncio.gather(*(rewards.score(RewardRequest("toy", 7, "dog")) for _ in range(5)))
+            assert [verdict.reward for verdict in found] == [3.0] * 5
+
+    with_runtime(work)
+
+
+@pytest.mark.slow
+def test_a_verifier_that_dies_gives_no_reward() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        role = functools.partial(RewardRole, sources)
+        handle = await runtime.spawn(role, name="r0", placement=Placement.PROCESS, restarts=3)
+        rewards = RemoteRewards(runtime, [handle], 30.0)
+        lost = await rewards.score(RewardRequest("toy", 8, "dog"))
+        assert lost.outcome is Outcome.INFRA and "sources.toy: item 8: r0" in lost.detail
+        assert (await rewards.score(RewardRequest("toy", 7, "dog"))).reward == 3.0
+
+    with_runtime(work)

@@ -1,0 +1,204 @@
+"""The engine role: rows, prefix sharing, weights that change under requests, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import WeightVersion
+from stretto.engine.weights import state_checksum
+from stretto.rl.asking import Generated, GenerateRequest, Trouble
+from stretto.rl.rollout import EngineRole
+from tests.engine.engines import FULL, full_routes, network
+from tests.rl.agents import MODEL, OTHER, role, settled, with_engines
+
+PROMPT = np.arange(5, 27, dtype=np.int32)
+ASK = GenerateRequest("a", PROMPT, max_tokens=12, temperature=1.0, seed=3, stop_ids=())
+STATE = OTHER.state_dict()
+NEW = WeightVersion(1, "", state_checksum(STATE), 0)
+
+
+def tokens_of(request: GenerateRequest, done: Generated) -> list[int]:
+    return [*request.tokens.tolist(), *done.tokens.tolist()]
+
+
+def test_one_row_less_than_tokens_and_the_next_call_brings_it() -> None:
+    """As between two turns: others' tokens follow what was sampled, and the known rows are not sent again."""
+
+    async def work(engine: EngineRole) -> None:
+        first = await engine.generate(ASK)
+        tokens = tokens_of(ASK, first)
+        assert first.routes is not None and len(first.routes) == len(tokens) - 1 == 33
+        np.testing.assert_array_equal(first.routes, full_routes(MODEL, tokens, FULL)[:-1])
+        longer = np.array([*tokens, 40, 41, 42], np.int32)
+        follow = replace(ASK, tokens=longer, routes_from=len(first.routes))
+        second = await engine.generate(follow)
+        assert second.cached_tokens >= 32 and second.routes is not None  # full pages of four
+        assert second.computed_tokens == len(longer) - second.cached_tokens
+        whole = full_routes(MODEL, tokens_of(follow, second), FULL)[:-1]
+        np.testing.assert_array_equal(second.routes, whole[len(first.routes) :])
+
+    with_engines(work, role())
+
+
+def test_a_group_computes_its_prompt_once() -> None:
+    async def work(engine: EngineRole) -> None:
+        asks = [replace(ASK, id=str(seed), seed=seed) for seed in range(6)]
+        found = await asyncio.gather(*map(engine.generate, asks))
+        assert sorted(done.cached_tokens for done in found) == [0, *[20] * 5]  # full pages, less the last token's
+        for ask, done in zip(asks, found, strict=True):
+            np.testing.assert_array_equal(done.routes, full_routes(MODEL, tokens_of(ask, done), FULL)[:-1])
+        alone = await engine.generate(asks[4])
+        assert alone.tokens.tolist() == found[4].tokens.tolist()
+        assert not engine._prefills
+
+    with_engines(work, role())
+
+
+def test_who_waits_for_a_prompt_survives_its_leader() -> None:
+    async def work(engine: EngineRole) -> None:
+        asks = [asyncio.create_task(engine.generate(replace(ASK, id=str(seed), seed=seed))) for seed in range(3)]
+        await asyncio.sleep(0)
+        asks[0].cancel()
+        found = await asyncio.gather(*asks, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert [len(done.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
+
+    with_engines(work, role())
+
+
+def test_only_what_is_asked_ends_a_turn() -> None:
+    async def work(engine: EngineRole) -> None:
+        whole = await engine.generate(ASK)
+        assert (len(whole.tokens), whole.finish_reason) == (12, "length")
+        stop = int(whole.tokens[6])
+        cut = await engine.generate(replace(ASK, stop_ids=(stop,)))
+        num = whole.tokens.tolist().index(stop) + 1
+        assert (cut.tokens.tolist(), cut.finish_reason) == (whole.tokens[:num].tolist(), "stop")
+        plain = await engine.generate(replace(ASK, want_routes=False))
+        assert plain.routes is None and plain.tokens.tolist() == whole.tokens.tolist()
+
+    with_engines(work, role())
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_weights_change_while_requests_go_on(keep_cache: bool) -> None:
+    async def work(engine: EngineRole) -> None:
+        engine._keep_cache = keep_cache
+        ask = replace(ASK, max_tokens=100)
+        plain = await engine.generate(ask)
+        running = asyncio.create_task(engine.generate(ask))
+        while not (await engine.stats()).num_running:
+            await asyncio.sleep(0)
+        done = await engine.activate(NEW, STATE)
+        assert (done.version, engine.version) == (1, 1) and done.pause_s <= done.wait_s
+        found = await running
+        num_old = int((found.versions == 0).sum())
+        assert found.versions.tolist() == [0] * num_old + [1] * (100 - num_old) and num_old < 100
+        border = len(PROMPT) + num_old
+        assert found.tokens[:num_old].tolist() == plain.tokens[:num_old].tolist()
+        np.testing.assert_allclose(found.logprobs[:num_old], plain.logprobs[:num_old], atol=1e-4)
+        assert found.routes is not None and plain.routes is not None and len(found.routes) == len(PROMPT) + 99
+        np.testing.assert_array_equal(found.routes[: border - 1], plain.routes[: border - 1])
+        assert keep_cache or found.num_preemptions == bool(num_old)
+        if not keep_cache:
+            fresh = full_routes(OTHER, tokens_of(ask, found), FULL)
+            np.testing.assert_array_equal(found.routes[border - 1 :], fresh[border - 1 : -1])
+        # nothing of the old weights is found in the cache
+        later = await engine.generate(replace(ASK, seed=4))
+        assert set(later.versions.tolist()) == {1}
+        np.testing.assert_array_equal(later.routes, full_routes(OTHER, tokens_of(ASK, later), FULL)[:-1])
+
+    with_engines(work, role(network()))
+
+
+def test_weights_that_are_not_those_announced_are_refused() -> None:
+    async def work(engine: EngineRole) -> None:
+        with pytest.raises(UserError, match=r"checksum: is .* send the weights again"):
+            await engine.activate(replace(NEW, checksum="0" * 64), STATE)
+        assert engine.version == 0
+        assert set((await engine.generate(ASK)).versions.tolist()) == {0}
+
+    with_engines(work, role())
+
+
+def test_an_older_version_is_ignored() -> None:
+    async def work(engine: EngineRole) -> None:
+        assert (await engine.activate(replace(NEW, number=5), STATE)).version == 5
+        assert (await engine.activate(replace(NEW, number=4, checksum="another"), STATE)).version == 5
+
+    with_engines(work, role(network()))
+
+
+def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
+    async def work(engine: EngineRole) -> None:
+        asked = asyncio.create_task(engine.generate(ASK))
+        hurried = asyncio.create_task(engine.generate(replace(ASK, id="b", deadline_s=0.05)))
+        with pytest.raises(Trouble, match=r"engine: request b: not done within 0\.05 s"):
+            await hurried
+        assert not asked.done()
+        await engine.activate(NEW, STATE)
+        assert set((await asked).versions.tolist()) == {1}
+
+    with_engines(work, role(network(), waits=True))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_nothing_is_left_of_a_request_that_is_given_up(how: str) -> None:
+    async def work(engine: EngineRole) -> None:
+        ask = replace(ASK, max_tokens=120, deadline_s=60.0 if how == "cancelled" else 0.03)
+        running = asyncio.create_task(engine.generate(ask))
+        if how == "cancelled":
+            while not (await engine.stats()).num_running:
+                await asyncio.sleep(0)
+            running.cancel()
+        with pytest.raises((asyncio.CancelledError, Trouble)):
+            await running
+        await settled(engine)
+        again = await engine.generate(ASK)  # the same name as the one that was given up
+        assert len(again.tokens) == 12
+
+    with_engines(work, role(OTHER))
+
+
+def test_failures_are_trouble_and_mistakes_are_not() -> None:
+    async def work() -> None:
+        engine = role()
+        with pytest.raises(UserError, match="is not a token id"):
+            await engine.generate(replace(ASK, tokens=np.array([5, 9999], np.int32)))
+
+        def die(subject: Any) -> None:
+            def step() -> None:
+                raise MemoryError("no pages")
+
+            subject.step = step
+
+        await engine._service.call(die)
+        with pytest.raises(Trouble, match="engine: the engine has failed: MemoryError: no pages"):
+            await engine.generate(ASK)
+        assert "MemoryError" in await engine.failure()
+        for call in (engine.stats(), engine.activate(NEW, STATE)):
+            with pytest.raises(Trouble, match="MemoryError"):
+                await call
+        engine.close()
+
+    asyncio.run(work())
+    closed = role()
+    closed.close()
+    with pytest.raises(Trouble, match=r"closed|shutting down"):
+        asyncio.run(closed.generate(ASK))
+
+
+def test_a_full_queue_is_trouble() -> None:
+    async def work(engine: EngineRole) -> None:
+        asks = [replace(ASK, id=str(n), tokens=PROMPT[n:], max_tokens=30) for n in range(8)]
+        found = await asyncio.gather(*map(engine.generate, asks), return_exceptions=True)
+        full = [error for error in found if isinstance(error, BaseException)]
+        assert full and all(isinstance(error, Trouble) and "wait already" in str(error) for error in full)
+
+    with_engines(work, role(max_waiting=2, max_batch=1))

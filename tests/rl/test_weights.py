@@ -1,0 +1,93 @@
+"""The weight edge: what is published is what is fetched, or an error in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.engine.weights import read_weights
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import build
+from stretto.rl.weights import fetch, publish, retire
+
+CONFIG = ModelConfig(
+    vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, top_k=2, expert_intermediate_size=8,
+)  # fmt: skip
+
+
+def state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in build(CONFIG, seed).state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_published_is_fetched(tmp_path: Path, dtype: torch.dtype) -> None:
+    before = state(dtype=dtype)
+    version = publish(tmp_path / "weights", 3, before, {"step": 3})
+    after = fetch(version)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) and after[name].dtype == dtype for name, tensor in before.items())
+    assert version.num_bytes == sum(tensor.nbytes for tensor in before.values())
+    assert (version.number, version.extra) == (3, {"step": 3})
+    read_weights(after, CONFIG, version.checksum)  # an engine's own check agrees
+
+
+def test_a_version_does_not_change_with_the_weights_it_was_made_of(tmp_path: Path) -> None:
+    """Weights on a CPU are the trainer's own memory, into which it goes on training."""
+    weights = state()
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    version = publish(tmp_path, 0, weights)
+    held = fetch(version)
+    for tensor in weights.values():
+        tensor.add_(1.0)
+    assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(fetch(version)[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_same_number_with_other_weights_is_another_file(tmp_path: Path) -> None:
+    """A trainer that was killed and resumed may make another version of the same number."""
+    first, again, other = (publish(tmp_path, 5, state(seed)) for seed in (0, 0, 1))
+    assert first == again and first.location != other.location
+    assert not torch.equal(fetch(first)["embedding.weight"], fetch(other)["embedding.weight"])
+
+
+def test_another_checksum_is_one_line(tmp_path: Path) -> None:
+    version = publish(tmp_path, 1, state())
+    with pytest.raises(UserError, match=r"checksum: is [0-9a-f]{64}, version 1 was announced with 00") as caught:
+        fetch(replace(version, checksum="00"))
+    assert version.location in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    version = publish(tmp_path, 1, state())
+    path = Path(version.location)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="checksum"):
+        fetch(version)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 500])
+def test_a_truncated_file_is_one_line(tmp_path: Path, keep: int) -> None:
+    version = publish(tmp_path, 1, state())
+    path = Path(version.location)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match="not readable as safetensors") as caught:
+        fetch(version)
+    assert "\n" not in str(caught.value)
+
+
+def test_old_versions_are_retired_and_stay_readable_for_who_holds_them(tmp_path: Path) -> None:
+    versions = [publish(tmp_path, number, state(number)) for number in range(4)]
+    held = fetch(versions[0])
+    retire(tmp_path, keep=2)
+    assert [Path(version.location).is_file() for version in versions] == [False, False, True, True]
+    assert torch.equal(held["embedding.weight"], state(0)["embedding.weight"])
+    with pytest.raises(UserError, match="no such file"):
+        fetch(versions[0])
