@@ -28,7 +28,8 @@ def serve(
     latency_ms: Annotated[float | None, typer.Option(help="With --subnet auto: milliseconds a token, alone.")] = None,
     floor: Annotated[str | None, typer.Option(help="Smallest size under load; without it, none is reduced.")] = None,
     first_token_s: Annotated[
-        float, typer.Option(help="With --floor: seconds to a first token; slower, sizes shrink, then requests are refused.")
+        float,
+        typer.Option(help="With --floor: seconds to a first token; slower, sizes shrink, then requests are refused."),
     ] = 2.0,
     speculate: Speculate = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

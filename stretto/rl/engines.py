@@ -21,7 +21,11 @@ def open_rollout_engine(
     """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated."""
     torch.set_num_threads(rollout.threads)
     config = EngineConfig(
-        cache_bytes=rollout.cache_bytes, max_batch=rollout.max_batch, max_step_tokens=max(1024, rollout.max_batch)
+        cache_bytes=rollout.cache_bytes,
+        max_batch=rollout.max_batch,
+        max_step_tokens=max(1024, rollout.max_batch),
+        precision=precision.rollout,
+        batch_invariant=precision.batch_invariant,
     )
     opened = open_engine(start, config, device=device, with_tokenizer=False, routes=routes)
     opened.engine.weight_version = NO_WEIGHTS

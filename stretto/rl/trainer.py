@@ -24,6 +24,7 @@ from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.model.count import count
 from stretto.model.elastic import load_balance
+from stretto.model.fp8_state import pack_state
 from stretto.model.hub import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.ops.matmul import Arithmetic
@@ -133,6 +134,8 @@ class TrainerRole:
         if self._recipe.precision.rollout == "bf16":
             # what an engine in bf16 rounds them to anyway: half the bytes. Selection biases stay in fp32 there too.
             state = {name: each if name.endswith("bias_WE") else each.bfloat16() for name, each in state.items()}
+        elif self._recipe.precision.rollout == "fp8":
+            state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
         folder = Path(folder) if folder is not None else self._run / WEIGHTS
         version = publish(folder, self._step, state)
         retire(folder, KEEP_VERSIONS)

@@ -23,6 +23,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.weights import state_checksum
+from stretto.model.fp8_state import unpack_state
 from stretto.model.parallel import Ranks
 from stretto.model.tensorfile import write_file
 from stretto.runtime.runtime import Caller, Ref
@@ -48,7 +49,7 @@ def publish(
 
 
 def fetch(version: WeightVersion) -> dict[str, Tensor]:
-    """The tensors of ``version``, checked. They are mapped from the file, which may be retired meanwhile.
+    """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which may be retired meanwhile.
 
     Raises:
         UserError: the file is gone or damaged, or its checksum is another.
@@ -61,7 +62,7 @@ def fetch(version: WeightVersion) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not readable as safetensors: {error}; {_AGAIN}") from None
     _check(state, version)
-    return state
+    return unpack_state(state)
 
 
 def retire(folder: Path | str, keep: int) -> None:
@@ -107,7 +108,7 @@ async def fetch_from_store(caller: Caller, version: WeightVersion, deadline_s: f
         for name, (dtype, shape, array) in arrays.items()
     }
     _check(state, version)
-    return state
+    return unpack_state(state)
 
 
 def broadcast(state: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.weights import read_weights
+from stretto.model.fp8_state import pack_state
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.rl.weights import fetch, publish, retire
@@ -91,3 +92,21 @@ def test_old_versions_are_retired_and_stay_readable_for_who_holds_them(tmp_path:
     assert torch.equal(held["embedding.weight"], state(0)["embedding.weight"])
     with pytest.raises(UserError, match="no such file"):
         fetch(versions[0])
+
+
+def test_fp8_weights_travel_as_bytes_and_arrive_as_the_values_they_stand_for(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "blocks.0.attention.qkv.weight": torch.randn(40, 130, generator=generator),
+        "blocks.0.mlp.gate_up": torch.randn(3, 16, 24, generator=generator),
+        "norm.weight": torch.ones(8),
+    }
+    plain = publish(tmp_path, 1, state)
+    packed = publish(tmp_path, 2, pack_state(state))
+    assert packed.num_bytes < 0.4 * plain.num_bytes
+    arrived = fetch(packed)
+    assert arrived.keys() == state.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(arrived[name], tensor, rtol=2**-4, atol=2e-3)
+        again = pack_state({name: arrived[name]})
+        assert all(torch.equal(again[part], pack_state({name: tensor})[part]) for part in again)
