@@ -21,7 +21,7 @@ from stretto.engine.finish import OpenChoice
 from stretto.engine.ledger import FlopCounter, Totals
 from stretto.engine.memory import pages_within
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request, SpeculateConfig
-from stretto.engine.runner import Runner
+from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import SequenceState
 from stretto.engine.speculate import draft_candidates
@@ -67,8 +67,7 @@ class Engine:
         Raises:
             UserError: the cache would hold no page, or the configured draft is outside the network.
         """
-        self.model, self.tokenizer = model, tokenizer
-        self.config = config
+        self.model, self.tokenizer, self.config = model, tokenizer, config
         self.weight_version = weight_version
         net, parameter = model.config, model.embedding.weight
         self.max_len = min(config.max_len or net.max_positions, net.max_positions)
@@ -82,6 +81,7 @@ class Engine:
             routes=routes,
             library=library,
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
+            max_native_tokens=None if config.compiled_prefill else MAX_NATIVE_TOKENS,
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
         speculate = config.speculate

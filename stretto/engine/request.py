@@ -204,6 +204,9 @@ class EngineConfig(Config):
     """Of the products with weights, as the trainer's operators understand it; ``fp32`` is the weights' own dtype."""
     batch_invariant: bool = False
     """A token's logits do not depend, to the bit, on the batch, the chunking or the cache. Slow, and needs fp32 weights."""
+    compiled_prefill: bool = False
+    """On a CPU: long steps too go through the compiled kernels, whose result for a token does not depend, to the bit, on
+    the batch, the chunking or the cache. Faster for networks of a few million parameters, slower for large ones."""
     speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")

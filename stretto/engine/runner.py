@@ -100,8 +100,13 @@ class Runner:
         routes: bool,
         library: Library | None = None,
         arithmetic: Arithmetic = PLAIN,
+        max_native_tokens: int | None = MAX_NATIVE_TOKENS,
     ):
-        """``library`` holds compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's."""
+        """``library`` holds compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
+
+        ``max_native_tokens``: of a step that they compute; None: any, and so no token depends, to the bit, on what is
+        computed beside it.
+        """
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
             f"batch-invariant operators are fp32, not {dtype}"
         )
@@ -109,7 +114,7 @@ class Runner:
         for parameter in model.parameters():  # not the buffers: balance biases stay fp32
             parameter.data = parameter.data.to(dtype)
         self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, torch.device(device), routes)
-        self._page_size, self._arithmetic = page_size, arithmetic
+        self._page_size, self._arithmetic, self._max_native_tokens = page_size, arithmetic, max_native_tokens
         self._rotary: tuple[Tensor, Tensor] | None = None
         if arithmetic.batch_invariant:
             config = self.config
@@ -126,12 +131,13 @@ class Runner:
     @property
     def kernels(self) -> dict[str, str]:
         """Kind of step -> the implementation that runs it, and why where it is the slower one."""
-        decode = (
-            f"torch ({self._why_torch})" if self._why_torch else f"native (up to {MAX_NATIVE_TOKENS} tokens a step)"
-        )
+        most = self._max_native_tokens
+        native = "native" if most is None else f"native (up to {most} tokens a step)"
+        decode = f"torch ({self._why_torch})" if self._why_torch else native
+        prefill = "native" if most is None and not self._why_torch else "torch"
         matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
         found = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
-        return {"prefill": "torch", "decode": decode, **found}
+        return {"prefill": prefill, "decode": decode, **found}
 
     @property
     def native(self) -> NativeForward | None:
@@ -150,7 +156,7 @@ class Runner:
             assert 0 <= chunk.num_logits <= len(chunk.tokens) and chunk.tokens, f"chunk {chunk}"
         assert not want_routes or self.pool.routes_PZLK is not None, "the pool has no room for routes"
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        if self._native is not None and num_tokens <= MAX_NATIVE_TOKENS:
+        if self._native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
             return StepOutput(self._native.forward(chunks, want_routes))
         layout = self._planner.layout(chunks)
         routed: list[Routed] | None = [] if want_routes else None

@@ -212,17 +212,17 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 def end_labels(axes: Axes, labels: Sequence[Label]) -> None:
     """Name curves at their right ends, outside the axes, pushed apart where they end close together."""
-    low, high = axes.get_ylim()
     canvas = axes.figure.canvas
     assert isinstance(canvas, FigureCanvasAgg), canvas
     canvas.figure.draw_without_rendering()
-    height_pt = axes.get_window_extent(canvas.get_renderer()).height * 72.0 / canvas.figure.dpi
-    gap = 1.35 * TEXT_PT * (high - low) / height_pt
-    for label, y in zip(labels, spread([label.y for label in labels], gap), strict=True):
+    frame = axes.get_window_extent(canvas.get_renderer())
+    gap = 1.35 * TEXT_PT * canvas.figure.dpi / 72.0
+    ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, whatever the scale
+    for label, y in zip(labels, spread(ends, gap), strict=True):
         axes.annotate(
             label.text,
-            (1.0, y),
-            xycoords=("axes fraction", "data"),
+            (1.0, (y - frame.y0) / frame.height),
+            xycoords="axes fraction",
             xytext=(8, 0),
             textcoords="offset points",
             va="center",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,21 +57,27 @@ class RemoteRewards:
 
 
 class PooledRewards:
-    """`RewardRole`s in a pool that lives on the agent's own loop."""
+    """`RewardRole`s in pools that live on the agent's own loop."""
 
-    def __init__(self, pool: ElasticPool, deadline_s: float):
+    def __init__(self, pools: Mapping[str, ElasticPool], deadline_s: float):
         """
         Args:
+            pools: by source.
             deadline_s: of one verification, as the roles keep it.
         """
-        self._pool, self._deadline_s = pool, deadline_s
+        self._pools, self._deadline_s = pools, deadline_s
 
     async def score(self, request: RewardRequest) -> Verdict:
+        pool = self._pools[request.source]
         try:
-            verdict: Verdict = await self._pool.call("score", request, deadline_s=self._deadline_s + _SLACK_S)
+            verdict: Verdict = await pool.call("score", request, deadline_s=self._deadline_s + _SLACK_S)
         except RuntimeFailure as failure:
             return infra(request, str(failure))
         return verdict
+
+
+Verifiers = tuple[Handle, ...] | Mapping[str, ElasticPool]
+"""So many roles, each for all sources; or pools by source, for agents on the driver's loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +85,15 @@ class Connect:
     """Makes an agent's clients where the agent lives."""
 
     engines: tuple[Handle, ...]
-    rewards: tuple[Handle, ...]
+    rewards: Verifiers
     reward_s: float
     """Deadline of one verification."""
 
     def __call__(self, caller: Caller | None) -> Clients:
         assert caller is not None, "the runtime gives roles a caller"
         engines = [RemoteEngine(caller, handle) for handle in self.engines]
+        if isinstance(self.rewards, Mapping):
+            return Clients(engines, PooledRewards(self.rewards, self.reward_s))
         return Clients(engines, RemoteRewards(caller, self.rewards, self.reward_s))
 
 

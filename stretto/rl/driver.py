@@ -1,8 +1,9 @@
 """The driver: hands groups out, gives the trainer its batches, has engines change weights. It sees metadata only.
 
 Everything happens on one asyncio loop. Groups are tasks of their own; the trainer takes one step at a time; each event
-ends in `Driver._hand_out`, so nothing polls. A dead trainer ends the attempt (`TrainerLost`): weights, optimiser and ledger
-go back to the last snapshot together, with new roles.
+ends in `Driver._hand_out`; only what happens without telling anybody, a death or a lease that runs out, is polled for. A
+dead trainer ends the attempt (`stretto.rl.roles.TrainerLost`): weights, optimiser and ledger go back to the last snapshot
+together, with new roles.
 """
 
 from __future__ import annotations
@@ -10,32 +11,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.rl.batches import discard
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
+from stretto.rl.fleet import Fleet
 from stretto.rl.ledger import Handout
 from stretto.rl.measures import StepReport
 from stretto.rl.roles import Roles
 from stretto.rl.trace import Span, Trace
 from stretto.rl.watchdog import Watchdog
-from stretto.runtime.runtime import RoleDied, RoleError, Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
 
 _CALL_SLACK_S = 10.0
 """Between a group's lease and the deadline of the call that carries it."""
-_RESTART_POLL_S = 0.2
+_GUARD_S = 0.2
+"""Between two looks at what may have died or run out."""
 _MOST_UNIFORM = 64
 """Batches' worth of groups with equal rewards, without a step between them, after which the task is hopeless."""
 TRACE_HINT = "`stretto top`"
-
-
-class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again
-    """The trainer died: the run goes on from its last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ Observe = Callable[[StepReport, tuple[GroupRef, ...], Waits], None]
 
 
 class Driver:
-    """One attempt at a run, from a controller that stands where the trainer does."""
+    """One attempt at a run, from a controller that stands where the trainer does. An async context manager: inside, roles
+    are looked after, and all engines have the weights that the attempt starts from."""
 
     def __init__(
         self,
@@ -89,8 +89,9 @@ class Driver:
         self._plan, self._runtime, self._roles = plan, runtime, roles
         self._controller, self._trace, self._watchdog, self._observe = controller, trace, watchdog, observe
         self._weights = weights
+        self._fleet = Fleet(roles, controller, trace, weights, moved=self._moved, failed=self._fail)
         self._groups: dict[asyncio.Task[None], Handout] = {}
-        self._activations: dict[str, asyncio.Task[None]] = {}
+        self._guarding: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._waits = Waits()
@@ -98,32 +99,51 @@ class Driver:
         """Groups with equal rewards since the last step."""
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=plan.keep_snapshots)
 
-    async def begin(self) -> None:
-        """Give all engines the weights that this attempt starts from; no token is sampled under others."""
-        self._publish(self._weights)
-        await self._settled()
+    async def __aenter__(self) -> Self:
+        self._guarding = asyncio.create_task(self._guard())
+        try:
+            self._fleet.publish(self._weights)
+            await self._unless_failed(self._fleet.settled())
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._end()
 
     async def run(self) -> None:
         """Train until the recipe's last step.
 
         Raises:
             TrainerLost: the trainer died.
-            UserError: what no further attempt would mend; or nothing moves any more, and the watchdog says what.
+            UserError: a role cannot go on, or nothing moves any more, and the watchdog says what.
         """
-        guard = asyncio.create_task(self._guard())
+        while self._controller.version < self._plan.num_steps:
+            refs = await self._next_batch()
+            await self._train(refs)
+
+    async def _end(self) -> None:
+        tasks = [*self._groups] + ([] if self._guarding is None else [self._guarding])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fleet.close()
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``, or what ends the attempt first."""
+        task = asyncio.create_task(work)
         try:
-            self._publish(self._weights)
-            await (
-                self._settled()
-            )  # no token is asked for before all engines have the weights that this attempt starts from
-            while self._controller.version < self._plan.num_steps:
-                refs = await self._next_batch()
-                await self._train(refs)
+            while not task.done():
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.clear()
+                change = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([task, change], return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+            task.result()
         finally:
-            tasks = [guard, *self._groups, *self._activations.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            task.cancel()
 
     async def _next_batch(self) -> tuple[GroupRef, ...]:
         """Wait for the next step's groups."""
@@ -151,7 +171,7 @@ class Driver:
         self._controller.trained(step)
         self._num_uniform = 0
         with self._trace.span("trainer", "publish", version=step + 1):
-            self._publish(await self._call_trainer("publish"))
+            self._fleet.publish(await self._call_trainer("publish"))
         self._waits.step_s += time.perf_counter() - started_s
         done = step + 1
         if done % self._plan.snapshot_every == 0 or done == self._plan.num_steps:
@@ -175,14 +195,7 @@ class Driver:
         await asyncio.to_thread(discard, self._controller.unneeded())
 
     async def _call_trainer(self, method: str, *args: Any) -> Any:
-        try:
-            return await self._runtime.call(self._roles.trainer, method, *args, deadline_s=self._plan.step_deadline_s)
-        except RoleDied as died:
-            raise TrainerLost(str(died)) from died
-        except RoleError as error:
-            raise UserError(
-                f"trainer: {method}: {error.kind}: {error.message}; see the log, then continue with --resume"
-            ) from error
+        return await self._roles.call_trainer(method, *args, deadline_s=self._plan.step_deadline_s)
 
     def _hand_out(self) -> None:
         """Start whatever the controller admits. Called after every event."""
@@ -194,13 +207,13 @@ class Driver:
     async def _group(self, handout: Handout) -> None:
         """One attempt at one group, from hand-out to report."""
         task, attempt = handout.task, handout.attempt
-        place = self._roles.least_loaded_agent()
-        self._watchdog.waits("agents", place.handle.name, task.ordinal)
+        self._watchdog.waits("agents", "an agent", task.ordinal)
+        deadline_s = self._plan.lease_s + _CALL_SLACK_S
         try:
-            with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt), place:
-                ref: GroupRef = await self._runtime.call(
-                    place.handle, "run_group", task, attempt, deadline_s=self._plan.lease_s + _CALL_SLACK_S
-                )
+            async with self._roles.agents.lease(deadline_s) as agent:
+                self._watchdog.waits("agents", agent.name, task.ordinal)
+                with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
+                    ref: GroupRef = await self._runtime.call(agent, "run_group", task, attempt, deadline_s=deadline_s)
             if self._controller.group_ready(ref):
                 self._watchdog.waits("trainer", "agents")  # it came one group further
                 self._roles.forget([task.ordinal])
@@ -226,56 +239,19 @@ class Driver:
                 "start from a model that succeeds now and then, choose easier or harder problems, or set loss.drop_uniform = false"
             )
 
-    def _publish(self, weights: WeightVersion) -> None:
-        """Let every engine change to ``weights``; requests go on meanwhile."""
-        self._weights = weights
-        self._controller.published(weights.number)
-        for name in self._roles.engine_names:
-            self._activate(name)
-
-    def _activate(self, name: str) -> None:
-        running = self._activations.get(name)
-        if running is None or running.done():
-            self._activations[name] = asyncio.create_task(self._bring_up_to_date(name))
-
-    async def _bring_up_to_date(self, name: str) -> None:
-        """Until the engine has the newest weights, however many come meanwhile."""
-        active = -1
-        while active < self._weights.number:
-            weights, started_s = self._weights, time.perf_counter()
-            try:
-                with self._trace.span(name, "activate", version=weights.number):
-                    await self._roles.activate(name, weights)
-            except RuntimeFailure:
-                self._controller.engine_gone(name)  # comes back through the guard
-                return
-            except Exception as error:
-                self._fail(error)
-                self._changed.set()
-                return
-            self._waits.activate_s += time.perf_counter() - started_s
-            active = weights.number
-            self._controller.engine_active(name, active)
-            self._hand_out()
-            self._changed.set()
-
-    async def _settled(self) -> None:
-        await asyncio.gather(*self._activations.values())
-        if self._failure is not None:
-            raise self._failure
+    def _moved(self, seconds: float) -> None:
+        """An engine has other weights now."""
+        self._waits.activate_s += seconds
+        self._hand_out()
+        self._changed.set()
 
     async def _guard(self) -> None:
-        """Engines that came back get weights; leases that ran out are handed out again; what is stuck ends the run."""
-        seen: dict[str, int] = {}
+        """Sees to what nobody tells: deaths, leases that run out, roles that are stuck. Ends with the attempt."""
         while self._failure is None:
-            await asyncio.sleep(_RESTART_POLL_S)
+            await asyncio.sleep(_GUARD_S)
             try:
-                for name in self._roles.engine_names:
-                    restarts = self._roles.restarts(name)
-                    if restarts != seen.setdefault(name, 0):
-                        seen[name] = restarts
-                        self._controller.engine_gone(name)
-                        self._activate(name)
+                self._roles.check()
+                self._fleet.tend()
                 self._hand_out()
                 await self._roles.mend()
                 stuck = self._watchdog.report()
@@ -287,3 +263,4 @@ class Driver:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
+        self._changed.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.rl.agent import AgentRole, AgentSettings
 from stretto.rl.batches import store_group
-from stretto.rl.clients import Connect
+from stretto.rl.clients import Connect, Verifiers
 from stretto.rl.recipe import PrecisionConfig, RlRecipe, RolloutConfig, SandboxConfig, SourceConfig
 from stretto.rl.reward import RewardRole
 from stretto.runtime.runtime import Handle
@@ -44,6 +44,10 @@ class SourceTables:
         sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if needed else None
         return {name: open_source(name, source, sandbox) for name, source in self.sources.items()}
 
+    def only(self, names: Collection[str]) -> SourceTables:
+        """Those of them."""
+        return SourceTables({name: self.sources[name] for name in names}, self.sandbox)
+
     def describe(self, sources: Mapping[str, TaskSource]) -> str:
         """One line: what was opened, and behind which walls programs run."""
         sizes = [
@@ -60,9 +64,10 @@ class Factories:
 
     trainer: Callable[[], Any]
     engines: Sequence[Callable[[], Any]]
-    reward: Callable[[], Any]
-    agent: Callable[[tuple[Handle, ...], tuple[Handle, ...]], Callable[..., Any]]
-    """From the handles of engines and verifiers to the factory of an agent."""
+    reward: Callable[[Collection[str]], Callable[[], Any]]
+    """From sources to the factory of a verifier for them."""
+    agent: Callable[[tuple[Handle, ...], Verifiers], Callable[..., Any]]
+    """From engines and verifiers to the factory of an agent."""
 
 
 def make_factories(
@@ -71,7 +76,7 @@ def make_factories(
     """The factories of a run in ``folder`` that begins with the checkpoint ``start``."""
     deadline_s = recipe.runtime.rewards.deadline_s
 
-    def agent(engines: tuple[Handle, ...], rewards: tuple[Handle, ...]) -> Callable[..., Any]:
+    def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
         connect = Connect(engines, rewards, deadline_s)
         return partial(AgentRole, AgentSettings.of(recipe, folder), tokenizer, tables, connect, store_group)
 
@@ -81,7 +86,7 @@ def make_factories(
             partial(_engine, f"engine-{number}", start, recipe.rollout, recipe.precision, recipe.replay == "r3", device)
             for number in range(recipe.rollout.engines)
         ],
-        reward=partial(RewardRole, tables, deadline_s),
+        reward=lambda names: partial(RewardRole, tables.only(names), deadline_s),
         agent=agent,
     )
 

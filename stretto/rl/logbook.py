@@ -86,12 +86,14 @@ class Logbook:
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
         """Log a step that is done."""
         assert self._controller is not None and self._trace is not None and self._tracker is not None
+        assert self._roles is not None
         now_s = time.perf_counter()
         wall_s, self._window_s = max(1e-9, now_s - self._window_s), now_s
         busy_s = {name: seconds - self._busy_s.get(name, 0.0) for name, seconds in self._trace.busy_s.items()}
         self._busy_s = dict(self._trace.busy_s)
         scalars = dict(report.scalars)
         scalars |= {f"groups/{name}": value for name, value in self._controller.counts().items()}
+        scalars |= self._roles.pool_scalars()
         scalars |= {f"busy/{name}_s": seconds for name, seconds in sorted(busy_s.items())}
         scalars |= {
             "wait/trainer_s": waits.trainer_s,
@@ -169,9 +171,10 @@ class Logbook:
             rows.append(self._roles.row(self._roles.engines[name], stats.num_running, stats.num_waiting, note))
         for handle, agent in await self._roles.agent_stats():
             rows.append(self._roles.row(handle, agent.num_samples, 0, f"{agent.groups_finished:,} groups"))
+        rows += self._roles.pool_rows()
         for handle, reward in await self._roles.reward_stats():
             counts = ", ".join(f"{num:,} {name}" for name, num in sorted(reward.outcomes.items()))
-            rows.append(self._roles.row(handle, reward.num_waiting, max(0, reward.num_waiting - 1), counts))
+            rows.append(self._roles.row(handle, reward.num_waiting, reward.num_waiting - reward.num_judged, counts))
         return rows
 
     def _trainer_note(self) -> str:

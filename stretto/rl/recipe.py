@@ -64,7 +64,7 @@ class PrecisionConfig(Config):
 
 
 class PoolConfig(Config):
-    """An elastic pool of workers."""
+    """An elastic pool of workers: grows and shrinks with its load."""
 
     min: int = Field(default=1, gt=0)
     max: int = Field(default=2, gt=0)
@@ -105,12 +105,19 @@ class FailureConfig(Config):
 
 
 class RuntimeConfig(Config):
-    """Where roles run."""
+    """Where roles run.
+
+    On one machine and not isolated, one agent on the driver's loop carries all groups (it only waits), and the verifiers
+    are an elastic pool that it shares with the driver; sources that are judged differently many at once
+    (`TaskSource.at_once`) have a pool each. On Ray, or isolated, agents are an elastic pool of processes and call their
+    verifiers directly, which is why those are ``rewards.max`` from the start to the end.
+    """
 
     kind: Literal["local", "ray"] = "local"
     address: str = "auto"
     """Of the Ray cluster."""
     agents: PoolConfig = PoolConfig(min=1, max=1)
+    """On Ray, or isolated; its deadline is ``failures.lease_s``."""
     rewards: PoolConfig = PoolConfig()
     isolate: bool = False
     """Locally: engines, agents and trainer in processes of their own too, not in threads."""

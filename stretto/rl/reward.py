@@ -23,7 +23,9 @@ class RewardStats:
     """Counts since the start. Written by `RewardRole`, read by metrics."""
 
     num_waiting: int
-    """In flight now, those that are judged included."""
+    """In flight now, the next included."""
+    num_judged: int
+    """Being judged now."""
     outcomes: Mapping[str, int]
     """Verdicts by outcome."""
     busy_s: float
@@ -47,7 +49,7 @@ class RewardRole:
         self._sources = open_sources()
         self._deadline_s = deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
-        self._num_waiting = self._num_stuck = 0
+        self._num_waiting = self._num_judged = self._num_stuck = 0
         self._outcomes: dict[str, int] = {}
         self._busy_s = 0.0
 
@@ -60,15 +62,13 @@ class RewardRole:
         self._num_waiting += 1
         try:
             async with self._turns[request.source]:
-                started_s = time.perf_counter()
                 verdict = await self._judge(source, request)
-                self._busy_s += time.perf_counter() - started_s
         finally:
             self._num_waiting -= 1
         return self._counted(verdict)
 
     async def stats(self) -> RewardStats:
-        return RewardStats(self._num_waiting, dict(self._outcomes), self._busy_s, self._num_stuck)
+        return RewardStats(self._num_waiting, self._num_judged, dict(self._outcomes), self._busy_s, self._num_stuck)
 
     def _counted(self, verdict: Verdict) -> Verdict:
         name = verdict.outcome.value
@@ -76,11 +76,16 @@ class RewardRole:
         return verdict
 
     async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
+        started_s = time.perf_counter()
+        self._num_judged += 1
         try:
             return await in_thread(lambda: judge(source, request), self._deadline_s, "score")
         except Trouble as trouble:
             self._num_stuck += 1
             return infra(request, str(trouble))
+        finally:
+            self._num_judged -= 1
+            self._busy_s += time.perf_counter() - started_s
 
 
 def judge(source: TaskSource, request: RewardRequest) -> Verdict:

@@ -3,58 +3,67 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Task, WeightVersion
 from stretto.rl.agent import AgentStats, Wait
 from stretto.rl.factories import Factories
+from stretto.rl.recipe import PoolConfig, RlRecipe
 from stretto.rl.reward import RewardStats
 from stretto.rl.status import RoleRow
-from stretto.runtime.runtime import Handle, Placement, Runtime, RuntimeFailure
+from stretto.runtime.pool import ElasticPool
+from stretto.runtime.runtime import (
+    DeadlinePassed,
+    Handle,
+    Placement,
+    RoleDied,
+    RoleError,
+    RoleState,
+    Runtime,
+    RuntimeFailure,
+)
+from stretto.runtime.sizing import Limits
 
 _ASK_S = 10.0
 """For a role to say how it is."""
 _LOAD_S = 120.0
 """For an engine to fetch and take over new weights."""
+_EVALUATIONS, _PAUSE_S = 5, 0.2
+"""Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
+_AGENT_GROUPS = 64
+"""Groups of one isolated agent, unless the largest pool could not hold all of the run's then: what keeps a core busy
+with small models' tokens. More than that and there should be another agent."""
 
 
-@dataclass(slots=True)
-class Place:
-    """An agent, and how many groups it runs."""
-
-    handle: Handle
-    load: int = 0
-
-    def __enter__(self) -> Place:
-        self.load += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.load -= 1
+class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again
+    """The trainer died, or hangs: the run goes on from its last snapshot."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Roles:
-    """All roles of one attempt. Made by `hire`."""
+    """All roles of one attempt. Made by `hired`."""
 
     runtime: Runtime
     trainer: Handle
-    engines: dict[str, Handle]
-    rewards: tuple[Handle, ...]
-    agents: tuple[Place, ...]
+    engines: Mapping[str, Handle]
+    agents: ElasticPool
+    """Leased for a group each."""
+    rewards: Mapping[str, ElasticPool]
+    """Verifiers by pool name; empty where there is a fixed number."""
+    fixed_rewards: tuple[Handle, ...]
+    """Those that agents elsewhere call directly."""
 
     @property
     def engine_names(self) -> tuple[str, ...]:
         return tuple(self.engines)
 
-    def least_loaded_agent(self) -> Place:
-        return min(self.agents, key=lambda place: place.load)
+    @property
+    def pools(self) -> tuple[ElasticPool, ...]:
+        return (self.agents, *self.rewards.values())
 
     def restarts(self, engine: str) -> int:
         return self.runtime.status(self.engines[engine]).restarts
@@ -62,42 +71,99 @@ class Roles:
     async def activate(self, engine: str, weights: WeightVersion) -> None:
         await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
 
+    async def restart_engine(self, name: str) -> None:
+        await self._restart(self.engines[name])
+
+    async def call_trainer(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """What the trainer's method returns.
+
+        Raises:
+            TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else.
+        """
+        try:
+            return await self.runtime.call(self.trainer, method, *args, deadline_s=deadline_s)
+        except (RoleDied, DeadlinePassed) as lost:
+            raise TrainerLost(str(lost)) from lost
+        except RoleError as error:
+            raise UserError(
+                f"trainer: {method}: {error.kind}: {error.message}; see the log, then continue with --resume"
+            ) from error
+
+    def check(self) -> None:
+        """
+        Raises:
+            TrainerLost: the trainer died. UserError: another role that only starts again so many times did.
+        """
+        for handle in (self.trainer, *self.engines.values(), *self.fixed_rewards):
+            status = self.runtime.status(handle)
+            if status.state is RoleState.DEAD and handle == self.trainer:
+                raise TrainerLost(f"{handle.name}: {status.why}")
+            if status.state is RoleState.DEAD:
+                raise UserError(
+                    f"{handle.name}: {status.why}; failures.restarts: it was started again {status.restarts} times; "
+                    "continue with --resume"
+                )
+
     async def evaluate(self, tasks: Sequence[Task], temperature: float, deadline_s: float) -> list[Group]:
-        """One sample of each task, outside of the run."""
+        """One sample of each task, outside of the run.
+
+        Raises:
+            UserError: a task refuses, or kept failing.
+        """
 
         async def one(task: Task) -> Group:
-            with self.least_loaded_agent() as place:
-                group: Group = await self.runtime.call(
-                    place.handle, "evaluate", task, temperature, deadline_s=deadline_s
-                )
-            return group
+            for failures in range(1, _EVALUATIONS + 1):
+                try:
+                    group: Group = await self.agents.call("evaluate", task, temperature, deadline_s=deadline_s + _ASK_S)
+                    return group
+                except RuntimeFailure as failure:
+                    if failures == _EVALUATIONS:
+                        raise UserError(
+                            f"evaluation: {failure} ({failures} tries); continue with --resume"
+                        ) from failure
+                await asyncio.sleep(_PAUSE_S * failures)
+            raise AssertionError(f"{_EVALUATIONS} tries")
 
         return list(await asyncio.gather(*(one(task) for task in tasks)))
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """Delete the token logs of groups that are stored, or have ended."""
-        if ordinals:
-            self.runtime.cast(self.agents[0].handle, "forget", tuple(ordinals))
+        agents = self.agents.handles()
+        if ordinals and agents:
+            self.runtime.cast(agents[0], "forget", tuple(ordinals))
 
     async def mend(self) -> None:
-        """Start verifiers again whose threads are stuck in a task, and engines that have died inside."""
+        """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
+
+        Raises:
+            UserError: a pool cannot start workers any more.
+        """
+        for pool in self.pools:
+            if pool.error is not None:
+                raise UserError(f"{pool.name}: no worker can be started: {pool.error}; continue with --resume")
         for handle, stats in await self.reward_stats():
-            if stats.num_stuck:
+            if stats.num_stuck and handle in self.fixed_rewards:
                 await self._restart(handle)
-        for handle in self.engines.values():
-            if await self._ask(handle, "failure"):
-                await self._restart(handle)
+            elif stats.num_stuck:
+                for pool in self.rewards.values():
+                    pool.replace(handle, hard=False)  # what else it judges may well end
+        engines = tuple(self.engines.values())
+        failures = await asyncio.gather(*(self._ask(engine, "failure") for engine in engines))
+        for engine, failure in zip(engines, failures, strict=True):
+            if failure:
+                await self._restart(engine)
 
     async def waits(self) -> list[Wait]:
         """Samples in flight over all agents, longest wait first."""
-        found = [wait for place in self.agents for wait in (await self._ask(place.handle, "waits") or ())]
-        return sorted(found, key=lambda wait: -wait.seconds)
+        told = await asyncio.gather(*(self._ask(agent, "waits") for agent in self.agents.handles()))
+        return sorted((wait for waits in told for wait in waits or ()), key=lambda wait: -wait.seconds)
 
     async def agent_stats(self) -> list[tuple[Handle, AgentStats]]:
-        return await self._all_stats([place.handle for place in self.agents])
+        return await self._all_stats(self.agents.handles())
 
     async def reward_stats(self) -> list[tuple[Handle, RewardStats]]:
-        return await self._all_stats(self.rewards)
+        pooled = [handle for pool in self.rewards.values() for handle in pool.handles()]
+        return await self._all_stats([*self.fixed_rewards, *pooled])
 
     async def engine_stats(self) -> Mapping[str, Any]:
         """By engine; those that do not answer are left out."""
@@ -107,60 +173,171 @@ class Roles:
         """A role for the status file."""
         status = self.runtime.status(handle)
         return RoleRow(
-            name=handle.name, state=status.state.value, load=load, waiting=waiting, restarts=status.restarts, note=note
+            name=handle.name,
+            state=status.state.value,
+            load=load,
+            waiting=waiting,
+            restarts=status.restarts,
+            pid=status.pid,
+            note=note,
         )
 
+    def pool_rows(self) -> list[RoleRow]:
+        """Pools for the status file; those that cannot change are left out."""
+        rows = []
+        for pool in self.pools:
+            stats, limits = pool.stats(), pool.limits
+            if limits.max > limits.min:
+                note = (
+                    f"{stats.size} of {limits.min} to {limits.max} workers, waits of {stats.load.p95_wait_s:.2f} s (p95), "
+                    f"{stats.worker_s:,.0f} worker-seconds"
+                )
+                state = "alive" if pool.error is None else "dead"
+                load, waiting = stats.num_leased + stats.load.num_waiting, stats.load.num_waiting
+                rows.append(
+                    RoleRow(
+                        name=f"{pool.name}s",
+                        state=state,
+                        load=load,
+                        waiting=waiting,
+                        restarts=stats.num_replaced,
+                        note=note,
+                    )
+                )
+        return rows
+
+    def pool_scalars(self) -> dict[str, float]:
+        """Pools for the log."""
+        scalars: dict[str, float] = {}
+        for pool in self.pools:
+            stats = pool.stats()
+            values = {
+                "size": stats.size,
+                "queue": stats.load.num_waiting,
+                "p95_wait_s": stats.load.p95_wait_s,
+                "mean_service_s": stats.load.mean_service_s,
+                "worker_s": stats.worker_s,
+                "replaced": stats.num_replaced,
+            }
+            scalars |= {f"pool/{pool.name}/{name}": float(value) for name, value in values.items()}
+        return scalars
+
     async def _all_stats(self, handles: Sequence[Handle]) -> list[tuple[Handle, Any]]:
-        found = [(handle, await self._ask(handle, "stats")) for handle in handles]
-        return [(handle, stats) for handle, stats in found if stats is not None]
+        found = await asyncio.gather(*(self._ask(handle, "stats") for handle in handles))
+        return [(handle, stats) for handle, stats in zip(handles, found, strict=True) if stats is not None]
 
     async def _ask(self, handle: Handle, method: str) -> Any:
         """What the role says; None where it is dead, busy or being started again."""
+        if not self._is_alive(handle):
+            return None
         try:
             return await self.runtime.call(handle, method, deadline_s=_ASK_S)
         except RuntimeFailure:
             return None
 
+    def _is_alive(self, handle: Handle) -> bool:
+        return self.runtime.status(handle).state is RoleState.ALIVE
+
     async def _restart(self, handle: Handle) -> None:
+        if not self._is_alive(handle):
+            return  # it has died meanwhile, which its runtime mends
         try:
             await self.runtime.restart(handle)
         except RuntimeFailure as failure:
             raise UserError(f"{handle.name}: cannot be started again: {failure}; continue with --resume") from failure
 
 
-async def hire(
-    runtime: Runtime,
-    factories: Factories,
-    *,
-    num_agents: int,
-    num_rewards: int,
-    isolate: bool,
-    restarts: int,
-    start_s: float,
-) -> Roles:
-    """Start all roles: verifiers in processes, the others in threads unless they are to be isolated.
+@asynccontextmanager
+async def hired(
+    runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int], start_s: float
+) -> AsyncIterator[Roles]:
+    """All roles of an attempt; at the end its pools are closed, and the other roles are left to the runtime.
+
+    Args:
+        at_once: answers of each source that one verifier judges at once.
 
     Raises:
         UserError: a role refused to start. RuntimeFailure: it died, or hangs.
     """
-    place = Placement.PROCESS if isolate else Placement.THREAD
-    options: dict[str, Any] = {"restarts": restarts, "deadline_s": start_s}
+    config = recipe.runtime
+    is_together = config.kind == "local" and not config.isolate
+    place = Placement.THREAD if is_together else Placement.PROCESS
+    options: dict[str, Any] = {"restarts": recipe.failures.restarts, "deadline_s": start_s}
+    rewards = _reward_pools(runtime, factories, config.rewards, at_once, start_s) if is_together else {}
+    num_fixed = 0 if is_together else config.rewards.max
+    verifier = factories.reward(tuple(at_once))
+    async with AsyncExitStack() as stack:
+        # the trainer is not restarted alone: its weights and the ledger go back to a snapshot together
+        trainer, engines, fixed, _ = await _together(
+            runtime.spawn(factories.trainer, name="trainer", placement=place, deadline_s=start_s),
+            _together(
+                *(
+                    runtime.spawn(factory, name=f"engine-{number}", placement=place, **options)
+                    for number, factory in enumerate(factories.engines)
+                )
+            ),
+            _together(
+                *(
+                    runtime.spawn(verifier, name=f"reward-{number}", placement=Placement.PROCESS, **options)
+                    for number in range(num_fixed)
+                )
+            ),
+            _together(*(stack.enter_async_context(pool) for pool in rewards.values())),
+        )
+        by_source = {source: rewards[_pool_name(num)] for source, num in at_once.items()} if is_together else None
+        agent = factories.agent(tuple(engines), tuple(fixed) if by_source is None else by_source)
+        agents = ElasticPool(
+            runtime,
+            agent,
+            name="agent",
+            placement=Placement.ASYNC if is_together else Placement.PROCESS,
+            limits=_agent_limits(recipe, is_together),
+            deadline_s=start_s,
+            drain_s=recipe.failures.lease_s,
+            hangs_whole=True,
+        )
+        await stack.enter_async_context(agents)
+        yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, tuple(fixed))
 
-    async def reward(number: int) -> Handle:
-        name = f"reward-{number}"
-        return await runtime.spawn(factories.reward, name=name, placement=Placement.PROCESS, **options)
 
-    # the trainer is not restarted alone: its weights and the ledger go back to a snapshot together
-    trainer = runtime.spawn(factories.trainer, name="trainer", placement=place, deadline_s=start_s)
-    engines = [
-        runtime.spawn(factory, name=f"engine-{number}", placement=place, **options)
-        for number, factory in enumerate(factories.engines)
-    ]
-    trainer_handle, *others = await asyncio.gather(trainer, *engines, *map(reward, range(num_rewards)))
-    engine_handles, reward_handles = tuple(others[: len(engines)]), tuple(others[len(engines) :])
-    agent = factories.agent(engine_handles, reward_handles)
-    agents = await asyncio.gather(
-        *(runtime.spawn(agent, name=f"agent-{number}", placement=place, **options) for number in range(num_agents))
-    )
-    named = {handle.name: handle for handle in engine_handles}
-    return Roles(runtime, trainer_handle, named, reward_handles, tuple(Place(handle) for handle in agents))
+def _reward_pools(
+    runtime: Runtime, factories: Factories, config: PoolConfig, at_once: Mapping[str, int], start_s: float
+) -> dict[str, ElasticPool]:
+    """By name; sources of which as many are judged at once share one."""
+    return {
+        _pool_name(num): ElasticPool(
+            runtime,
+            factories.reward([source for source, each in at_once.items() if each == num]),
+            name=_pool_name(num),
+            placement=Placement.PROCESS,
+            limits=Limits(min=config.min, max=config.max, utilisation=config.utilisation, slots=num),
+            deadline_s=start_s,
+            hangs_whole=True,
+        )
+        for num in sorted(set(at_once.values()))
+    }
+
+
+def _pool_name(at_once: int) -> str:
+    return "reward" if at_once == 1 else f"reward-x{at_once}"
+
+
+def _agent_limits(recipe: RlRecipe, is_together: bool) -> Limits:
+    config = recipe.runtime.agents
+    most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts
+    if is_together:
+        return Limits(min=1, max=1, slots=most)
+    slots = max(_AGENT_GROUPS, -(-most // config.max))
+    return Limits(min=config.min, max=config.max, utilisation=config.utilisation, slots=slots)
+
+
+async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """All results, in order. The first failure ends the others before it is raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -17,12 +17,12 @@ from stretto.base.trajectory import WeightVersion
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
 from stretto.rl.driver import Driver, Plan, TrainerLost, Waits
-from stretto.rl.factories import Factories, SourceTables, make_factories, needs_sandbox
+from stretto.rl.factories import SourceTables, make_factories, needs_sandbox
 from stretto.rl.logbook import Logbook
 from stretto.rl.measures import StepReport
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.roles import Roles, hire
+from stretto.rl.roles import Roles, hired
 from stretto.rl.throttle import Limits, default_window
 from stretto.rl.trace import Trace, write_trace
 from stretto.rl.watchdog import Watchdog
@@ -81,7 +81,8 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
 async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
     recipe, folder = job.recipe, job.folder
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
-    prompts = plan_prompts(recipe, await asyncio.to_thread(_checked, tables, say))
+    sizes, at_once = await asyncio.to_thread(_checked, tables, say)
+    prompts = plan_prompts(recipe, sizes)
     if not job.resume and (folder / JOURNAL_FILE).exists():
         raise UserError(
             f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
@@ -95,7 +96,8 @@ async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callab
             while True:
                 num_attempts += 1
                 try:
-                    await _attempt(job, runtime, factories, prompts, trace, logbook, resumes)
+                    async with hired(runtime, factories, recipe, at_once, _START_S) as roles:
+                        await _attempt(job, roles, prompts, trace, logbook, resumes)
                     break
                 except TrainerLost as lost:
                     if num_attempts > recipe.failures.restarts:
@@ -112,21 +114,9 @@ async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callab
     return Result(folder / CHECKPOINT, logbook.first_reward, logbook.last_reward, num_attempts)
 
 
-async def _attempt(
-    job: Job, runtime: Runtime, factories: Factories, prompts: Prompts, trace: Trace, logbook: Logbook, resumes: bool
-) -> None:
+async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, logbook: Logbook, resumes: bool) -> None:
     """From the last snapshot, or the start, to the recipe's last step; ends with a checkpoint."""
-    recipe, folder = job.recipe, job.folder
-    pools = recipe.runtime
-    roles = await hire(
-        runtime,
-        factories,
-        num_agents=pools.agents.max,
-        num_rewards=pools.rewards.max,
-        isolate=pools.isolate,
-        restarts=recipe.failures.restarts,
-        start_s=_START_S,
-    )
+    recipe, folder, runtime = job.recipe, job.folder, roles.runtime
     controller = await _controller(job, roles, prompts, resumes)
     weights: WeightVersion = await runtime.call(roles.trainer, "publish", deadline_s=_STEP_S)
     watchdog = Watchdog(recipe.failures.stuck_s)
@@ -182,14 +172,15 @@ async def _controller(job: Job, roles: Roles, prompts: Prompts, resumes: bool) -
     return Controller.resume(limits, prompts.task, journal, cut)
 
 
-def _checked(tables: SourceTables, say: Callable[[str], None]) -> dict[str, int | None]:
-    """Validate every source, before anything is started; how many problems each has."""
+def _checked(tables: SourceTables, say: Callable[[str], None]) -> tuple[dict[str, int | None], dict[str, int]]:
+    """Validate every source, before anything is started; how many problems each has, and how many answers one worker judges at once."""
     sources = tables()
     try:
         for source in sources.values():
             source.validate()
         say(tables.describe(sources))
-        return {name: source.num_items for name, source in sources.items()}
+        sizes = {name: source.num_items for name, source in sources.items()}
+        return sizes, {name: source.at_once for name, source in sources.items()}
     finally:
         for source in sources.values():
             source.close()

@@ -23,6 +23,8 @@ class RoleRow(Config):
     waiting: float
     """Of that, what waits for its turn."""
     restarts: int
+    pid: int | None = None
+    """Of the process it lives in; None while it has none."""
     note: str = ""
 
 

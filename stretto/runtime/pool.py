@@ -15,6 +15,7 @@ from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
     NO_LABELS,
     NO_RESOURCES,
+    START_DEADLINE_S,
     DeadlinePassed,
     Handle,
     NoRoom,
@@ -54,7 +55,7 @@ class PoolStats:
     """Leases that have ended."""
     num_started: int
     num_replaced: int
-    """Workers that died, or hung and were killed."""
+    """Workers that died, or hung."""
     worker_s: float
     """Seconds that workers were there, from the start of their starting: what they cost."""
     busy_s: float
@@ -83,16 +84,26 @@ class ElasticPool:
         limits: Limits,
         resources: Resources = NO_RESOURCES,
         labels: Mapping[str, str] = NO_LABELS,
+        deadline_s: float = START_DEADLINE_S,
+        drain_s: float = _DRAIN_S,
+        hangs_whole: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Arguments as of `Runtime.spawn`, for each worker."""
+        """
+        Args:
+            drain_s: for the last calls of a worker that goes.
+            hangs_whole: a passed deadline says that the worker hangs with all its calls, also where it takes several:
+                for roles that keep their calls' deadlines themselves. The others as of `Runtime.spawn`, for each worker.
+        """
         self.name = name
         self.labels = dict(labels)
         self._runtime = runtime
         self._spawn = lambda worker: runtime.spawn(
-            role, *args, name=worker, placement=placement, resources=resources, labels=labels
+            role, *args, name=worker, placement=placement, resources=resources, labels=labels, deadline_s=deadline_s
         )
-        self._limits = limits
+        self.limits = limits
+        self._drain_s = drain_s
+        self._hangs_whole = hangs_whole or limits.slots == 1
         self._clock = clock
         self._workers: dict[str, _Worker] = {}
         self._queue: deque[tuple[float, asyncio.Future[_Worker]]] = deque()
@@ -109,7 +120,7 @@ class ElasticPool:
     async def __aenter__(self) -> Self:
         """Raises what `Runtime.spawn` raises, for the first workers."""
         try:
-            await asyncio.gather(*(self._add(self._next()) for _ in range(self._limits.min)))
+            await asyncio.gather(*(self._add(self._next()) for _ in range(self.limits.min)))
             if self._error is not None:
                 raise self._error
         except BaseException:
@@ -138,7 +149,7 @@ class ElasticPool:
     async def lease(self, wait_s: float = _WAIT_S) -> AsyncIterator[Handle]:
         """A worker (a slot of one), first come first served.
 
-        A worker whose death, or with one slot whose passed deadline, comes out of the block is replaced.
+        A worker whose death comes out of the block is replaced; one that hangs, too.
 
         Raises:
             DeadlinePassed: none is free within ``wait_s``.
@@ -151,7 +162,7 @@ class ElasticPool:
         try:
             yield worker.handle
         except (RoleDied, DeadlinePassed) as error:
-            has_hung = isinstance(error, DeadlinePassed) and self._limits.slots == 1
+            has_hung = isinstance(error, DeadlinePassed) and self._hangs_whole
             if error.name == worker.handle.name and (has_hung or isinstance(error, RoleDied)):
                 self._dismiss(worker)
             raise
@@ -172,6 +183,24 @@ class ElasticPool:
         async with self.lease(wait_s) as handle:
             return await self._runtime.call(handle, method, *args, deadline_s=deadline_s, key=key, **kwargs)
 
+    @property
+    def error(self) -> Exception | None:
+        """Why nobody gets a worker any more; None: they do."""
+        return self._error
+
+    def handles(self) -> tuple[Handle, ...]:
+        """Of the workers that take calls."""
+        return tuple(worker.handle for worker in self._workers.values() if not worker.is_leaving)
+
+    def replace(self, handle: Handle, *, hard: bool = True) -> None:
+        """Another instead of this worker: it hangs (by force, whatever it has in hand), or is to end its calls and go.
+
+        One that is leaving already is left to it.
+        """
+        worker = self._workers.get(handle.id)
+        if worker is not None:
+            self._dismiss(worker, hard)
+
     def stats(self) -> PoolStats:
         now = self._clock()
         return PoolStats(
@@ -179,7 +208,7 @@ class ElasticPool:
             num_starting=self._num_starting,
             num_leaving=sum(worker.is_leaving for worker in self._workers.values()),
             num_leased=self._meter.num_running,
-            target=self._targets[-1][1] if self._targets else self._limits.min,
+            target=self._targets[-1][1] if self._targets else self.limits.min,
             load=self._load(now),
             num_served=self._meter.num_served,
             num_started=self._num_named - self._num_starting,
@@ -210,7 +239,7 @@ class ElasticPool:
                 self._queue.popleft()
                 continue
             able = [
-                each for each in self._workers.values() if not each.is_leaving and each.num_leases < self._limits.slots
+                each for each in self._workers.values() if not each.is_leaving and each.num_leases < self.limits.slots
             ]
             if not able:
                 return
@@ -242,14 +271,14 @@ class ElasticPool:
     def _resize(self, now: float) -> None:
         staying = [worker for worker in self._workers.values() if not worker.is_leaving]
         size = len(staying) + self._num_starting
-        self._targets.append((now, target_size(self._load(now), size, self._limits)))
-        while len(self._targets) > 1 and self._targets[1][0] <= now - self._limits.patience_s:
+        self._targets.append((now, target_size(self._load(now), size, self.limits)))
+        while len(self._targets) > 1 and self._targets[1][0] <= now - self.limits.patience_s:
             self._targets.popleft()
-        wanted = settled_size(self._targets, size, now, self._limits.patience_s)
+        wanted = settled_size(self._targets, size, now, self.limits.patience_s)
         for _ in range(wanted - size):
             self._start(self._add(self._next()))
         idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
-        for worker in idle_first[: max(0, min(size - wanted, len(staying) - self._limits.min))]:
+        for worker in idle_first[: max(0, min(size - wanted, len(staying) - self.limits.min))]:
             worker.is_leaving = True
             if not worker.num_leases:
                 worker.is_free.set()
@@ -286,19 +315,21 @@ class ElasticPool:
     async def _let_go(self, worker: _Worker) -> None:
         """Drain before removal: its leases end first."""
         try:
-            async with asyncio.timeout(_DRAIN_S):
+            async with asyncio.timeout(self._drain_s):
                 await worker.is_free.wait()
-            await self._runtime.drain(worker.handle, _DRAIN_S)
+            await self._runtime.drain(worker.handle, self._drain_s)
         except (TimeoutError, RuntimeFailure) as error:
             _log.warning("%s goes before it has finished: %s", worker.handle.name, error)
         await self._end(worker, hard=False)
 
-    def _dismiss(self, worker: _Worker) -> None:
-        """It is dead or hangs; `_manage` sees that one is missing."""
+    def _dismiss(self, worker: _Worker, hard: bool = True) -> None:
+        """It is dead or hangs."""
         if not worker.is_leaving:
             worker.is_leaving = True
+            if not worker.num_leases:
+                worker.is_free.set()
             self._num_replaced += 1
-            self._start(self._end(worker, hard=True))
+            self._start(self._end(worker, hard=True) if hard else self._let_go(worker))
             self._start(self._add(self._next()))
 
     async def _end(self, worker: _Worker, hard: bool) -> None:

@@ -54,7 +54,15 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
         UserError: an unknown kind or argument, or whatever the source itself finds wrong.
     """
     kind = source_kind(name, source.kind)
-    return kind(name, validate(kind.args_kind, source.args, f"sources.{name}.args"), sandbox)
+    args = validate(kind.args_kind, source.args, f"sources.{name}.args")
+    try:
+        return kind(name, args, sandbox)
+    except UserError:
+        raise
+    except Exception as error:  # a task is code of others, and this is where it opens its files
+        raise UserError(
+            f"sources.{name}: kind: {source.kind!r} cannot be made: {_line(error)}; correct its constructor"
+        ) from error
 
 
 def source_kind(name: str, kind: str) -> type[TaskSource]:
@@ -73,6 +81,8 @@ def source_kind(name: str, kind: str) -> type[TaskSource]:
     found = getattr(_module(name, place), attribute, None)
     if not (isinstance(found, type) and issubclass(found, TaskSource)):
         raise UserError(f"sources.{name}: kind: {kind!r} is no class made from TaskSource; name one after the colon")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise UserError(f"sources.{name}: kind: {kind!r} lacks {', '.join(missing)}; write what is missing")
     return found
 
 
@@ -87,5 +97,13 @@ def _module(name: str, place: str) -> Any:
         sys.modules[spec.name] = module  # dataclasses and pydantic look their module up
         spec.loader.exec_module(module)
         return module
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UserError(f"sources.{name}: kind: cannot import {place!r}: {error}; check the name") from None
+    except Exception as error:  # it is code of others, which runs when it is imported
+        raise UserError(
+            f"sources.{name}: kind: cannot import {place!r}: {_line(error)}; check the name and what the file imports"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """What went wrong, by its class too where that is not about names and files."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ImportError | OSError | SyntaxError) else f"{type(error).__name__}: {text}"

@@ -194,16 +194,14 @@ def test_many_chunks_of_very_different_lengths_decode_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["sigmoid, branches", "softmax with bias"])
-def test_compiled_and_torch_steps_share_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_torch_steps_share_a_cache(name: str) -> None:
     """Short steps through the compiled kernels, long ones through torch, on the same pages."""
     library = load()
     if library.handle is None:
         pytest.skip(library.reason)
-    monkeypatch.setattr("stretto.engine.runner.MAX_NATIVE_TOKENS", 6)
     model, rng = network(name), random.Random(7)
-    engine = Runner(
-        model, num_pages=64, page_size=PAGE, device="cpu", dtype=torch.float32, routes=True, library=library
-    )
+    sizes = {"num_pages": 64, "page_size": PAGE, "device": "cpu", "dtype": torch.float32}
+    engine = Runner(model, **sizes, routes=True, library=library, max_native_tokens=6)
     made = sequences(model.config, rng, 6)
     run(engine, made, rng)
     for sequence in made:

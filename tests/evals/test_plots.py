@@ -20,7 +20,7 @@ from stretto.evals.canvas import Label, blank, colours, dress, log_ticks, place_
 from stretto.evals.maps import cost_bars, expert_load, kept_grid
 from stretto.evals.pareto import pareto_front
 from stretto.evals.plots import loss_against_compute, training_curves
-from stretto.evals.report import to_png
+from stretto.evals.page import to_png
 from stretto.evals.report_data import Control, Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
 
 FULL = Size("full", "4 layers", 1_000, 600, 2_000, 64, nll=3.0)
