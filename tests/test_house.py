@@ -27,6 +27,11 @@ MAX_FUNCTION_LINES = 60
 # Every exception has a limit of its own and a reason; one that is no longer needed fails.
 LONG_FILES: dict[str, tuple[int, str]] = {}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
+# Where an import of our own may hide in a function, besides apps; each with the reason.
+LATE_IMPORTS = {
+    "stretto/rl/factories.py": "torch is imported where a role lives, not where it is described",
+    "stretto/runtime/open.py": "Ray is an extra",
+}
 
 SOURCES = sorted(path for folder in ("stretto", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
 PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "stretto")]
@@ -150,16 +155,16 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 def test_no_import_of_our_own_hides_in_a_function() -> None:
     # Apps may: they keep torch out of `stretto --help`. Elsewhere it would hide an import that goes up.
-    hidden = [
-        f"{name_of(path)}:{node.lineno}"
+    hidden = {
+        name_of(path)
         for path in PACKAGE
         if not path.is_relative_to(ROOT / "stretto/apps")
         for function in ast.walk(parse(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "stretto")
-    ]
-    assert hidden == []
+    }
+    assert hidden == set(LATE_IMPORTS)
 
 
 def test_light_modules_do_not_import_torch() -> None:

@@ -179,6 +179,11 @@ def export(
 @app.command()
 def report(run: RunFolder) -> None:
     """Draw what a run found: report.html and pictures."""
+    from stretto.apps.rl_report import is_rl_run, rl_report_command
+
+    if is_rl_run(run):
+        _say(f"report: {rl_report_command(run)}")
+        return
     from stretto.apps.report import report_command
 
     _say(f"report: {report_command(run)}")
@@ -214,7 +219,7 @@ for command in (rl, top, serve, chat, generate, bench_serve):
 def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, Ctrl-C becomes 130."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
@@ -230,6 +235,9 @@ def main() -> None:
         if show is not None:
             show()
         sys.exit(int(error.exit_code))
+    if code == 130:
+        _fail("interrupted; a training run goes on with --resume", 130)
+    sys.exit(code or 0)
 
 
 def _with_steps(settings: list[str], steps: int | None) -> list[str]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import rich
 
+from stretto.apps.rl_report import rl_report_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
+from stretto.rl.folder import has_begun, start_of
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import Job, Result, run_rl
 
@@ -33,7 +35,9 @@ def rl_command(
     console = rich.get_console()
     if resume and not folder.is_dir():
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
-    start = checkpoint_folder(model) if model is not None else made_start(recipe, folder)
+    has_begun(folder, resume)
+    start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
+    start = start or made_start(recipe, folder)
     chosen = _device(device)
     with progress("rl", recipe.train.steps) as advance:
         result = run_rl(
@@ -44,6 +48,7 @@ def rl_command(
         f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )
+    console.print(f"report: {rl_report_command(folder)}")
     return result
 
 

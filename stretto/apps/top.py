@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import rich
+from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -13,27 +14,41 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.rl.status import RunStatus, read_status
+from stretto.rl.status import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
+WIDTH = 80
+"""Columns that the screen is made for; more of them give the curve and the notes more room."""
 _OLD_S = 10.0
 """Without a new status for so long, the run is taken for dead."""
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = (
+_A_ROW = 3
+_ROLE_WIDTH = 20
+SHOWN = (
     ("reward", "reward/mean"),
-    ("held-out reward", "eval/reward"),
-    ("staleness, mean", "staleness/mean"),
-    ("staleness, max", "staleness/max"),
-    ("mismatch K3", "mismatch/same_k3_mean"),
-    ("effective samples", "policy/ess"),
-    ("clipped", "policy/clip_fraction"),
+    ("held-out", "eval/reward"),
     ("entropy", "policy/entropy"),
-    ("trainer waits", "wait/trainer_share"),
+    ("staleness", "staleness/mean"),
+    ("oldest", "staleness/max"),
+    ("flips", "routes/flips"),
+    ("K3 same", "mismatch/same_k3_mean"),
+    ("K3 stale", "mismatch/stale_k3_mean"),
+    ("ESS", "policy/ess"),
+    ("clipped", "policy/clip_fraction"),
+    ("corrected", "policy/correction_fraction"),
+    ("truncated", "samples/truncated"),
     ("tokens/s", "speed/tokens_per_s"),
     ("samples/s", "speed/samples_per_s"),
-    ("tokens a sample", "samples/tokens_mean"),
+    ("step s", "time/wall_s"),
+    ("trainer idle", "bubble/trainer"),
+    ("verifiers idle", "bubble/rewards"),
+    ("verdict p95 s", "reward/latency_p95_s"),
 )
-"""Heading and scalar, as far as the run logs it."""
+"""Heading and scalar, three a row, as far as the run logs it."""
+_ALIVE = ("in_flight", "ready", "training", "free_slots", "engine_lag")
+_ENDED = ("trained", "filtered", "stale", "failed", "cancelled", "expired", "late", "failed_attempts")
+_SHARES = ("bubble/", "routes/flips", "policy/clip_fraction", "policy/correction_fraction", "samples/truncated")
+_BAD = ("stale", "failed", "expired", "late", "failed_attempts")
 
 
 def top_command(folder: Path, once: bool = False) -> None:
@@ -44,86 +59,134 @@ def top_command(folder: Path, once: bool = False) -> None:
     """
     console = rich.get_console()
     if once or not console.is_terminal:
-        console.print(picture(folder, read_status(folder), time.time()))
+        console.print(picture(folder, read_status(folder), time.time(), console.width))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             status = read_status(folder)
-            live.update(picture(folder, status, time.time()), refresh=True)
+            live.update(picture(folder, status, time.time(), console.width), refresh=True)
             if status.state == "done":
                 break
             time.sleep(REFRESH_S)
-    console.print(picture(folder, status, time.time()))
+    console.print(picture(folder, status, time.time(), console.width))
 
 
-def picture(folder: Path, status: RunStatus, now_s: float) -> RenderableType:
-    """The whole screen."""
-    age_s = now_s - status.updated_s
-    state = status.state if status.state == "done" or age_s < _OLD_S else f"{status.state}; silent for {age_s:,.0f} s"
-    head = Table.grid(padding=(0, 2))
-    head.add_row(
-        Text(f"step {status.step:,} of {status.num_steps:,}", style="bold"),
-        ProgressBar(total=status.num_steps, completed=status.step, width=30),
-        Text(state, style="green" if status.state == "done" or age_s < _OLD_S else "red"),
-    )
-    parts: list[RenderableType] = [Panel(head, title=str(folder), title_align="left")]
-    parts.append(_groups(status))
-    parts.append(_roles(status))
-    parts.append(_numbers(status))
+def picture(folder: Path, status: RunStatus, now_s: float, width: int = WIDTH) -> RenderableType:
+    """The whole screen, ``width`` columns wide."""
+    parts: list[RenderableType] = [_head(folder, status, now_s, width)]
+    if status.rewards:
+        parts.append(_curve(status.rewards, width))
+    parts += [_numbers(status), _groups(status), _roles(status)]
     if status.waits:
-        parts.append(Panel("\n".join(status.waits), title="waiting longest", title_align="left"))
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in status.waits]
+        parts.append(Panel(Group(*lines), title="waiting longest", title_align="left", width=width, border_style="dim"))
     return Group(*parts)
 
 
-def _groups(status: RunStatus) -> Table:
-    table = Table(title="groups", title_justify="left", expand=False)
-    for name in status.counts:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row(*(f"{value:,.0f}" for value in status.counts.values()))
-    return table
+def _head(folder: Path, status: RunStatus, now_s: float, width: int) -> Panel:
+    age_s = now_s - status.updated_s
+    is_fresh = status.state == "done" or age_s < _OLD_S
+    state = status.state if is_fresh else f"{status.state}; silent for {age_s:,.0f} s"
+    style = "red" if not is_fresh else "green" if status.state in ("done", "training") else "yellow"
+    head = Table.grid(padding=(0, 2), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(overflow="fold", justify="right", max_width=width // 2)
+    head.add_row(
+        Text(f"step {status.step:,} of {status.num_steps:,}", style="bold"),
+        ProgressBar(total=status.num_steps, completed=status.step),
+        Text(state, style=style),
+    )
+    return Panel(head, title=Text(str(folder)), title_align="left", width=width, border_style="dim")
 
 
-def _roles(status: RunStatus) -> Table:
-    table = Table("role", "state", title="roles", title_justify="left")
-    for heading in ("in hand", "waiting", "restarts"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for row in status.roles:
-        style = "" if row.state == "alive" else "red"
-        table.add_row(
-            row.name,
-            Text(row.state, style=style),
-            f"{row.load:,.0f}",
-            f"{row.waiting:,.0f}",
-            str(row.restarts),
-            row.note,
-        )
-    return table
+def _curve(rewards: list[float], width: int) -> Text:
+    """The reward of the whole run so far, with its least and its greatest bar."""
+    label = "reward by step "
+    means = binned(rewards, width - len(label) - 18)
+    bars = sparkline(means, len(means))
+    line = Text(label, style="dim", no_wrap=True)
+    line.append(bars, style="cyan")
+    return line.append(f"  {_short(min(means))} to {_short(max(means))}", style="dim")
 
 
 def _numbers(status: RunStatus) -> Table:
-    grid = Table.grid(padding=(0, 3))
-    cells = [
-        f"{heading} [bold]{_short(status.metrics[name])}[/bold]" for heading, name in _SHOWN if name in status.metrics
-    ]
-    for start in range(0, len(cells), 4):
-        grid.add_row(*cells[start : start + 4])
-    if status.rewards:
-        grid.add_row(f"reward by step  {sparkline(status.rewards, 60)}")
+    grid = Table.grid(padding=(0, 0, 0, 1), expand=False)
+    for _ in range(_A_ROW):
+        grid.add_column(style="dim", min_width=14, no_wrap=True)
+        grid.add_column(style="bold", min_width=11, no_wrap=True)
+    for start in range(0, len(SHOWN), _A_ROW):
+        row = SHOWN[start : start + _A_ROW]
+        if any(name in status.metrics for _, name in row):
+            grid.add_row(*(text for heading, name in row for text in (heading, _value(status, name))))
     return grid
+
+
+def _value(status: RunStatus, name: str) -> str:
+    if name not in status.metrics:
+        return "–"
+    value = status.metrics[name]
+    return f"{value:.1%}" if name.startswith(_SHARES) else _short(value)
+
+
+def _groups(status: RunStatus) -> Table:
+    """Two lines: where groups are, and how they ended; endings that did not happen are left out."""
+    grid = Table.grid(padding=(0, 0, 0, 1))
+    grid.add_column(style="dim", min_width=14, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for heading, names, is_sparse in (("groups now", _ALIVE, False), ("groups ended", _ENDED, True)):
+        line = Text()
+        for name in names:
+            value = status.counts.get(name)
+            if value is not None and (value or not is_sparse):
+                line.append(f"{value:,.0f}", style="bold red" if name in _BAD else "bold")
+                line.append(f" {name.replace('_', ' ')}   ")
+        grid.add_row(heading, line if line.plain else Text("–"))
+    return grid
+
+
+def _roles(status: RunStatus) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, expand=False, pad_edge=True, padding=(0, 1))
+    # a note that is too long is cut off before it takes anything from the others
+    longest = max((len(row.name) for row in status.roles), default=0)
+    table.add_column("role", no_wrap=True, min_width=min(longest, _ROLE_WIDTH))
+    table.add_column("in hand", justify="right", no_wrap=True, min_width=7)
+    table.add_column("waiting", justify="right", no_wrap=True, min_width=7)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    for row in status.roles:
+        style = "" if row.state == "alive" else "red"
+        table.add_row(Text(row.name, style=style), f"{row.load:,.0f}", f"{row.waiting:,.0f}", _note(row))
+    return table
+
+
+def _note(row: RoleRow) -> Text:
+    """What is not as it should be comes first: the end may be cut off."""
+    text = Text()
+    if row.state != "alive":
+        text.append(f"{row.state}  ", style="red")
+    if row.restarts:
+        text.append(f"{row.restarts:,} restart{'' if row.restarts == 1 else 's'}  ", style="yellow")
+    return text.append(row.note, style="dim")
 
 
 def sparkline(values: list[float], width: int) -> str:
     """``values`` as bars, averaged down to at most ``width`` of them."""
-    num = min(width, len(values))
-    bins = [values[len(values) * index // num : len(values) * (index + 1) // num] for index in range(num)]
-    means = [sum(each) / len(each) for each in bins]
+    means = binned(values, width)
     low, high = min(means), max(means)
     span = high - low or 1.0
     return "".join(_BARS[min(len(_BARS) - 1, int((mean - low) / span * len(_BARS)))] for mean in means)
 
 
+def binned(values: list[float], width: int) -> list[float]:
+    """``values`` averaged down to at most ``width``, in order."""
+    num = min(max(1, width), len(values))
+    bins = [values[len(values) * index // num : len(values) * (index + 1) // num] for index in range(num)]
+    return [sum(each) / len(each) for each in bins]
+
+
 def _short(value: float) -> str:
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
     return f"{value:,.3f}".rstrip("0").rstrip(".")

@@ -6,6 +6,7 @@ recipe is refused in a fraction of a second.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,40 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
         return kind.model_validate(dict(tree))
     except ValidationError as error:
         raise UserError(_explain(error, kind, source)) from None
+
+
+def check_unchanged(
+    old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
+) -> None:
+    """Refuse to go on under another recipe than the run was started with.
+
+    Args:
+        old, new: recipes as plain data.
+        where: the run folder, for the message.
+        free: fields that may differ; one that ends with a dot stands for a whole table.
+
+    Raises:
+        UserError: naming the first field that differs.
+    """
+    before, after = _flat(old), _flat(new)
+    tables = tuple(name for name in free if name.endswith("."))
+    for field in sorted((before.keys() | after.keys()) - set(free)):
+        if before.get(field) != after.get(field) and not field.startswith(tables):
+            raise UserError(
+                f"{where}: {field}: was {before.get(field)!r} when this run started, is {after.get(field)!r} now; "
+                "change it back, or start a new run folder"
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted key; tuples as lists, as they come out of a file."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = json.loads(json.dumps(value))
+    return flat
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

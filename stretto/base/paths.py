@@ -58,6 +58,17 @@ def replacing(path: Path | str) -> Iterator[Path]:
             remove(temporary)
 
 
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """For a file that is appended to: what the system refuses becomes the user's one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
+        ) from error
+
+
 def _names_another_file(error: OSError, path: Path, temporary: Path) -> bool:
     if error.filename is None:
         return False

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stretto.base.errors import UserError
-from stretto.base.paths import remove, write_text
+from stretto.base.paths import remove, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -136,11 +136,12 @@ class Tracker:
         values |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()}
         self._spans.clear()
         row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+        with writing(self.folder):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            if self._tensorboard is not None:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(values, step=step)
         if line:
@@ -164,9 +165,10 @@ class Tracker:
             self._spans[name] += self._clock() - start
 
     def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with writing(self.folder):
+            self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -176,7 +178,8 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with suppress(*(() if error is None else (UserError,))):  # what came first is to be heard
+            self.close()
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, float]]:

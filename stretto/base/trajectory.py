@@ -98,6 +98,8 @@ class Verdict:
     """One line for people: why it was refused."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named components of the reward, for the log."""
+    latency_s: float = 0.0
+    """From asking to this verdict, queues and further tries included. Written by the agent loop."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -239,5 +239,7 @@ class EngineStats:
     num_preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    busy_s: float = 0.0
+    """Since the start, in steps. Written by `Service`; 0 for an engine without one."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Operator -> the implementation that runs it."""

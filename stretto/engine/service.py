@@ -10,8 +10,9 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -43,6 +44,7 @@ class Service:
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: dict[str, Channel] = {}  # by request id; the engine's thread alone touches it
+        self._busy_s = 0.0  # the engine's thread alone touches it, too
         self._error: EngineFailed | None = None
         self._is_accepting = True
         self._is_stopping = False
@@ -127,7 +129,7 @@ class Service:
         await self.call(lambda engine: engine.load_weights(version, state, keep_cache=keep_cache))
 
     async def stats(self) -> EngineStats:
-        return await self.call(lambda engine: engine.stats())
+        return await self.call(lambda engine: replace(engine.stats(), busy_s=self._busy_s))
 
     async def drain(self) -> None:
         """Take nothing new; return when all that was taken is finished, or the engine is dead."""
@@ -165,7 +167,9 @@ class Service:
                 while not self._is_stopping and not self._inbox.empty():
                     self._inbox.get().run()
                 if self._engine.has_work:
+                    started_s = time.perf_counter()
                     self._dispatch(self._engine.step())
+                    self._busy_s += time.perf_counter() - started_s
         except BaseException as error:  # whatever it is, those who wait must hear of it
             _log.exception("the engine has failed")
             self._fail(EngineFailed(f"the engine has failed: {type(error).__name__}: {error}"))

@@ -212,23 +212,31 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 def end_labels(axes: Axes, labels: Sequence[Label]) -> None:
     """Name curves at their right ends, outside the axes, pushed apart where they end close together."""
-    canvas = axes.figure.canvas
+    name_ends((axes, labels))
+
+
+def name_ends(*panels: tuple[Axes, Sequence[Label]]) -> None:
+    """`end_labels` of all panels of a figure, which is laid out once for them all."""
+    canvas = panels[0][0].figure.canvas
     assert isinstance(canvas, FigureCanvasAgg), canvas
     canvas.figure.draw_without_rendering()
-    frame = axes.get_window_extent(canvas.get_renderer())
     gap = 1.35 * TEXT_PT * canvas.figure.dpi / 72.0
-    ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, whatever the scale
-    for label, y in zip(labels, spread(ends, gap), strict=True):
-        axes.annotate(
-            label.text,
-            (1.0, (y - frame.y0) / frame.height),
-            xycoords="axes fraction",
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=TEXT_PT,
-            fontweight="bold" if label.bold else "normal",
-            color=label.colour,
-            parse_math=False,
-            annotation_clip=False,
-        )
+    for axes, labels in panels:
+        frame = axes.get_window_extent(canvas.get_renderer())
+        ends = [float(axes.transData.transform((label.x, label.y))[1]) for label in labels]  # pixels, on any scale
+        placed = spread(ends, gap)
+        lift = max(0.0, frame.y0 + 0.2 * gap - min(placed, default=frame.y1))  # clear of the ticks below
+        for label, y in zip(labels, placed, strict=True):
+            axes.annotate(
+                label.text,
+                (1.0, (y + lift - frame.y0) / frame.height),
+                xycoords="axes fraction",
+                xytext=(8, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=TEXT_PT,
+                fontweight="bold" if label.bold else "normal",
+                color=label.colour,
+                parse_math=False,
+                annotation_clip=False,
+            )

@@ -55,10 +55,12 @@ class Shown:
         return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
 
 
-def draw_all(pictures: Sequence[Picture[D]], data: D) -> list[Shown]:
-    """Every picture; one that lacks its data carries the reason in its place."""
+def draw_all(pictures: Sequence[Picture[D]], data: D, advance: Callable[[int], None] | None = None) -> list[Shown]:
+    """Every picture; one that lacks its data carries the reason in its place. ``advance`` is told of each."""
     found = []
     for picture in pictures:
+        if advance is not None:
+            advance(1)
         reason = picture.absent(data)
         if reason is not None:
             found.append(Shown(picture.slug, picture.heading, picture.alt, reason, None))

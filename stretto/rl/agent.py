@@ -21,8 +21,8 @@ from stretto.rl.asking import (
     GroupFailed,
     Patience,
     RewardClient,
-    Trouble,
     Troubles,
+    group_failure,
     in_thread,
 )
 from stretto.rl.buffer import GroupRef
@@ -254,7 +254,7 @@ class AgentRole:
                 runs = [crowd.create_task(loop.run()) for loop in loops]
             trajectories = tuple(run.result() for run in runs)
         except Exception as error:
-            raise _reason(error, task, attempt) from error
+            raise group_failure(error, task.ordinal, attempt) from error
         finally:
             share.leave()
             del self._open[key]
@@ -293,19 +293,3 @@ class AgentRole:
         self._verify_s += sum(each.verdict.seconds for each in trajectories)
         self._sandbox_s += sum(each.verdict.sandbox_s for each in trajectories)
         self._sandbox_s += sum(loop.sandbox_s for loop in loops)
-
-
-def _reason(error: Exception, task: Task, attempt: int) -> Exception:
-    """The one failure to report of several: a user's mistake first, then a fault of the code, then the first trouble."""
-    flat = _leaves(error)
-    users = [leaf for leaf in flat if isinstance(leaf, UserError)]
-    faults = [leaf for leaf in flat if not isinstance(leaf, Trouble)]
-    if users or faults:
-        return (users or faults)[0]
-    return GroupFailed(task.ordinal, attempt, str(flat[0]))
-
-
-def _leaves(error: Exception) -> list[Exception]:
-    if isinstance(error, ExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

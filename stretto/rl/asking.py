@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, Verdict
 
 T = TypeVar("T")
@@ -20,6 +21,10 @@ T = TypeVar("T")
 
 class Trouble(RuntimeError):  # noqa: N818 - data, not a fault
     """Something of ours did not work: a dead engine, a full queue, a deadline. Worth another try; never a reward."""
+
+
+class Unavailable(Trouble):
+    """Nobody is there to do it: an engine that died and is being started again, which takes as long as it takes."""
 
 
 class GroupFailed(RuntimeError):  # noqa: N818
@@ -33,6 +38,22 @@ class GroupFailed(RuntimeError):  # noqa: N818
 
     def __reduce__(self) -> tuple[Any, ...]:  # it crosses processes
         return GroupFailed, (self.ordinal, self.attempt, self.why)
+
+
+def group_failure(error: Exception, ordinal: int, attempt: int) -> Exception:
+    """The one failure to report of several: a user's mistake first, then a fault of the code, then the first trouble."""
+    flat = _leaves(error)
+    users = [leaf for leaf in flat if isinstance(leaf, UserError)]
+    faults = [leaf for leaf in flat if not isinstance(leaf, Trouble)]
+    if users or faults:
+        return (users or faults)[0]
+    return GroupFailed(ordinal, attempt, str(flat[0]))
+
+
+def _leaves(error: Exception) -> list[Exception]:
+    if isinstance(error, ExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +157,7 @@ class Patience:
 
     def wait_s(self, failures: int) -> float:
         """Before the attempt that follows so many failed ones."""
-        return float(min(self.most_s, self.first_s * 2 ** (failures - 1)))
+        return float(min(self.most_s, self.first_s * 2 ** min(failures - 1, 60)))  # more is no float
 
 
 @dataclass(slots=True)
@@ -156,20 +177,24 @@ async def patiently(
     troubles: Troubles,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
-    """Await ``work()`` until it succeeds.
+    """Await ``work()`` until it succeeds. Who is unavailable is waited for; it is the caller's lease that ends that.
 
     Raises:
         Trouble: that of the last attempt. Anything else passes at once.
     """
-    for failures in range(1, patience.attempts + 1):
+    failures = absences = 0
+    while True:
         try:
             return await work()
+        except Unavailable:
+            troubles.note(what)
+            absences += 1
         except Trouble as trouble:
             troubles.note(what)
+            failures += 1
             if failures == patience.attempts:
                 raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
-        await sleep(patience.wait_s(failures))
-    raise AssertionError(f"{patience.attempts} attempts at {what}")
+        await sleep(patience.wait_s(failures + absences))
 
 
 async def in_thread(work: Callable[[], T], deadline_s: float, what: str) -> T:

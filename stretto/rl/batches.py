@@ -131,10 +131,10 @@ def load_group(location: Path | str) -> Group:
             trajectories.append(Trajectory(**each, segments=tuple(segments), routes=own, verdict=verdict))
         group = Group(Task(**meta["task"]), tuple(trajectories))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; delete the newest snapshot and --resume from the one before") from None
+        raise UserError(f"{path}: no such file, and the run needs it; restore it, or start a new run folder") from None
     except (OSError, ValueError, KeyError, TypeError, EOFError, AssertionError, BadZipFile) as error:
         problem = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: not readable as a group: {problem}; delete it, then --resume") from error
+        raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder") from error
     check_routes(group, str(path))
     return group
 

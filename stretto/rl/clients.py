@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from stretto.base.trajectory import Verdict
 from stretto.rl.agent import Clients
-from stretto.rl.asking import Generated, GenerateRequest, RewardRequest, Trouble, infra
+from stretto.rl.asking import Generated, GenerateRequest, RewardRequest, Trouble, Unavailable, infra
 from stretto.runtime.pool import ElasticPool
-from stretto.runtime.runtime import Caller, Handle, RuntimeFailure
+from stretto.runtime.runtime import Caller, Handle, RoleDied, RoleError, RuntimeFailure
 
 T = TypeVar("T")
 
@@ -101,5 +101,8 @@ async def _attributed(work: Awaitable[T]) -> T:
     """What the runtime reports as its own or the role's failure is trouble to an agent; a `UserError` passes."""
     try:
         return await work
+    except RoleDied as died:
+        raise Unavailable(str(died)) from died
     except RuntimeFailure as failure:
-        raise Trouble(str(failure)) from failure
+        is_absent = isinstance(failure, RoleError) and failure.kind == Unavailable.__name__
+        raise (Unavailable if is_absent else Trouble)(str(failure)) from failure

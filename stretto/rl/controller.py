@@ -2,14 +2,11 @@
 
 The driver calls, in any order that events come in:
 
-    controller.admit()                    hand these out now; after every other call, and when a lease may have run out
-    controller.group_ready(ref)           an attempt has stored its group
-    controller.group_failed(…)            an attempt came to nothing
-    controller.next_batch()               while the trainer has room
-    controller.trained(step)              the step is done: its groups' slots are free
+    controller.admit()                                         hand these out now; after every other call, and when a lease may have run out
+    controller.group_ready(ref), controller.group_failed(…)    an attempt has stored its group, or came to nothing
+    controller.next_batch(), controller.trained(step)          while the trainer has room; the step is done
     controller.published(version), controller.engine_active(engine, version), controller.engine_gone(engine)
-    controller.checkpoint_cut()           into the trainer's snapshot of the same version
-    controller.covered(cut)               all snapshots older than the one with this cut are gone
+    controller.checkpoint_cut(), controller.covered(cut)       into a snapshot; all older ones are gone
 
 Nothing here waits, and time comes from ``clock`` alone, so that simulated schedules test it.
 """
@@ -46,8 +43,7 @@ class Controller:
         self.limits = limits
         self.version = version
         self.published_version = version
-        self.max_staleness = 0
-        """Largest among all groups trained."""
+        self.max_staleness = 0  # largest among all groups trained
         self._gate = Gate(limits.prompts, limits.staleness, limits.window)
         self._task_of = task_of
         self._ledger = ledger
@@ -61,6 +57,8 @@ class Controller:
         self._engine_floor = 0
         self._unneeded: list[str] = []
         self._events: Counter[str] = Counter()
+        self.discarded: Counter[str] = Counter()
+        """Sampled tokens not trained on, by an ending's name or ``late``."""
 
     @classmethod
     def start(
@@ -137,6 +135,7 @@ class Controller:
             self._events["late"] += 1
             if ref.location not in self._ledger.kept_locations():
                 self._unneeded.append(ref.location)
+                self.discarded["late"] += ref.num_tokens
             return False
         self._ledger.ready(ref)
         self._buffer.put(ref)
@@ -213,12 +212,19 @@ class Controller:
         """Locations of all groups that one of them may read; what else a kill has left behind may be deleted."""
         return self._ledger.kept_locations()
 
+    def unfinished(self) -> set[int]:
+        """Ordinals alive that are not stored yet: agents go on with their token logs."""
+        return {entry.ordinal for entry in self._ledger.alive.values() if entry.ref is None}
+
     def finish(self) -> None:
-        """The run is over: what is alive ends as cancelled, and the journal is closed."""
+        """The run is over: what is alive ends as cancelled, and the controller is closed."""
         self._ledger.batches.clear()
         for ordinal in list(self._ledger.alive):
             self._ledger.ended(ordinal, Ending.CANCELLED)
         self._buffer = Buffer()
+        self.close()
+
+    def close(self) -> None:
         self._ledger.journal.close()
 
     def waits_for(self) -> list[int]:
@@ -289,5 +295,6 @@ class Controller:
         ref = self._ledger.alive[ordinal].ref
         if ref is not None:
             self._unneeded.append(ref.location)
+            self.discarded[ending.value] += ref.num_tokens
         self._ledger.ended(ordinal, ending, why)
         self._buffer.drop(ordinal)

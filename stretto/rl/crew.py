@@ -48,7 +48,7 @@ class Share:
         except Trouble as trouble:
             if self.place == place:
                 self._move(crew.choose(first=place + 1, avoid=place))
-            raise Trouble(f"{crew.engines[place].name}: {trouble}") from trouble
+            raise type(trouble)(f"{crew.engines[place].name}: {trouble}") from trouble
         crew.engine_s += time.perf_counter() - started_s
         crew.queued_s += done.queued_s
         crew.tokens_sampled += len(done.tokens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import WeightVersion
+from stretto.base.trajectory import Ending, WeightVersion
 from stretto.rl.batches import discard
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
@@ -26,14 +26,14 @@ from stretto.rl.measures import StepReport
 from stretto.rl.roles import Roles
 from stretto.rl.trace import Span, Trace
 from stretto.rl.watchdog import Watchdog
-from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, RoleError, Runtime, RuntimeFailure
 
 _CALL_SLACK_S = 10.0
 """Between a group's lease and the deadline of the call that carries it."""
 _GUARD_S = 0.2
 """Between two looks at what may have died or run out."""
-_MOST_UNIFORM = 64
-"""Batches' worth of groups with equal rewards, without a step between them, after which the task is hopeless."""
+_MOST_UNIFORM, _MOST_FAILED = 64, 2
+"""Batches' worth of groups with equal rewards, or given up, without a step between them, after which the run is hopeless."""
 TRACE_HINT = "`stretto top`"
 
 
@@ -97,6 +97,10 @@ class Driver:
         self._waits = Waits()
         self._num_uniform = 0
         """Groups with equal rewards since the last step."""
+        self._failed_before = 0
+        """Groups given up until the last step."""
+        self._last_loss = ""
+        """Why the last attempt at a group came to nothing, since the last step."""
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=plan.keep_snapshots)
 
     async def __aenter__(self) -> Self:
@@ -169,7 +173,7 @@ class Driver:
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
             report: StepReport = await self._call_trainer("step", refs, step)
         self._controller.trained(step)
-        self._num_uniform = 0
+        self._num_uniform, self._failed_before, self._last_loss = 0, self._num_failed, ""
         with self._trace.span("trainer", "publish", version=step + 1):
             self._fleet.publish(await self._call_trainer("publish"))
         self._waits.step_s += time.perf_counter() - started_s
@@ -221,14 +225,31 @@ class Driver:
         except UserError as error:
             self._fail(error)
         except RoleDied as died:
-            self._controller.group_failed(task.ordinal, attempt, str(died), counts=False)
+            self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
-            self._controller.group_failed(task.ordinal, attempt, str(failure))
+            self._lose(handout, failure.message if isinstance(failure, RoleError) else str(failure))
         except Exception as error:  # ours, not a role's: nothing would wait for it otherwise
             self._fail(error)
         finally:
             self._watchdog.done("agents", task.ordinal)
         self._changed.set()
+
+    def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
+        """An attempt came to nothing. Where that is the rule, the run would ask for ever."""
+        self._last_loss = why
+        self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
+        num_failed = self._num_failed - self._failed_before
+        if num_failed > _MOST_FAILED * self._plan.prompts:
+            self._fail(
+                UserError(
+                    f"sources: {num_failed} groups without a step between them were given up, the last one because of "
+                    f"{why}; mend that, then continue with --resume"
+                )
+            )
+
+    @property
+    def _num_failed(self) -> int:
+        return int(self._controller.counts()[Ending.FAILED.value])
 
     def _check_hope(self, ref: GroupRef) -> None:
         """A policy that never or always succeeds learns nothing, and would be asked for ever."""
@@ -256,10 +277,20 @@ class Driver:
                 await self._roles.mend()
                 stuck = self._watchdog.report()
                 if stuck is not None:
-                    raise UserError(f"run: {stuck}; see {TRACE_HINT}, then continue with --resume")
+                    raise UserError(await self._stuck(stuck))
             except Exception as error:
                 self._fail(error)
             self._changed.set()
+
+    async def _stuck(self, report: str) -> str:
+        """One line: who waits for whom, which sample waits longest, and what went wrong last."""
+        waits = await self._roles.waits()
+        longest = "".join(
+            f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
+            for wait in waits[:1]
+        )
+        last = f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
+        return f"run: {report}{longest}{last}; see {TRACE_HINT}, then continue with --resume"
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

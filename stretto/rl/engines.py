@@ -18,7 +18,12 @@ NO_WEIGHTS = -1
 def open_rollout_engine(
     start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
 ) -> Engine:
-    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated."""
+    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
+
+    What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
+    that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
+    staleness repeats itself, whatever came in which order.
+    """
     torch.set_num_threads(rollout.threads)
     config = EngineConfig(
         cache_bytes=rollout.cache_bytes,
@@ -26,7 +31,10 @@ def open_rollout_engine(
         max_step_tokens=max(1024, rollout.max_batch),
         precision=precision.rollout,
         batch_invariant=precision.batch_invariant,
+        compiled_prefill=True,
     )
-    opened = open_engine(start, config, device=device, with_tokenizer=False, routes=routes)
+    # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
+    dtype = torch.float32 if precision.rollout == "fp32" else None
+    opened = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes)
     opened.engine.weight_version = NO_WEIGHTS
     return opened.engine

@@ -81,7 +81,10 @@ class Journal:
         self._file = self._open()
 
     def close(self) -> None:
-        os.close(self._file)
+        """Closing twice is nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from stretto.base.track import Tracker, read_metrics
+from stretto.base.errors import UserError
+from stretto.base.track import METRICS_FILE, Tracker, read_metrics
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
 from stretto.rl.driver import Waits
+from stretto.rl.gauges import Counts, Gauges, Told
 from stretto.rl.measures import StepReport
 from stretto.rl.prompts import Prompts
 from stretto.rl.recipe import RlRecipe
@@ -49,7 +52,11 @@ class Logbook:
         self._rewards: list[float] = []
         self._shown_steps = 0
         self._window_s = time.perf_counter()
-        self._busy_s: dict[str, float] = {}
+        self._busy = Counts()  # of the trace, which lasts as long as this
+        self._counts = Counts()  # of an attempt's roles and controller
+        self._gauges = Gauges(self._window_s)
+        self._new_roles = 0
+        self._undone = 0
         self._state = "starting"
         self._held_out: dict[int, float] = {}
         self._evaluation: asyncio.Task[None] | None = None
@@ -65,10 +72,14 @@ class Logbook:
 
     def begins(self, roles: Roles, controller: Controller, trace: Trace) -> None:
         """An attempt starts where ``controller`` stands; what was logged of later steps is dropped."""
+        is_first = self._tracker is None
         self._roles, self._controller, self._trace = roles, controller, trace
         first = controller.version
         if self._tracker is not None:
             self._tracker.close()
+        if not is_first or self._resumes:
+            self._new_roles += 1  # the trainer at least
+            self._undone += max(0, self._last_logged() - first)
         self._tracker = Tracker(
             self._folder,
             first_step=first + 1 if first else 0,
@@ -82,6 +93,13 @@ class Logbook:
         self._shown_steps = first
         self._state = "training"
         self._window_s = time.perf_counter()
+        self._gauges, self._counts = Gauges(self._window_s), Counts()
+        self._counts.grown("filtered", controller.counts()["filtered"])
+
+    def _last_logged(self) -> int:
+        """The last step that an earlier attempt has logged; 0 where it came to none."""
+        path = self._folder / METRICS_FILE
+        return max((int(row["step"]) for row in read_metrics(self._folder)), default=0) if path.is_file() else 0
 
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
         """Log a step that is done."""
@@ -89,8 +107,7 @@ class Logbook:
         assert self._roles is not None
         now_s = time.perf_counter()
         wall_s, self._window_s = max(1e-9, now_s - self._window_s), now_s
-        busy_s = {name: seconds - self._busy_s.get(name, 0.0) for name, seconds in self._trace.busy_s.items()}
-        self._busy_s = dict(self._trace.busy_s)
+        busy_s = {name: self._busy.grown(name, seconds) for name, seconds in self._trace.busy_s.items()}
         scalars = dict(report.scalars)
         scalars |= {f"groups/{name}": value for name, value in self._controller.counts().items()}
         scalars |= self._roles.pool_scalars()
@@ -98,11 +115,13 @@ class Logbook:
         scalars |= {
             "wait/trainer_s": waits.trainer_s,
             "wait/trainer_share": waits.trainer_s / wall_s,
+            "bubble/trainer": waits.trainer_s / wall_s,
             "time/activate_s": waits.activate_s,
             "time/wall_s": wall_s,
             "speed/tokens_per_s": report.num_tokens / wall_s,
             "speed/samples_per_s": report.num_samples / wall_s,
         }
+        scalars |= self._gauges.scalars() | self._losses(len(refs), scalars["reward/uniform_groups"])
         bytes_, tokens = (sum(float(ref.extra.get(name, 0)) for ref in refs) for name in ("routes_bytes", "positions"))
         if bytes_ and tokens:
             scalars["routes/bytes_per_token"] = bytes_ / tokens
@@ -112,9 +131,29 @@ class Logbook:
         self._advance(report.step - self._shown_steps, f"reward {scalars['reward/mean']:.3f}")
         self._shown_steps = report.step
 
+    def _losses(self, num_trained: int, trained_uniform: float) -> dict[str, float]:
+        """Since the last step: what was thrown away, and what had to be done again."""
+        assert self._controller is not None and self._roles is not None
+        grown = self._counts.grown
+        filtered = grown("filtered", self._controller.counts()["filtered"])
+        restarts = self._new_roles + grown("restarts", self._roles.num_restarts())
+        undone, self._new_roles, self._undone = self._undone, 0, 0
+        return {
+            "groups/uniform_share": (filtered + trained_uniform * num_trained) / (filtered + num_trained),
+            "failures/restarts": restarts,
+            "failures/steps_undone": undone,
+            **{
+                f"discarded/{why}_tokens": grown(f"discarded {why}", num)
+                for why, num in self._controller.discarded.items()
+            },
+        }
+
     async def evaluate(self, prompts: Prompts, step: int) -> None:
         """Log the mean reward on held-out problems, one sample each at the run's temperature."""
         assert self._roles is not None and self._tracker is not None
+        beside = self._evaluation
+        if beside is not None and beside is not asyncio.current_task():
+            await beside  # of the same problems
         num, rollout = self._recipe.train.eval_prompts, self._recipe.rollout
         tasks = [prompts.held_out(number) for number in range(num)]
         groups = await self._roles.evaluate(tasks, rollout.temperature, self._recipe.failures.lease_s)
@@ -127,22 +166,45 @@ class Logbook:
     def evaluate_beside(self, prompts: Prompts, step: int) -> None:
         """`evaluate` while the run goes on, unless the last one is still under way."""
         if self._evaluation is None or self._evaluation.done():
-            self._evaluation = asyncio.create_task(self.evaluate(prompts, step))
+            self._evaluation = asyncio.create_task(self._evaluate_beside(prompts, step))
 
-    async def watch(self) -> None:
-        """Replace the status file once a second, for ever."""
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """The status file is replaced once a second; at the end it says how the attempt went."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        except BaseException as error:
+            was_told = isinstance(error, asyncio.CancelledError)
+            await self._end(watch, "interrupted" if was_told else str(error) or type(error).__name__)
+            with suppress(UserError):  # the disk is full, maybe: what ended the attempt is to be heard
+                await self._write_status()
+            raise
+        await self._end(watch, "done")
+        await self._write_status()
+
+    async def _end(self, watch: asyncio.Task[None], state: str) -> None:
+        tasks = [watch] + ([] if self._evaluation is None else [self._evaluation])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._evaluation = None
+        self._state = state
+
+    async def _watch(self) -> None:
         while True:
-            await self._write_status()
+            try:
+                await self._write_status()
+            except UserError as error:
+                self._say(f"{error}")  # a run that nobody can watch is a run all the same
+                return
             await asyncio.sleep(STATUS_EVERY_S)
 
-    async def ends(self, state: str) -> None:
-        """The attempt is over."""
-        if self._evaluation is not None:
-            self._evaluation.cancel()
-            await asyncio.gather(self._evaluation, return_exceptions=True)
-            self._evaluation = None
-        self._state = state
-        await self._write_status()
+    async def _evaluate_beside(self, prompts: Prompts, step: int) -> None:
+        try:
+            await self.evaluate(prompts, step)
+        except UserError as error:
+            self._say(f"step {step:>5,}  held-out reward not measured: {error}")
 
     async def _write_status(self) -> None:
         assert self._roles is not None and self._controller is not None
@@ -166,13 +228,18 @@ class Logbook:
     async def _rows(self) -> list[RoleRow]:
         assert self._roles is not None
         rows = [self._roles.row(self._roles.trainer, 0, 0, note=self._trainer_note())]
-        for name, stats in (await self._roles.engine_stats()).items():
+        engines, agents, rewards = await asyncio.gather(
+            self._roles.engine_stats(), self._roles.agent_stats(), self._roles.reward_stats()
+        )
+        by_agent, by_reward = ({handle.name: stats for handle, stats in told} for told in (agents, rewards))
+        self._gauges.tell(Told(time.perf_counter(), engines, by_agent, by_reward))
+        for name, stats in engines.items():
             note = f"version {stats.weight_version}, {stats.num_free_pages:,} of {stats.num_pages:,} pages free"
             rows.append(self._roles.row(self._roles.engines[name], stats.num_running, stats.num_waiting, note))
-        for handle, agent in await self._roles.agent_stats():
+        for handle, agent in agents:
             rows.append(self._roles.row(handle, agent.num_samples, 0, f"{agent.groups_finished:,} groups"))
         rows += self._roles.pool_rows()
-        for handle, reward in await self._roles.reward_stats():
+        for handle, reward in rewards:
             counts = ", ".join(f"{num:,} {name}" for name, num in sorted(reward.outcomes.items()))
             rows.append(self._roles.row(handle, reward.num_waiting, reward.num_waiting - reward.num_judged, counts))
         return rows
@@ -188,4 +255,4 @@ class Logbook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._tracker is not None:
-            self._tracker.close()
+            self._tracker.__exit__(kind, error, trace)

@@ -77,6 +77,7 @@ def samples(groups: Sequence[Group]) -> dict[str, float]:
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([each.verdict.reward for each in flat])
     lengths = np.array([each.num_sampled for each in flat])
+    latencies_s = np.array([each.verdict.latency_s for each in flat])
     spreads = [np.ptp([each.verdict.reward for each in group.trajectories]) for group in groups]
     by_source: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, list[float]] = defaultdict(list)
@@ -90,7 +91,10 @@ def samples(groups: Sequence[Group]) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/ok": float(np.mean([each.verdict.outcome is Outcome.OK for each in flat])),
         "reward/uniform_groups": float(np.mean([spread == 0 for spread in spreads])),
+        "reward/latency_p50_s": float(np.quantile(latencies_s, 0.5)),
+        "reward/latency_p95_s": float(np.quantile(latencies_s, 0.95)),
         "samples/tokens_mean": float(lengths.mean()),
+        "samples/tokens_p95": float(np.quantile(lengths, 0.95)),
         "samples/tokens_max": float(lengths.max()),
         "samples/truncated": float(np.mean([each.finish_reason == "length" for each in flat])),
         "samples/turns_mean": float(np.mean([each.num_turns for each in flat])),

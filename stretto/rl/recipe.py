@@ -12,6 +12,10 @@ from stretto.optim.schedule import OptimConfig
 from stretto.rl.loss import LossConfig
 
 Precision = Literal["fp32", "bf16", "fp8"]
+SNAPSHOTS, WEIGHTS = "snapshots", "weights"
+"""Folders of a run."""
+LAYOUT = ("runtime.", "failures.", "sandbox.")
+"""Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""
 
 
 class SourceConfig(Config):
@@ -176,6 +180,12 @@ class RlRecipe(Config):
         if self.rollout.max_tokens >= self.train.seq_len:
             raise ValueError(
                 f"rollout.max_tokens {self.rollout.max_tokens} leaves no room for a prompt in train.seq_len {self.train.seq_len}"
+            )
+        widest = self.staleness * self.train.prompts + 1
+        if self.window is not None and self.window > widest:
+            raise ValueError(
+                f"window {self.window} with staleness {self.staleness} and {self.train.prompts} prompts a step leaves too "
+                f"few groups for a step; set at most {widest}"
             )
         if self.replay == "r2" and self.loss.proximal != "recompute":
             raise ValueError(

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Task, WeightVersion
 from stretto.rl.agent import AgentStats, Wait
-from stretto.rl.factories import Factories
-from stretto.rl.recipe import PoolConfig, RlRecipe
 from stretto.rl.reward import RewardStats
 from stretto.rl.status import RoleRow
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import (
     DeadlinePassed,
     Handle,
-    Placement,
     RoleDied,
     RoleError,
     RoleState,
     Runtime,
     RuntimeFailure,
 )
-from stretto.runtime.sizing import Limits
 
 _ASK_S = 10.0
 """For a role to say how it is."""
@@ -34,9 +29,6 @@ _LOAD_S = 120.0
 """For an engine to fetch and take over new weights."""
 _EVALUATIONS, _PAUSE_S = 5, 0.2
 """Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
-_AGENT_GROUPS = 64
-"""Groups of one isolated agent, unless the largest pool could not hold all of the run's then: what keeps a core busy
-with small models' tokens. More than that and there should be another agent."""
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again
@@ -45,7 +37,7 @@ class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """All roles of one attempt. Made by `hired`."""
+    """All roles of one attempt. Made by `stretto.rl.hiring.hired`."""
 
     runtime: Runtime
     trainer: Handle
@@ -67,6 +59,13 @@ class Roles:
 
     def restarts(self, engine: str) -> int:
         return self.runtime.status(self.engines[engine]).restarts
+
+    def num_restarts(self) -> int:
+        """Of all roles of this attempt, so far."""
+        alone = (self.trainer, *self.engines.values(), *self.fixed_rewards)
+        return sum(self.runtime.status(handle).restarts for handle in alone) + sum(
+            pool.stats().num_replaced for pool in self.pools
+        )
 
     async def activate(self, engine: str, weights: WeightVersion) -> None:
         await self.runtime.call(self.engines[engine], "activate", weights, deadline_s=_LOAD_S)
@@ -118,8 +117,9 @@ class Roles:
                     return group
                 except RuntimeFailure as failure:
                     if failures == _EVALUATIONS:
+                        what = failure.message if isinstance(failure, RoleError) else failure
                         raise UserError(
-                            f"evaluation: {failure} ({failures} tries); continue with --resume"
+                            f"evaluation: {what} ({failures} tries); mend that, then continue with --resume"
                         ) from failure
                 await asyncio.sleep(_PAUSE_S * failures)
             raise AssertionError(f"{_EVALUATIONS} tries")
@@ -128,7 +128,7 @@ class Roles:
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """Delete the token logs of groups that are stored, or have ended."""
-        agents = self.agents.handles()
+        agents = [agent for agent in self.agents.handles() if self._is_alive(agent)]
         if ordinals and agents:
             self.runtime.cast(agents[0], "forget", tuple(ordinals))
 
@@ -245,99 +245,3 @@ class Roles:
             await self.runtime.restart(handle)
         except RuntimeFailure as failure:
             raise UserError(f"{handle.name}: cannot be started again: {failure}; continue with --resume") from failure
-
-
-@asynccontextmanager
-async def hired(
-    runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int], start_s: float
-) -> AsyncIterator[Roles]:
-    """All roles of an attempt; at the end its pools are closed, and the other roles are left to the runtime.
-
-    Args:
-        at_once: answers of each source that one verifier judges at once.
-
-    Raises:
-        UserError: a role refused to start. RuntimeFailure: it died, or hangs.
-    """
-    config = recipe.runtime
-    is_together = config.kind == "local" and not config.isolate
-    place = Placement.THREAD if is_together else Placement.PROCESS
-    options: dict[str, Any] = {"restarts": recipe.failures.restarts, "deadline_s": start_s}
-    rewards = _reward_pools(runtime, factories, config.rewards, at_once, start_s) if is_together else {}
-    num_fixed = 0 if is_together else config.rewards.max
-    verifier = factories.reward(tuple(at_once))
-    async with AsyncExitStack() as stack:
-        # the trainer is not restarted alone: its weights and the ledger go back to a snapshot together
-        trainer, engines, fixed, _ = await _together(
-            runtime.spawn(factories.trainer, name="trainer", placement=place, deadline_s=start_s),
-            _together(
-                *(
-                    runtime.spawn(factory, name=f"engine-{number}", placement=place, **options)
-                    for number, factory in enumerate(factories.engines)
-                )
-            ),
-            _together(
-                *(
-                    runtime.spawn(verifier, name=f"reward-{number}", placement=Placement.PROCESS, **options)
-                    for number in range(num_fixed)
-                )
-            ),
-            _together(*(stack.enter_async_context(pool) for pool in rewards.values())),
-        )
-        by_source = {source: rewards[_pool_name(num)] for source, num in at_once.items()} if is_together else None
-        agent = factories.agent(tuple(engines), tuple(fixed) if by_source is None else by_source)
-        agents = ElasticPool(
-            runtime,
-            agent,
-            name="agent",
-            placement=Placement.ASYNC if is_together else Placement.PROCESS,
-            limits=_agent_limits(recipe, is_together),
-            deadline_s=start_s,
-            drain_s=recipe.failures.lease_s,
-            hangs_whole=True,
-        )
-        await stack.enter_async_context(agents)
-        yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, tuple(fixed))
-
-
-def _reward_pools(
-    runtime: Runtime, factories: Factories, config: PoolConfig, at_once: Mapping[str, int], start_s: float
-) -> dict[str, ElasticPool]:
-    """By name; sources of which as many are judged at once share one."""
-    return {
-        _pool_name(num): ElasticPool(
-            runtime,
-            factories.reward([source for source, each in at_once.items() if each == num]),
-            name=_pool_name(num),
-            placement=Placement.PROCESS,
-            limits=Limits(min=config.min, max=config.max, utilisation=config.utilisation, slots=num),
-            deadline_s=start_s,
-            hangs_whole=True,
-        )
-        for num in sorted(set(at_once.values()))
-    }
-
-
-def _pool_name(at_once: int) -> str:
-    return "reward" if at_once == 1 else f"reward-x{at_once}"
-
-
-def _agent_limits(recipe: RlRecipe, is_together: bool) -> Limits:
-    config = recipe.runtime.agents
-    most = (recipe.staleness + 1) * recipe.train.prompts + recipe.train.eval_prompts
-    if is_together:
-        return Limits(min=1, max=1, slots=most)
-    slots = max(_AGENT_GROUPS, -(-most // config.max))
-    return Limits(min=config.min, max=config.max, utilisation=config.utilisation, slots=slots)
-
-
-async def _together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All results, in order. The first failure ends the others before it is raised."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -16,7 +16,7 @@ from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Phases, QueueFull, Request, Sampling
 from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed
-from stretto.rl.asking import Generated, GenerateRequest, Trouble
+from stretto.rl.asking import Generated, GenerateRequest, Trouble, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class EngineRole:
         """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
 
         Raises:
-            Trouble: the engine is dead, full, out of time, or its output is no number.
+            Unavailable: the engine is dead.
+            Trouble: it is full, out of time, or its output is no number.
             UserError: the request is impossible for this network.
         """
         try:
@@ -89,7 +90,9 @@ class EngineRole:
             if not deadline.expired():
                 raise
             raise Trouble(f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s") from error
-        except (EngineFailed, Closed, QueueFull) as error:
+        except (EngineFailed, Closed) as error:
+            raise Unavailable(f"{self.name}: {error}") from error
+        except QueueFull as error:
             raise Trouble(f"{self.name}: {error}") from error
 
     async def activate(self, version: WeightVersion, source: Mapping[str, Tensor] | None = None) -> Activated:

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import UserError
-from stretto.base.paths import write_json
 from stretto.base.trajectory import WeightVersion
 from stretto.rl.buffer import GroupRef
+from stretto.rl.checks import Checked, checked
 from stretto.rl.controller import Controller
-from stretto.rl.driver import Driver, Plan, TrainerLost, Waits
-from stretto.rl.factories import SourceTables, make_factories, needs_sandbox
+from stretto.rl.driver import Driver, Plan, Waits
+from stretto.rl.factories import Factories, SourceTables, make_factories, needs_sandbox
+from stretto.rl.folder import JOURNAL_FILE, claimed, remember_start, sweep, take_up
+from stretto.rl.hiring import hired
 from stretto.rl.logbook import Logbook
 from stretto.rl.measures import StepReport
-from stretto.rl.prompts import Prompts, plan_prompts
+from stretto.rl.prompts import Prompts
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.roles import Roles, hired
+from stretto.rl.roles import Roles, TrainerLost
 from stretto.rl.throttle import Limits, default_window
 from stretto.rl.trace import Trace, write_trace
 from stretto.rl.watchdog import Watchdog
 from stretto.runtime.open import open_runtime
-from stretto.runtime.runtime import Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 
-JOURNAL_FILE = "groups.jsonl"
-RECIPE_FILE = "recipe.json"
 CHECKPOINT = "checkpoint"
 _START_S = 300.0
 """For a role to be made: reading a checkpoint, starting an interpreter that imports torch."""
@@ -81,44 +81,60 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
 async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
     recipe, folder = job.recipe, job.folder
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
-    sizes, at_once = await asyncio.to_thread(_checked, tables, say)
-    prompts = plan_prompts(recipe, sizes)
-    if not job.resume and (folder / JOURNAL_FILE).exists():
-        raise UserError(
-            f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
-        )
-    write_json(folder / RECIPE_FILE, recipe.model_dump(mode="json"))
-    factories = make_factories(recipe, folder, job.start, tables, load_tokenizer(job.start), job.device)
-    runtime = await open_runtime(recipe.runtime.kind, recipe.runtime.address)
-    num_attempts, resumes = 0, job.resume
-    try:
-        with Trace(folder) as trace, Logbook(folder, recipe, job.resume, job.wandb_project, advance, say) as logbook:
-            while True:
-                num_attempts += 1
-                try:
-                    async with hired(runtime, factories, recipe, at_once, _START_S) as roles:
-                        await _attempt(job, roles, prompts, trace, logbook, resumes)
-                    break
-                except TrainerLost as lost:
-                    if num_attempts > recipe.failures.restarts:
-                        raise UserError(
-                            f"trainer: {lost}; it has died {num_attempts} times; continue with --resume"
-                        ) from lost
-                    say(f"{lost}; going on from the last snapshot")
-                    await _dismiss(runtime)
-                    resumes = True
-    finally:
-        await runtime.close()
-        if (folder / JOURNAL_FILE).exists():
-            write_trace(folder)
+    tokenizer = load_tokenizer(job.start)
+    found = await asyncio.to_thread(checked, recipe, tables, tokenizer, say)
+    with claimed(folder):
+        async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
+            resumes = take_up(recipe, folder, job.resume)
+            factories = make_factories(recipe, folder, job.start, tables, tokenizer, job.device)
+            return await _attempts(job, runtime, factories, found, resumes, advance, say)
+
+
+async def _attempts(
+    job: Job,
+    runtime: Runtime,
+    factories: Factories,
+    found: Checked,
+    resumes: bool,
+    advance: Callable[[int, str | None], None],
+    say: Callable[[str], None],
+) -> Result:
+    """As many as it takes: each ends with the run, or with the death of its trainer."""
+    recipe, folder = job.recipe, job.folder
+    num_attempts = 0
+    with Trace(folder) as trace, Logbook(folder, recipe, resumes, job.wandb_project, advance, say) as logbook:
+        while True:
+            num_attempts += 1
+            try:
+                async with hired(runtime, factories, recipe, found.at_once, _START_S) as roles:
+                    await _attempt(job, roles, found.prompts, trace, logbook, resumes)
+                break
+            except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
+                if num_attempts > recipe.failures.restarts:
+                    raise UserError(
+                        f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
+                    ) from lost
+                say(f"{lost}; going on from the last snapshot")
+                await _dismiss(runtime)
+                resumes = (folder / JOURNAL_FILE).exists()
+    write_trace(folder)
     return Result(folder / CHECKPOINT, logbook.first_reward, logbook.last_reward, num_attempts)
 
 
 async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, logbook: Logbook, resumes: bool) -> None:
     """From the last snapshot, or the start, to the recipe's last step; ends with a checkpoint."""
-    recipe, folder, runtime = job.recipe, job.folder, roles.runtime
     controller = await _controller(job, roles, prompts, resumes)
-    weights: WeightVersion = await runtime.call(roles.trainer, "publish", deadline_s=_STEP_S)
+    try:
+        await _train(job, roles, controller, prompts, trace, logbook)
+    finally:
+        controller.close()
+
+
+async def _train(
+    job: Job, roles: Roles, controller: Controller, prompts: Prompts, trace: Trace, logbook: Logbook
+) -> None:
+    recipe, folder = job.recipe, job.folder
+    weights: WeightVersion = await roles.call_trainer("publish", deadline_s=_STEP_S)
     watchdog = Watchdog(recipe.failures.stuck_s)
     logbook.begins(roles, controller, trace)
 
@@ -131,22 +147,14 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, logbo
     plan = Plan(
         train.steps, train.snapshot_every, train.keep_snapshots, train.prompts, recipe.failures.lease_s, _STEP_S
     )
-    driver = Driver(plan, runtime, roles, controller, weights, trace, watchdog, stepped)
-    watch = asyncio.create_task(logbook.watch())
-    state = "stopped"
-    try:
-        await driver.begin()
-        if controller.version == 0:
-            await logbook.evaluate(prompts, 0)
-        await driver.run()
-        await logbook.evaluate(prompts, controller.version)
-        await runtime.call(roles.trainer, "write", folder / CHECKPOINT, deadline_s=_WRITE_S)
+    async with logbook.watching():
+        async with Driver(plan, roles.runtime, roles, controller, weights, trace, watchdog, stepped) as driver:
+            if controller.version == 0:
+                await logbook.evaluate(prompts, 0)
+            await driver.run()
+            await logbook.evaluate(prompts, controller.version)
+            await roles.call_trainer("write", folder / CHECKPOINT, deadline_s=_WRITE_S)
         controller.finish()
-        state = "done"
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await logbook.ends(state)
 
 
 async def _controller(job: Job, roles: Roles, prompts: Prompts, resumes: bool) -> Controller:
@@ -167,23 +175,13 @@ async def _controller(job: Job, roles: Roles, prompts: Prompts, resumes: bool) -
     )
     journal = job.folder / JOURNAL_FILE
     if not resumes:
+        remember_start(job.folder, job.start)
         return Controller.start(limits, prompts.task, journal)
-    cut = await roles.runtime.call(roles.trainer, "resume", deadline_s=_WRITE_S)
-    return Controller.resume(limits, prompts.task, journal, cut)
-
-
-def _checked(tables: SourceTables, say: Callable[[str], None]) -> tuple[dict[str, int | None], dict[str, int]]:
-    """Validate every source, before anything is started; how many problems each has, and how many answers one worker judges at once."""
-    sources = tables()
-    try:
-        for source in sources.values():
-            source.validate()
-        say(tables.describe(sources))
-        sizes = {name: source.num_items for name, source in sources.items()}
-        return sizes, {name: source.at_once for name, source in sources.items()}
-    finally:
-        for source in sources.values():
-            source.close()
+    cut = await roles.call_trainer("resume", deadline_s=_WRITE_S)
+    controller = Controller.resume(limits, prompts.task, journal, cut)
+    remember_start(job.folder, job.start)  # the trainer has found it to be the same; it may have moved
+    await asyncio.to_thread(sweep, job.folder, controller)
+    return controller
 
 
 async def _dismiss(runtime: Runtime) -> None:

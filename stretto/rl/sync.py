@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
+from stretto.rl.agent import AgentRole, AgentSettings, Clients
+from stretto.rl.batches import store_group
 from stretto.rl.buffer import GroupRef
+from stretto.rl.engines import open_rollout_engine
+from stretto.rl.factories import SourceTables
 from stretto.rl.measures import StepReport
+from stretto.rl.prompts import plan_prompts
 from stretto.rl.recipe import RlRecipe
+from stretto.rl.reward import RewardRole
+from stretto.rl.rollout import EngineRole
 from stretto.rl.trainer import TrainerRole
+from stretto.rl.weights import fetch
+from stretto.text.tokenizer import load_tokenizer
 
 PATIENCE = 50
 """Groups dropped in one step for each that it needs, before it is given up."""
@@ -31,6 +42,39 @@ class Engine(Protocol):
     """What is needed of `stretto.rl.rollout.EngineRole`."""
 
     async def activate(self, version: WeightVersion) -> Any: ...
+
+
+async def run_plainly(
+    recipe: RlRecipe,
+    folder: Path,
+    start: Path,
+    checkpoint: Path,
+    report: Callable[[StepReport], None] = lambda report: None,
+) -> list[StepReport]:
+    """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``.
+
+    Raises:
+        UserError: as `run_synchronously`, or a role refuses to start.
+    """
+    tables = SourceTables(dict(recipe.sources), recipe.sandbox)
+    sources = tables()
+    try:
+        prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
+    finally:
+        for source in sources.values():
+            source.close()
+    opened = partial(open_rollout_engine, start, recipe.rollout, recipe.precision, recipe.replay == "r3", "cpu")
+    engine = EngineRole(opened, fetch)
+    try:
+        clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
+        settings = AgentSettings.of(recipe, folder)
+        agent = AgentRole(settings, load_tokenizer(start), tables, lambda caller: clients, store_group)
+        trainer = TrainerRole(recipe, folder, start)
+        reports = await run_synchronously(recipe, prompts.task, agent, [engine], trainer, report)
+        trainer.write(checkpoint)
+    finally:
+        engine.close()
+    return reports
 
 
 async def run_synchronously(

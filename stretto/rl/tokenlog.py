@@ -7,22 +7,17 @@ One file a sample and attempt; only its own attempt appends to it. A later attem
 earlier one, so that an agent that was given up but lives on disturbs nobody. Nothing is ever overwritten: old tokens
 keep the log-probabilities, versions and routes they were sampled with, whatever weights the rest is sampled under.
 
-A file is a list of frames, each a head (magic, lengths, CRC-32), a JSON description and raw arrays, appended by one
-write. What a process has written survives its ``kill -9``; it is not fsynced, so losing the machine loses chunks, which
-costs time and nothing else. A torn last frame is dropped.
-
-Shape letters: T tokens of a part, R rows of routes, L MoE layers, K route slots.
+A file is a list of frames (`stretto.rl.logframes`), each appended by one write. What a process has written survives its
+``kill -9``; it is not fsynced, so losing the machine loses chunks, which costs time and nothing else. A torn last frame is
+dropped.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,23 +25,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import remove, replacing
 from stretto.base.trajectory import Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.asking import Trouble
-
-_HEAD = struct.Struct("<4sIII")
-"""Magic, bytes of the description, bytes of the arrays, CRC-32 over both."""
-_MAGIC = b"STL1"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """What is appended at once: a prompt, a chunk that an engine returned, or the turn of a tool."""
-
-    segment: Segment
-    routes: np.ndarray | None = None
-    """[R, L, K], of the positions that had none yet, up to the last token but one; None where not sampled."""
-    ended: Literal["", "stop", "length"] = ""
-    """Whether the model's turn ended with it, and by what."""
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """Where it is the turn of tools: what they answered, for whoever reads messages."""
+from stretto.rl.logframes import Part, decode_part, encode_part, frame, frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +77,7 @@ class TokenLog:
         """
         self._check(part)
         if self._path is not None:
-            _append(self._path, _encode_part(part, self.num_tokens, self._num_rows))
+            _append(self._path, encode_part(part, self.num_tokens, self._num_rows))
         self._take(part)
 
     def close(self, closing: Closing) -> None:
@@ -108,7 +87,7 @@ class TokenLog:
         if self._path is not None:
             verdict = {**asdict(closing.verdict), "outcome": closing.verdict.outcome.value}
             described = {"what": "closing", "finish_reason": closing.finish_reason, "verdict": verdict}
-            _append(self._path, _frame(described, b""))
+            _append(self._path, frame(described))
         self.closing = closing
 
     def tokens(self) -> np.ndarray:
@@ -166,10 +145,10 @@ class TokenLog:
         self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
         self._num_rows += 0 if part.routes is None else len(part.routes)
 
-    def _replay(self, frames: Iterator[tuple[dict[str, Any], bytes, int]]) -> int:
+    def _replay(self, found: Iterator[tuple[dict[str, Any], bytes, int]]) -> int:
         """Take what a file holds; returns its length up to the last frame that is good."""
         good = 0
-        for described, raw, end in frames:
+        for described, raw, end in found:
             if described["what"] == "closing":
                 verdict = described["verdict"]
                 verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
@@ -177,7 +156,7 @@ class TokenLog:
                 return end
             if (described["start"], described["rows"]) != (self.num_tokens, self._num_rows):
                 return good  # of another writer
-            self._take(_decode_part(described, raw))
+            self._take(decode_part(described, raw))
             good = end
         return good
 
@@ -198,7 +177,7 @@ def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
             raise UserError(f"{found}: task: this log is of another run or recipe; choose an empty run folder")
         log.num_resumed = log.num_sampled
     with replacing(own) as partial:
-        partial.write_bytes(good or _frame(identity, b""))
+        partial.write_bytes(good or frame(identity))
     return log
 
 
@@ -212,11 +191,11 @@ def read_log(path: Path) -> TokenLog:
 def _read(path: Path, log: TokenLog) -> tuple[Mapping[str, Any] | None, bytes]:
     """Fill an empty ``log``; returns whose it is (None: nobody got so far) and the bytes that are good."""
     content = path.read_bytes()
-    frames = _frames(content)
-    first = next(frames, None)
+    found = frames(content)
+    first = next(found, None)
     if first is None:
         return None, b""
-    return first[0], content[: max(first[2], log._replay(frames))]
+    return first[0], content[: max(first[2], log._replay(found))]
 
 
 def log_path(folder: Path, ordinal: int, sample: int, attempt: int) -> Path:
@@ -248,71 +227,10 @@ def _joined(run: list[Segment]) -> Segment:
     )
 
 
-def _encode_part(part: Part, start: int, rows: int) -> bytes:
-    segment, routes = part.segment, part.routes
-    described = {
-        "what": "part",
-        "start": start,
-        "rows": rows,
-        "tokens": len(segment.tokens),
-        "is_sampled": segment.is_sampled,
-        "times": [segment.started_s, segment.finished_s],
-        "routes": None if routes is None else [routes.dtype.name, *routes.shape],
-        "ended": part.ended,
-        "messages": list(part.messages),
-    }
-    raw = segment.tokens.astype("<i4").tobytes()
-    if segment.is_sampled:
-        raw += segment.logprobs.astype("<f4").tobytes() + segment.versions.astype("<i4").tobytes()
-    return _frame(described, raw + (b"" if routes is None else routes.tobytes()))
-
-
-def _decode_part(described: Mapping[str, Any], raw: bytes) -> Part:
-    num, is_sampled, routes = described["tokens"], described["is_sampled"], None
-    tokens = np.frombuffer(raw, "<i4", num)
-    if is_sampled:
-        logprobs = np.frombuffer(raw, "<f4", num, 4 * num)
-        versions = np.frombuffer(raw, "<i4", num, 8 * num)
-        if described["routes"] is not None:
-            name, *shape = described["routes"]
-            routes = np.frombuffer(raw, name, int(np.prod(shape)), 12 * num).reshape(shape)
-        segment = Segment(tokens, True, logprobs, versions, *described["times"])
-    else:
-        segment = context(tokens, *described["times"])
-    return Part(segment, routes, described["ended"], tuple(described["messages"]))
-
-
-def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0) -> Segment:
-    """A segment that the model did not write."""
-    num = len(tokens)
-    return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
-
-
-def _frame(described: Mapping[str, Any], raw: bytes) -> bytes:
-    text = json.dumps(described).encode()
-    return _HEAD.pack(_MAGIC, len(text), len(raw), zlib.crc32(raw, zlib.crc32(text))) + text + raw
-
-
-def _frames(content: bytes) -> Iterator[tuple[dict[str, Any], bytes, int]]:
-    """Description, arrays and end of each frame, up to the first that is torn or damaged."""
-    at = 0
-    while at + _HEAD.size <= len(content):
-        magic, num_text, num_raw, checksum = _HEAD.unpack_from(content, at)
-        middle = at + _HEAD.size + num_text
-        end = middle + num_raw
-        if magic != _MAGIC or end > len(content):
-            return
-        text, raw = content[at + _HEAD.size : middle], content[middle:end]
-        if zlib.crc32(raw, zlib.crc32(text)) != checksum:
-            return
-        yield json.loads(text), raw, end
-        at = end
-
-
-def _append(path: Path, frame: bytes) -> None:
+def _append(path: Path, content: bytes) -> None:
     try:
         with path.open("ab") as file:
-            file.write(frame)
+            file.write(content)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"

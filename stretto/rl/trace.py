@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from stretto.base.paths import write_text
+from stretto.base.errors import UserError
+from stretto.base.paths import write_text, writing
 
 SPANS_FILE = "spans.jsonl"
 TRACE_FILE = "trace.json"
@@ -45,7 +46,7 @@ class Trace:
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / SPANS_FILE
+        self._path = path = folder / SPANS_FILE
         is_torn = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", encoding="utf-8")
         if is_torn:
@@ -71,10 +72,12 @@ class Trace:
         key = f"{span.role}/{span.name}"
         self.busy_s[key] = self.busy_s.get(key, 0.0) + span.seconds
         row = [span.role, span.name, round(span.started_s, 6), round(span.finished_s, 6), span.lane, span.facts]
-        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +85,8 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with suppress(*(() if error is None else (UserError,))):  # what came first is to be heard
+            self.close()
 
 
 def read_spans(folder: Path) -> list[Span]:

@@ -24,7 +24,7 @@ from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.model.count import count
 from stretto.model.elastic import load_balance
-from stretto.model.fp8_state import pack_state
+from stretto.model.fp8_state import is_quantised, pack_state
 from stretto.model.hub import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.ops.matmul import Arithmetic
@@ -36,7 +36,7 @@ from stretto.rl.buffer import GroupRef
 from stretto.rl.credit import assign
 from stretto.rl.measures import StepReport
 from stretto.rl.passes import Pass, gather, micro_batch, place, recompute, score
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.weights import publish, retire
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import peak_memory
@@ -44,12 +44,8 @@ from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run, read
 from stretto.train.step import StepResult, optimisation_step
 
 STAGE = "rl"
-SNAPSHOTS, WEIGHTS = "snapshots", "weights"
-"""Folders of a run."""
 KEEP_VERSIONS = 4
 """Weight files kept: engines may lag behind while they fetch."""
-LAYOUT = ("runtime.", "failures.", "sandbox.")
-"""Of a recipe: where and with what patience, not what; a resumed run may change it."""
 
 
 class TrainerRole:
@@ -132,8 +128,8 @@ class TrainerRole:
         if not self._ranks.is_first:
             return None
         if self._recipe.precision.rollout == "bf16":
-            # what an engine in bf16 rounds them to anyway: half the bytes. Selection biases stay in fp32 there too.
-            state = {name: each if name.endswith("bias_WE") else each.bfloat16() for name, each in state.items()}
+            # what an engine in bf16 rounds them to anyway: half the bytes. Router, norms and head stay in fp32 there.
+            state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
         folder = Path(folder) if folder is not None else self._run / WEIGHTS
@@ -170,6 +166,10 @@ class TrainerRole:
         if path is None:
             return None
         meta = read_meta(path)
+        if meta.data_hash != self._data_hash:
+            raise UserError(
+                f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
+            )
         check_same_run(meta, self._recipe.model_dump(mode="json"), self._data_hash, self._run, LAYOUT)
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self._step, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -28,7 +28,8 @@ from stretto.rl.asking import (
     patiently,
 )
 from stretto.rl.dialogue import Dialogue, ToolCall
-from stretto.rl.tokenlog import Closing, Part, TokenLog, context
+from stretto.rl.logframes import Part, context
+from stretto.rl.tokenlog import Closing, TokenLog
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Problem, Tool
 
@@ -81,6 +82,18 @@ def sample_seed(seed: int, sample: int) -> int:
 def room(log: TokenLog, task: Task, limits: Limits) -> int:
     """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
     return min(task.max_tokens - log.num_sampled, limits.max_len - log.num_tokens)
+
+
+def check_room(task: Task, num_tokens: int, max_len: int) -> None:
+    """
+    Raises:
+        UserError: a prompt of ``num_tokens`` leaves none for the answer.
+    """
+    if num_tokens >= max_len:
+        raise UserError(
+            f"sources.{task.source}: item {task.item}: its prompt of {num_tokens} tokens leaves no room to answer in "
+            f"train.seq_len {max_len}; raise that or choose shorter problems"
+        )
 
 
 def next_move(
@@ -154,11 +167,7 @@ class SampleLoop:
     def _begin(self) -> None:
         now_s = time.time()
         prompt = self._dialogue.prompt(self._problem.messages, self._offers)
-        if len(prompt) >= self._limits.max_len:
-            raise UserError(
-                f"sources.{self.task.source}: item {self.task.item}: its prompt of {len(prompt)} tokens leaves no room to "
-                f"answer in train.seq_len {self._limits.max_len}; raise that or choose shorter problems"
-            )
+        check_room(self.task, len(prompt), self._limits.max_len)
         self.log.append(Part(context(prompt, now_s, now_s)))
 
     async def _write(self, max_tokens: int) -> None:
@@ -248,7 +257,8 @@ class SampleLoop:
             return verdict
 
         patience = Patience(self._limits.verify_attempts, self._patience.first_s, self._patience.most_s)
-        self.log.close(Closing(reason, await patiently("verifier", ask, patience, self._troubles)))
+        verdict = await patiently("verifier", ask, patience, self._troubles)
+        self.log.close(Closing(reason, replace(verdict, latency_s=time.time() - self.since_s)))
         self._wait_for("its group")
 
     def _wait_for(self, what: str) -> None:

@@ -42,9 +42,8 @@ def publish(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     checksum = state_checksum(tensors)
     path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
-    if not path.is_file():
-        with replacing(path) as partial:
-            write_file(partial, tensors)
+    with replacing(path) as partial:  # also where it exists: it may be damaged, which is why it is published again
+        write_file(partial, tensors)
     return WeightVersion(number, str(path), checksum, _num_bytes(tensors), extra or {})
 
 

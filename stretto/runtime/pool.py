@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from stretto.base.errors import UserError
+from stretto.runtime.crew import Crew, Worker
 from stretto.runtime.runtime import (
     NO_LABELS,
     NO_RESOURCES,
     START_DEADLINE_S,
     DeadlinePassed,
     Handle,
-    NoRoom,
     Placement,
     Resources,
     RoleDied,
-    RoleState,
     Runtime,
-    RuntimeFailure,
 )
 from stretto.runtime.sizing import Limits, Load, Meter, settled_size, target_size
 
@@ -34,9 +31,6 @@ _WAIT_S = 600.0
 """For a free worker, unless the caller says otherwise."""
 _DRAIN_S = 60.0
 """For the last calls of a worker that goes."""
-_MAX_FAILURES = 3
-"""Starts that fail in a row, while nobody works, before those who wait are told."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +54,6 @@ class PoolStats:
     """Seconds that workers were there, from the start of their starting: what they cost."""
     busy_s: float
     """Seconds of ended leases."""
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    handle: Handle
-    num_leases: int = 0
-    freed_s: float = 0.0
-    is_leaving: bool = False
-    is_free: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ElasticPool:
@@ -97,36 +82,31 @@ class ElasticPool:
         """
         self.name = name
         self.labels = dict(labels)
-        self._runtime = runtime
-        self._spawn = lambda worker: runtime.spawn(
-            role, *args, name=worker, placement=placement, resources=resources, labels=labels, deadline_s=deadline_s
-        )
         self.limits = limits
-        self._drain_s = drain_s
+        self._runtime = runtime
         self._hangs_whole = hangs_whole or limits.slots == 1
         self._clock = clock
-        self._workers: dict[str, _Worker] = {}
-        self._queue: deque[tuple[float, asyncio.Future[_Worker]]] = deque()
+        self._queue: deque[tuple[float, asyncio.Future[Worker]]] = deque()
         self._meter = Meter(clock(), limits.window_s)
         self._targets: deque[tuple[float, int]] = deque()
-        self._lives: dict[int, float] = {}
-        """When each worker that still costs something began to start."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._error: Exception | None = None
-        self._num_named = self._num_starting = 0
-        self._num_replaced = self._num_failures = 0
-        self._worker_s = 0.0
+
+        def spawn(worker: str) -> Awaitable[Handle]:
+            options: dict[str, Any] = {"placement": placement, "resources": resources, "labels": labels}
+            return runtime.spawn(role, *args, name=worker, deadline_s=deadline_s, **options)
+
+        self._crew = Crew(runtime, name, spawn, drain_s, clock, self._hand_out, self._fail)
 
     async def __aenter__(self) -> Self:
         """Raises what `Runtime.spawn` raises, for the first workers."""
         try:
-            await asyncio.gather(*(self._add(self._next()) for _ in range(self.limits.min)))
+            await self._crew.open(self.limits.min)
             if self._error is not None:
                 raise self._error
         except BaseException:
             await self.close()
             raise
-        self._start(self._manage())
+        self._crew.keep(self._manage())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -135,15 +115,7 @@ class ElasticPool:
     async def close(self) -> None:
         """End the workers, whatever they do; who waits gets `RoleDied`."""
         self._fail(RoleDied(self.name, "the pool is closed"))
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._runtime.kill(worker.handle) for worker in self._workers.values()))
-        self._workers.clear()
-        now = self._clock()
-        self._worker_s += sum(now - born for born in self._lives.values())
-        self._lives.clear()
+        await self._crew.close()
 
     @asynccontextmanager
     async def lease(self, wait_s: float = _WAIT_S) -> AsyncIterator[Handle]:
@@ -164,7 +136,7 @@ class ElasticPool:
         except (RoleDied, DeadlinePassed) as error:
             has_hung = isinstance(error, DeadlinePassed) and self._hangs_whole
             if error.name == worker.handle.name and (has_hung or isinstance(error, RoleDied)):
-                self._dismiss(worker)
+                self._crew.dismiss(worker)
             raise
         finally:
             self._meter.end(number, self._clock())
@@ -190,37 +162,37 @@ class ElasticPool:
 
     def handles(self) -> tuple[Handle, ...]:
         """Of the workers that take calls."""
-        return tuple(worker.handle for worker in self._workers.values() if not worker.is_leaving)
+        return tuple(worker.handle for worker in self._crew.staying)
 
     def replace(self, handle: Handle, *, hard: bool = True) -> None:
         """Another instead of this worker: it hangs (by force, whatever it has in hand), or is to end its calls and go.
 
         One that is leaving already is left to it.
         """
-        worker = self._workers.get(handle.id)
+        worker = self._crew.workers.get(handle.id)
         if worker is not None:
-            self._dismiss(worker, hard)
+            self._crew.dismiss(worker, hard)
 
     def stats(self) -> PoolStats:
-        now = self._clock()
+        crew, size = self._crew, len(self._crew.staying)
         return PoolStats(
-            size=sum(not worker.is_leaving for worker in self._workers.values()),
-            num_starting=self._num_starting,
-            num_leaving=sum(worker.is_leaving for worker in self._workers.values()),
+            size=size,
+            num_starting=crew.num_starting,
+            num_leaving=len(crew.workers) - size,
             num_leased=self._meter.num_running,
             target=self._targets[-1][1] if self._targets else self.limits.min,
-            load=self._load(now),
+            load=self._load(self._clock()),
             num_served=self._meter.num_served,
-            num_started=self._num_named - self._num_starting,
-            num_replaced=self._num_replaced,
-            worker_s=self._worker_s + sum(now - born for born in self._lives.values()),
+            num_started=crew.num_named - crew.num_starting,
+            num_replaced=crew.num_replaced,
+            worker_s=crew.worker_s(),
             busy_s=self._meter.busy_s,
         )
 
-    async def _acquire(self, came: float, wait_s: float) -> _Worker:
+    async def _acquire(self, came: float, wait_s: float) -> Worker:
         if self._error is not None:
             raise self._error
-        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._queue.append((came, future))
         self._hand_out()
         try:
@@ -238,9 +210,7 @@ class ElasticPool:
             if self._queue[0][1].done():  # its taker has left
                 self._queue.popleft()
                 continue
-            able = [
-                each for each in self._workers.values() if not each.is_leaving and each.num_leases < self.limits.slots
-            ]
+            able = [each for each in self._crew.staying if each.num_leases < self.limits.slots]
             if not able:
                 return
             # The last to have worked first, so that those who may go stay idle.
@@ -249,7 +219,7 @@ class ElasticPool:
             worker.is_free.clear()
             self._queue.popleft()[1].set_result(worker)
 
-    def _release(self, worker: _Worker) -> None:
+    def _release(self, worker: Worker) -> None:
         worker.num_leases -= 1
         worker.freed_s = self._clock()
         if not worker.num_leases:
@@ -259,9 +229,7 @@ class ElasticPool:
     async def _manage(self) -> None:
         try:
             while True:
-                for worker in tuple(self._workers.values()):
-                    if self._runtime.status(worker.handle).state is RoleState.DEAD and not worker.is_leaving:
-                        self._dismiss(worker)
+                self._crew.dismiss_dead()
                 self._resize(self._clock())
                 await asyncio.sleep(_BEAT_S)
         except Exception as error:
@@ -269,79 +237,20 @@ class ElasticPool:
             raise
 
     def _resize(self, now: float) -> None:
-        staying = [worker for worker in self._workers.values() if not worker.is_leaving]
-        size = len(staying) + self._num_starting
+        staying = self._crew.staying
+        size = len(staying) + self._crew.num_starting
         self._targets.append((now, target_size(self._load(now), size, self.limits)))
         while len(self._targets) > 1 and self._targets[1][0] <= now - self.limits.patience_s:
             self._targets.popleft()
         wanted = settled_size(self._targets, size, now, self.limits.patience_s)
         for _ in range(wanted - size):
-            self._start(self._add(self._next()))
+            self._crew.grow()
         idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
         for worker in idle_first[: max(0, min(size - wanted, len(staying) - self.limits.min))]:
-            worker.is_leaving = True
-            if not worker.num_leases:
-                worker.is_free.set()
-            self._start(self._let_go(worker))
+            self._crew.let_go(worker)
 
     def _load(self, now: float) -> Load:
         return self._meter.load(now, [came for came, future in self._queue if not future.done()])
-
-    def _next(self) -> int:
-        """The number of one more worker, which counts as starting from now on: a task of its own begins later."""
-        self._num_named += 1
-        self._num_starting += 1
-        self._lives[self._num_named] = self._clock()
-        return self._num_named
-
-    async def _add(self, number: int) -> None:
-        """Start one worker; a failure is told to those who wait, if nobody works."""
-        try:
-            handle = await self._spawn(f"{self.name}-{number}")
-        except (UserError, RuntimeFailure) as error:
-            self._worker_s += self._clock() - self._lives.pop(number)
-            self._num_failures += 1
-            _log.warning("%s-%d could not be started: %s", self.name, number, error)
-            is_hopeless = isinstance(error, (UserError, NoRoom)) or self._num_failures >= _MAX_FAILURES
-            if is_hopeless and not self._workers:
-                self._fail(error)
-            return
-        finally:
-            self._num_starting -= 1
-        self._num_failures = 0
-        self._workers[handle.id] = _Worker(handle, freed_s=self._clock())
-        self._hand_out()
-
-    async def _let_go(self, worker: _Worker) -> None:
-        """Drain before removal: its leases end first."""
-        try:
-            async with asyncio.timeout(self._drain_s):
-                await worker.is_free.wait()
-            await self._runtime.drain(worker.handle, self._drain_s)
-        except (TimeoutError, RuntimeFailure) as error:
-            _log.warning("%s goes before it has finished: %s", worker.handle.name, error)
-        await self._end(worker, hard=False)
-
-    def _dismiss(self, worker: _Worker, hard: bool = True) -> None:
-        """It is dead or hangs."""
-        if not worker.is_leaving:
-            worker.is_leaving = True
-            if not worker.num_leases:
-                worker.is_free.set()
-            self._num_replaced += 1
-            self._start(self._end(worker, hard=True) if hard else self._let_go(worker))
-            self._start(self._add(self._next()))
-
-    async def _end(self, worker: _Worker, hard: bool) -> None:
-        await self._runtime.kill(worker.handle, hard=hard)
-        del self._workers[worker.handle.id]
-        number = int(worker.handle.name.rpartition("-")[2])
-        self._worker_s += self._clock() - self._lives.pop(number)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _fail(self, error: Exception) -> None:
         """Nobody gets a worker any more."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,10 +16,10 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from stretto.base.errors import UserError
 from stretto.runtime.caller import deadline
 from stretto.runtime.host import CLOSE_S, CONSTRUCTOR, Counts
 from stretto.runtime.ray_actor import Pulse, RayCaller, RoleActor, StoreActor, reason
+from stretto.runtime.ray_connect import connect
 from stretto.runtime.runtime import (
     NO_LABELS,
     NO_RESOURCES,
@@ -36,8 +34,6 @@ from stretto.runtime.runtime import (
     RoleStatus,
 )
 
-_CONNECT_S = 10.0
-"""For a cluster to answer."""
 _BEAT_S = 0.5
 """Between two looks at an actor."""
 _POLL_S = 0.05
@@ -89,11 +85,11 @@ class RayRuntime:
         """
         if ray.is_initialized():
             return cls(owns_cluster=False)
-        options: dict[str, Any] = {"address": address, "log_to_driver": True, "logging_level": "warning"}
+        options: dict[str, Any] = {"address": address, "log_to_driver": True, "logging_level": "error"}
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             options |= {"num_cpus": num_cpus, "object_store_memory": object_store_bytes, "include_dashboard": False}
-        await _connect(address, options)
+        await connect(address, options)
         return cls(owns_cluster=True)
 
     async def __aenter__(self) -> Self:
@@ -117,7 +113,9 @@ class RayRuntime:
         options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": restarts}
         actor = ray.remote(RoleActor).options(**options, max_concurrency=_CONCURRENCY)
         id = uuid.uuid4().hex[:16]
-        handle = Handle(id, name, actor.remote(id, name, role, args, self._store))
+        # Stored, since Ray lets go of an actor's large arguments once it has started, and then cannot start it again.
+        await self._store.keep.remote(id, [ray.put((role, args))])
+        handle = Handle(id, name, actor.remote(id, name, self._store))
         spawned = _Role(handle, resources, dict(labels), deadline_s)
         self._roles[handle.id] = spawned
         try:
@@ -259,44 +257,10 @@ class RayRuntime:
     def _bury(self, role: _Role, why: str) -> None:
         if role.handle.id in self._ended:
             return  # two have killed it at once
+        self._store.free.remote(role.handle.id)
         role.state, role.why = RoleState.DEAD, why
         self._ended[role.handle.id] = replace(self.status(role.handle), pid=None, num_calls=0, oldest_call_s=0.0)
         del self._roles[role.handle.id]
-
-
-async def _connect(address: str, options: Mapping[str, Any]) -> None:
-    """`ray.init`, which may wait for a cluster for minutes, in a thread that can be left to it."""
-    problem: str | None = "it does not answer"
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdecimal():
-        try:
-            await asyncio.to_thread(lambda: socket.create_connection((host, int(port)), _CONNECT_S / 2).close())
-        except OSError as error:
-            raise _unreachable(address, error.strerror or str(error)) from None
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[str | None] = loop.create_future()
-
-    def connect() -> None:
-        try:
-            ray.init(**options)
-        except Exception as error:  # Ray has no one class for it
-            loop.call_soon_threadsafe(done.set_result, str(error).strip().partition("\n")[0] or type(error).__name__)
-        else:
-            loop.call_soon_threadsafe(done.set_result, None)
-
-    threading.Thread(target=connect, name="ray.init", daemon=True).start()
-    limit_s = _CONNECT_S if address != "local" else START_DEADLINE_S
-    with suppress(TimeoutError):
-        problem = await asyncio.wait_for(done, limit_s)
-    if problem is not None:
-        raise _unreachable(address, problem)
-
-
-def _unreachable(address: str, problem: str) -> UserError:
-    return UserError(
-        f"--address {address}: no Ray cluster answers there ({problem}); start one with `ray start --head`, "
-        f"or run without one: --runtime local"
-    )
 
 
 def _check_room(name: str, wanted: Resources) -> None:

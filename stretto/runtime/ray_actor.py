@@ -11,7 +11,7 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +116,11 @@ class RayCaller:
 class RoleActor:
     """One incarnation of a role. Ray makes a new one of the same arguments when the process dies."""
 
-    def __init__(self, id: str, name: str, role: Callable[..., Any], args: Sequence[Any], store: Any):
+    def __init__(self, id: str, name: str, store: Any):
+        """``store`` holds the role's class and arguments under its id."""
         store.born.remote(id)
+        self._id = id
         self._name = name
-        self._role = role
-        self._args = args
         self._store = store
         self._incarnation = uuid.uuid4().hex
         self._host: Host | None = None
@@ -166,8 +166,10 @@ class RoleActor:
 
     async def _start(self, host: Host) -> Exception | None:
         caller = RayCaller(self._store)
+        (made,) = await self._store.find.remote(self._id)
+        role, args = await made
         try:
-            await host.start(lambda: build(self._role, self._args, caller))
+            await host.start(lambda: build(role, args, caller))
         except (UserError, RoleError) as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 _log.warning("%s: could not be restarted: %s", self._name, error)

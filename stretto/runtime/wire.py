@@ -86,10 +86,12 @@ class Link:
     async def close(self) -> None:
         """Nobody may be inside `receive` any more."""
         self._writer.cancel()
-        await asyncio.gather(self._writer, return_exceptions=True)
-        # The loop takes a cancelled reader or writer out in its next round, by number, and a new socket may get this one's.
-        await asyncio.sleep(0)
-        self._socket.close()
+        try:
+            await asyncio.gather(self._writer, return_exceptions=True)
+            # The loop takes a cancelled reader or writer out in its next round, by number, and a new socket may get it.
+            await asyncio.sleep(0)
+        finally:
+            self._socket.close()
 
     async def _read(self, num_bytes: int) -> bytearray:
         into = bytearray(num_bytes)

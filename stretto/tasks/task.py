@@ -146,7 +146,7 @@ class TaskSource(ABC):
         """
         if self.at_once < 1:
             raise UserError(f"sources.{self.name}: at_once: {self.at_once} answers at once; make it 1 or more")
-        problems = [self._tried(item) for item in self._probes(num)]
+        problems = [self.tried(item) for item in self._probes(num)]
         for problem in problems:
             own = self._scored(problem, problem.gold)
             if not own.ok:
@@ -174,7 +174,12 @@ class TaskSource(ABC):
             raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
         return sorted({index * self.num_items // num for index in range(num)})
 
-    def _tried(self, item: int) -> Problem:
+    def tried(self, item: int) -> Problem:
+        """The problem, looked at.
+
+        Raises:
+            UserError: `problem` raised, gave no problem, or gives another one when it is asked again.
+        """
         problem = self._attributed(item, "problem", lambda: self.problem(item))
         if not isinstance(problem, Problem) or not problem.messages:
             raise self._bad(item, f"problem() gave {_short(problem)}, not a Problem with messages")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from stretto.base.config import Config
+from stretto.base.config import Config, check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
@@ -151,14 +150,7 @@ def check_same_run(
     """
     if meta.data_hash != data_hash:
         raise UserError(f"{where}: data: changed since this run started; use the same data, or start a new run folder")
-    old, new = _flat(meta.recipe), _flat(json.loads(json.dumps(recipe)))
-    tables = tuple(name for name in layout if name.endswith("."))
-    for field in sorted((old.keys() | new.keys()) - set(layout)):
-        if old.get(field) != new.get(field) and not field.startswith(tables):
-            raise UserError(
-                f"{where}: {field}: was {old.get(field)!r} when this run started, is {new.get(field)!r} now; "
-                "change it back, or start a new run folder"
-            )
+    check_unchanged(meta.recipe, recipe, where, layout)
 
 
 def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor, str]]:
@@ -205,13 +197,3 @@ def _cause(error: BaseException) -> str:
             return chain.strerror
         chain = chain.__cause__ or chain.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from stretto.apps.cli import main
+from stretto.apps.rl import rl_command
+from stretto.base.config import read_recipe
 from stretto.model.hub import write_checkpoint
 from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.rl.recipe import RlRecipe
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
+from tests.apps.rl_recipes import TINY
 from tests.engine.engines import network
 
 SERVED = ModelConfig(
@@ -155,3 +159,19 @@ def served_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "run.json").write_text("{}")
     return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ``stretto rl`` that made its own start. Not to be changed."""
+    folder = tmp_path_factory.mktemp("rl")
+    (folder / "tiny.toml").write_text(TINY)
+    rl_command(read_recipe(folder / "tiny.toml", RlRecipe), folder / "run", None, device="cpu")
+    return folder / "run"

@@ -210,3 +210,16 @@ def test_what_came_before_a_failure_is_still_read() -> None:
         assert seen == kept
 
     with_service(work)
+
+
+def test_busy_time_is_that_of_steps_alone() -> None:
+    async def work(service: Service, subject: Engine) -> None:
+        assert (await service.stats()).busy_s == 0.0
+        await collect(service, "x", max_tokens=3)
+        await settled(service)
+        busy_s = (await service.stats()).busy_s
+        assert busy_s > 0
+        await asyncio.sleep(0.02)
+        assert (await service.stats()).busy_s == busy_s, "nothing to do is not work"
+
+    with_service(work)

@@ -18,9 +18,9 @@ from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow
 from stretto.base.records import Receipt
 from stretto.evals.canvas import Label, blank, colours, dress, log_ticks, place_labels, spread
 from stretto.evals.maps import cost_bars, expert_load, kept_grid
+from stretto.evals.page import to_png
 from stretto.evals.pareto import pareto_front
 from stretto.evals.plots import loss_against_compute, training_curves
-from stretto.evals.page import to_png
 from stretto.evals.report_data import Control, Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
 
 FULL = Size("full", "4 layers", 1_000, 600, 2_000, 64, nll=3.0)

@@ -41,6 +41,10 @@ LIMITS = Limits(
     verify_attempts=2,
 )
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3, "why": "the cat sat"}}</tool_call>'
+ONE = replace(TASK, group=1, max_tokens=400)
+LONG: dict[str, Any] = {"max_len": 900, "chunk_tokens": 10}
+
 
 @functools.cache
 def tokenizer(template: str | None = CHATML) -> Tokenizer:
@@ -217,3 +221,28 @@ def spoken_turn(text: str) -> np.ndarray:
 def log_of(folder: Path, task: Task = TASK, sample: int = 0, attempt: int = 0) -> Path:
     """Where a run in ``folder`` logs a sample."""
     return log_path(folder / LOGS, task.ordinal, sample, attempt)
+
+
+class Watched:
+    """A client that looks at, changes or refuses what passes to an engine."""
+
+    def __init__(self, inner: Any, before: Any = None):
+        self.name = inner.name
+        self.inner = inner
+        self.before = before
+        self.num = 0
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        self.num += 1
+        if self.before is not None:
+            await self.before(self.num, request)
+        return await self.inner.generate(request)
+
+
+def run_spoken(
+    folder: Path, turns: list[str], source: Toy, rewards: Any = None, **limits: Any
+) -> tuple[Trajectory, Spoken]:
+    engine = Spoken([spoken_turn(turn) for turn in turns])
+    subject = agent(folder, [engine], rewards, source, **{**LONG, **limits})
+    group = asyncio.run(subject._within_lease(ONE, 0))
+    return group.trajectories[0], engine

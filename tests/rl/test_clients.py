@@ -66,8 +66,12 @@ def test_a_group_through_the_runtime(tmp_path: Path) -> None:
         for one, other in zip(load_group(ref.location).trajectories, direct, strict=True):
             assert_same(one, other)
         await runtime.kill(rollout)
-        with pytest.raises(RoleError, match="engine: e0: ") as told:
-            await runtime.call(agent, "run_group", replace(TASK, ordinal=4), 0, deadline_s=60)
+        hasty = functools.partial(
+            AgentRole, replace(settings(tmp_path), lease_s=1.0), tokenizer(), sources, connect, store_group
+        )
+        other = await runtime.spawn(hasty, name="a1", placement=Placement.THREAD)
+        with pytest.raises(RoleError, match="within its lease of 1 s") as told:  # an engine may come back until then
+            await runtime.call(other, "run_group", replace(TASK, ordinal=4), 0, deadline_s=60)
         assert told.value.kind == GroupFailed.__name__
         with pytest.raises(UserError, match=r"sources\.other"):
             await runtime.call(agent, "run_group", replace(TASK, source="other"), 0, deadline_s=60)
@@ -80,7 +84,7 @@ def test_verifiers_in_a_pool() -> None:
         role = functools.partial(RewardRole, sources)
         limits = Limits(min=1, max=2, utilisation=0.7)
         async with ElasticPool(runtime, role, name="r", placement=Placement.THREAD, limits=limits) as pool:
-            rewards = PooledRewards(pool, 30.0)
+            rewards = PooledRewards({"toy": pool}, 30.0)
             found = await asyncio.gather(*(rewards.score(RewardRequest("toy", 7, "dog")) for _ in range(5)))
             assert [verdict.reward for verdict in found] == [3.0] * 5
 

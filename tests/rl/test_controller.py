@@ -106,6 +106,7 @@ def test_a_dropped_group_frees_its_slot_and_its_file(tmp_path: Path) -> None:
         controller.group_ready(ref(ordinal))
     assert batch(controller) == [0, 2]
     assert controller.counts()["filtered"] == 1
+    assert controller.discarded == {"filtered": 10}
 
 
 def test_uniform_groups_are_trained_where_the_recipe_says_so(tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_a_lease_that_runs_out_is_handed_out_again_and_the_late_result_is_ignore
     )
     assert batch(controller) == [0, 1]
     assert (controller.counts()["expired"], controller.counts()["late"]) == (3, 3)
+    assert controller.discarded == {"late": 10}, "what was told twice is trained once"
 
 
 def test_a_group_is_given_up_after_so_many_failures_of_its_own(tmp_path: Path) -> None:

@@ -20,9 +20,14 @@ ASK = RewardRequest("toy", 7, "dog", ({"role": "assistant", "content": "dog"},))
 
 
 class Judge(Toy):
-    def __init__(self, judged: Callable[[Problem, Answer], Any]):
+    def __init__(self, judged: Callable[[Problem, Answer], Any], at_once: int = 1):
         super().__init__()
         self._judged = judged
+        self._at_once = at_once
+
+    @property
+    def at_once(self) -> int:
+        return self._at_once
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         return self._judged(problem, answer)
@@ -90,10 +95,38 @@ def test_what_hangs_is_left_behind() -> None:
         assert (first.outcome, second.outcome) == (Outcome.INFRA, Outcome.OK)
         assert "sources.toy: item 7: score: no answer within 0.1 s" in first.detail
         stats = await role.stats()
-        assert (stats.num_stuck, stats.num_waiting, stats.outcomes) == (1, 0, {"infra": 1, "ok": 1})
+        assert (stats.num_stuck, stats.num_waiting, stats.num_judged) == (1, 0, 0)
+        assert stats.outcomes == {"infra": 1, "ok": 1}
 
     asyncio.run(work())
     free.set()
+
+
+def test_as_many_at_once_as_the_source_says() -> None:
+    crowd = threading.Barrier(3, timeout=20)  # broken, and INFRA, unless three come at once
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        crowd.wait()
+        return Score.of(True)
+
+    async def work() -> None:
+        role = RewardRole(lambda: {"toy": Judge(judged, 3), "other": Judge(raising)})
+        found = await asyncio.gather(*(role.score(ASK) for _ in range(6)))
+        assert {each.outcome for each in found} == {Outcome.OK}
+
+    asyncio.run(work())
+
+
+def test_the_seed_is_the_samples() -> None:
+    seeds: list[int | None] = []
+
+    def judged(problem: Problem, answer: Answer) -> Score:
+        seeds.append(answer.seed)
+        return Score.of(True)
+
+    verdict(judged)
+    verdict(judged, RewardRequest("toy", 7, "dog", seed=5))
+    assert seeds == [None, 5]
 
 
 def test_one_at_a_time() -> None:

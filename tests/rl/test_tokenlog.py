@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, Segment, Task, Verdict
 from stretto.rl.asking import Trouble
+from stretto.rl.logframes import Part, context
 from stretto.rl.tokenlog import (
     Closing,
-    Part,
     TokenLog,
-    context,
     log_path,
     logged_ordinals,
     open_log,

@@ -132,7 +132,7 @@ def test_a_resume_under_another_recipe_or_start_is_refused(tmp_path: Path, start
     with pytest.raises(UserError, match=r"loss.clip_high: was 0.2 when this run started, is 0.3 now") as caught:
         role(tmp_path / "run", start, loss__clip_high=0.3).resume()
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="data: changed since this run started"):
+    with pytest.raises(UserError, match="--model: not the checkpoint that"):
         role(tmp_path / "run", checkpoint(tmp_path / "other", seed=1)).resume()
     assert role(tmp_path / "run", start, runtime__kind="ray", failures__lease_s=5.0).resume() == {}
 
@@ -173,7 +173,9 @@ def test_publishing(tmp_path: Path, start: Path, rollout: str, dtype: torch.dtyp
     assert version is not None and version.number == 1
     assert Path(version.location).parent == tmp_path / "run" / "weights"
     state = fetch(version)
-    assert state["embedding.weight"].dtype == dtype and state["blocks.1.mlp.bias_WE"].dtype == torch.float32
+    assert {state[f"blocks.1.{name}"].dtype for name in ("attention.qkv.weight", "mlp.down")} == {dtype}
+    others = ("embedding.weight", "norm.weight", "blocks.1.mlp.gate", "blocks.1.mlp.bias_WE")
+    assert {state[name].dtype for name in others} == {torch.float32}
     for step in range(1, 6):
         trainer.step(refs_of(step, tmp_path), step)
         trainer.publish()

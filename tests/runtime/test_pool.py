@@ -134,6 +134,37 @@ def test_the_dead_and_the_hung_are_replaced(how: str) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("hangs_whole", [True, False])
+def test_one_call_may_speak_for_a_worker_of_several(hangs_whole: bool) -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        limits = Limits(min=1, max=1, slots=3)
+        async with pool(runtime, limits, hangs_whole=hangs_whole) as subject:
+            with pytest.raises(DeadlinePassed):
+                await subject.call("nap", 60.0, deadline_s=0.1)
+            await until(lambda: subject.stats().size == 1)
+            assert subject.stats().num_replaced == hangs_whole
+            assert await subject.call("add", 1, deadline_s=FAST_S) == 1
+
+    run(work)
+
+
+def test_a_worker_that_is_replaced_in_peace_finishes_first() -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        async with pool(runtime, Limits(min=1, max=1, slots=2)) as subject:
+            (first,) = subject.handles()
+            long = asyncio.create_task(subject.call("nap", 0.5, deadline_s=FAST_S))
+            await until(lambda: subject.stats().num_leased == 1)
+            subject.replace(first, hard=False)
+            subject.replace(first, hard=False)  # it is on its way already
+            await until(lambda: len(subject.handles()) == 1)
+            assert not long.done() and subject.handles() != (first,)
+            assert await long == 0.5
+            await until(lambda: subject.stats().num_leaving == 0)
+            assert (subject.stats().size, subject.stats().num_replaced) == (1, 1)
+
+    run(work)
+
+
 def test_who_leaves_the_queue_takes_no_worker_along() -> None:
     async def work(runtime: LocalRuntime) -> None:
         async with pool(runtime, Limits(min=1, max=1)) as subject:
@@ -198,6 +229,7 @@ def test_closing_tells_those_who_wait() -> None:
             await until(lambda: subject.stats().num_leased == 1)
         for failed in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(failed, RoleDied)
+        assert subject.stats().num_replaced == 0 and not runtime.handles(), "a closed pool hires nobody"
         with pytest.raises(RoleDied, match="closed"):
             await subject.call("nap", 0.0, deadline_s=FAST_S)
 

@@ -93,6 +93,26 @@ def test_bad_recipes_are_one_line(kind: str, args: dict[str, object], said: str)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        ("Thing = (", r"was never closed \(thing\.py, line 1\)"),
+        ("raise ValueError('two\\nlines')", "cannot import .*: ValueError: two lines; check"),
+        ("from stretto.tasks.task import TaskSource as Thing", "lacks problem, score; write"),
+        (
+            f"{OWN}\n\nclass Thing(Echo):\n    def __init__(self, *args):\n        1 / 0",
+            "cannot be made: ZeroDivisionError: ",
+        ),
+    ],
+)
+def test_a_file_that_makes_no_source_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "thing.py").write_text(text)
+    with pytest.raises(UserError, match=rf"^sources\.mine: kind: .*{said}") as caught:
+        open_source("mine", Table(kind=f"{tmp_path}/thing.py:Thing"))
+    assert "\n" not in str(caught.value)
+
+
 def test_every_kind_checks_its_arguments() -> None:
     for kind, source in KINDS.items():
         assert source.args_kind is not Config, kind

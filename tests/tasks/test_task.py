@@ -46,6 +46,16 @@ def test_a_gold_answer_that_is_refused_is_named() -> None:
     assert "item 3: its own gold answer '6' is refused (wrong: I dislike 3)" in refusal(Bad())
 
 
+def test_a_source_that_is_judged_by_nobody_is_refused() -> None:
+    class Bad(Doubles):
+        @property
+        def at_once(self) -> int:
+            return 0
+
+    with pytest.raises(UserError, match=r"^sources\.doubles: at_once: 0 answers at once; make it 1 or more$"):
+        Bad().validate()
+
+
 @pytest.mark.parametrize("text", ["", " \n"])
 def test_an_empty_answer_that_is_accepted_is_named(text: str) -> None:
     class Bad(Doubles):

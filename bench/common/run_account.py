@@ -1,0 +1,132 @@
+"""What a reinforcement-learning run has trained, read from outside while it runs: its journal and its groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stretto.base.trajectory import Trajectory
+from stretto.rl.agent import LOGS
+from stretto.rl.batches import load_group
+from stretto.rl.folder import JOURNAL_FILE
+from stretto.rl.tokenlog import logged_ordinals, read_log
+
+Key = tuple[int, int]
+"""Ordinal and sample."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Follows a run's journal. A run forgets lines and groups that it will not need again; `look` often enough."""
+
+    run: Path
+    kept: Path
+    """Folder for links to the groups' files."""
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By number."""
+
+    def look(self) -> int:
+        """Read what is new; the number of the last line."""
+        try:
+            text = (self.run / JOURNAL_FILE).read_bytes()
+        except FileNotFoundError:
+            return 0
+        for row in text[: text.rfind(b"\n") + 1].splitlines():
+            line = json.loads(row)
+            is_head = (
+                line["kind"] == "opened"
+            )  # of a journal that was shortened: has the number of the last line that went
+            if not is_head and self.lines.get(line["n"]) != line:
+                self.lines[line["n"]] = line
+                if line["kind"] == "ready":
+                    self._keep(Path(line["group"]["location"]))
+        return max(self.lines, default=0)
+
+    def trained(self) -> dict[int, list[str]]:
+        """Where the groups lie that made each step, by step: of a step that was made again, the last time.
+
+        Raises:
+            AssertionError: a step was skipped, made twice without a snapshot between, or made again from other groups.
+        """
+        found: dict[int, list[str]] = {}
+        following, may_go_back = 0, False
+        for number in sorted(self.lines):
+            line = self.lines[number]
+            if line["kind"] == "resumed":
+                may_go_back = True
+            elif line["kind"] == "trained":
+                step = line["step"]
+                assert step == following or (may_go_back and step < following), f"step {step} after {following - 1}"
+                assert found.setdefault(step, line["locations"]) == line["locations"], (found[step], line)
+                following, may_go_back = step + 1, False
+        return found
+
+    def num_rolled_back(self) -> int:
+        """Steps that were made again."""
+        return sum(line["kind"] == "trained" for line in self.lines.values()) - len(self.trained())
+
+    def samples(self) -> tuple[dict[Key, Trajectory], Counter[Key]]:
+        """The trained samples, and how often each was trained."""
+        found: dict[Key, Trajectory] = {}
+        times: Counter[Key] = Counter()
+        for locations in self.trained().values():
+            for location in locations:
+                for each in load_group(self.kept / Path(location).name).trajectories:
+                    found[each.ordinal, each.sample] = each
+                    times[each.ordinal, each.sample] += 1
+        return found, times
+
+    def _keep(self, path: Path) -> None:
+        self.kept.mkdir(exist_ok=True)
+        if path.exists() and not (self.kept / path.name).exists():
+            os.link(path, self.kept / path.name)
+
+
+def logged(run: Path) -> dict[Key, np.ndarray]:
+    """The log-probabilities so far of every sample in flight with any: they identify the work that a log holds."""
+    found: dict[Key, np.ndarray] = {}
+    for ordinal in logged_ordinals(run / LOGS):
+        for path in sorted((run / LOGS / f"{ordinal:08d}").glob("*.log")):  # attempts rise
+            try:
+                log = read_log(path)
+            except FileNotFoundError:
+                continue  # its group has ended meanwhile
+            if log.num_sampled:
+                found[ordinal, int(path.name[:4])] = sampled(log.segments())
+    return found
+
+
+def sampled(segments: Sequence[Any]) -> np.ndarray:
+    """Log-probabilities of the sampled tokens."""
+    return np.concatenate([segment.logprobs for segment in segments if segment.is_sampled])
+
+
+def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
+    """Whether what had been sampled is the beginning of what was trained."""
+    now = sampled(trajectory.segments)
+    return len(now) >= len(before) and np.array_equal(now[: len(before)], before)
+
+
+def kolmogorov_smirnov(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
+    """Largest distance of the two empirical distribution functions, and its asymptotic p-value (Stephens 1970).
+
+    With ties, as lengths have them, p is too large rather than too small by little; the distance is exact.
+    """
+    x, y = np.sort(np.asarray(a, np.float64)), np.sort(np.asarray(b, np.float64))
+    places = np.concatenate([x, y])
+    distance = np.abs(np.searchsorted(x, places, "right") / len(x) - np.searchsorted(y, places, "right") / len(y)).max()
+    root = math.sqrt(len(x) * len(y) / (len(x) + len(y)))
+    scaled = (root + 0.12 + 0.11 / root) * distance
+    if scaled < 0.2:
+        return float(distance), 1.0  # the series does not converge there, and is 1 to ten digits
+    p = 2.0 * sum((-1) ** (k - 1) * math.exp(-2.0 * k**2 * scaled**2) for k in range(1, 101))
+    return float(distance), min(1.0, max(0.0, p))

@@ -1,0 +1,178 @@
+"""Figure 2: the asynchronous run with a staleness of 0 against the plain synchronous loop, to the bit.
+
+    python -m bench.sync_equality [--steps 8] [--ray] [--precision fp32 --batch-invariant] [--threads 1]
+
+One tiny recipe, from one start: a network that a few steps of supervised training have taught some digits, so that groups
+with equal rewards, which are dropped and made up for, come now and then. The plain loop (`stretto.rl.sync`) samples, trains
+and activates in turn. The others are whole runs, with their controller, leases, snapshots and held-out evaluations beside:
+roles in threads; the same with two engines whose caches hold few sequences; roles in processes; and (``--ray``) actors of
+a Ray cluster that is started for this. Last a run with a staleness of 1, which should differ: it shows that something is
+compared. Exits with 1 if one of the others differs from the plain loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.common.measure import table, wide_console
+from stretto.base.track import progress, read_metrics
+from stretto.engine.weights import state_checksum
+from stretto.model.hub import read_checkpoint
+from stretto.post.sft import sft
+from stretto.rl.factories import SourceTables
+from stretto.rl.measures import StepReport
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.run import CHECKPOINT, Job, run_rl
+from stretto.rl.sync import run_plainly
+
+Advance = Callable[[int, str | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run."""
+
+    name: str
+    checksum: str
+    """SHA-256 of all tensors of the final checkpoint."""
+    num_dropped: int | None
+    """Groups with equal rewards; None: not counted."""
+    rewards: tuple[float, ...]
+    """By step, as the next."""
+    mismatch: tuple[float, ...]
+    """Mean K3 of trainer and engine under the same weights."""
+    wall_s: float
+
+
+def recipe(steps: int = 8, threads: int = 1, **tables: Any) -> RlRecipe:
+    """A run of ``steps``; ``tables`` replace or add to those of the recipe."""
+    model = {
+        "vocab_size": 300, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "num_experts": 8, "top_k": 2, "expert_intermediate_size": 32, "num_shared_experts": 1, "qk_norm": True,
+        "tie_embeddings": True, "max_positions": 96,
+    }  # fmt: skip
+    tree: dict[str, Any] = {
+        "sources": {"digits": {"kind": "strings", "args": {"operation": "complement", "length": 3, "graded": True}}},
+        "start": {"model": model, "optim": {"name": "muon", "lr": 3e-3}, "steps": 60, "rows": 8, "noise": 0.3},
+        "rollout": {"group": 3, "max_tokens": 12, "chunk_tokens": 5, "max_batch": 32, "cache_bytes": 1 << 22},
+        "optim": {"lr": 1e-3, "decay_fraction": 0.0},
+        "train": {
+            "steps": steps, "prompts": 4, "seq_len": 64, "micro_rows": 2, "snapshot_every": 3, "eval_every": 2,
+            "eval_prompts": 8, "threads": threads,
+        },
+        "staleness": 0,
+    }  # fmt: skip
+    tree["rollout"]["threads"] = threads
+    for name, fields in tables.items():
+        tree[name] = {**tree.get(name, {}), **fields} if isinstance(fields, dict) else fields
+    return RlRecipe.model_validate(tree)
+
+
+def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
+    """The asynchronous runs."""
+    precision = {"rollout": options.precision, "train": options.precision, "batch_invariant": options.batch_invariant}
+
+    def made(**tables: Any) -> RlRecipe:
+        return recipe(options.steps, options.threads, precision=precision, **tables)
+
+    runs = {
+        "η = 0, threads": made(),
+        "η = 0, threads, two small engines": made(rollout={"engines": 2, "max_batch": 8, "cache_bytes": 1 << 16}),
+        "η = 0, processes": made(runtime={"isolate": True}),
+    }
+    if options.ray:
+        runs["η = 0, Ray"] = made(runtime={"kind": "ray", "address": "local"})
+    return runs | {"η = 1, threads": made(staleness=1)}
+
+
+def start_of(chosen: RlRecipe, folder: Path) -> Path:
+    """The checkpoint that all runs begin with."""
+    sources = SourceTables(dict(chosen.sources), chosen.sandbox)()
+    try:
+        return sft(chosen, sources, folder)
+    finally:
+        for source in sources.values():
+            source.close()
+
+
+def plain_run(chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> Outcome:
+    """The reference."""
+    started_s = time.perf_counter()
+
+    def report(done: StepReport) -> None:
+        advance(1, f"plain loop: step {done.step}")
+
+    reports = asyncio.run(run_plainly(chosen, folder, start, folder / CHECKPOINT, report))
+    scalars = [report.scalars for report in reports]
+    return Outcome("plain loop", checksum(folder), None, *_series(scalars), time.perf_counter() - started_s)
+
+
+def whole_run(name: str, chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> Outcome:
+    """An ordinary run of ``stretto rl``."""
+    started_s = time.perf_counter()
+    run_rl(Job(chosen, folder, start), lambda num, status=None: advance(num, f"{name}: {status}"), lambda text: None)
+    rows = [row for row in read_metrics(folder) if "reward/mean" in row]
+    dropped = int(rows[-1]["groups/filtered"])
+    return Outcome(name, checksum(folder), dropped, *_series(rows), time.perf_counter() - started_s)
+
+
+def _series(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Rewards and mismatch."""
+    names = ("reward/mean", "mismatch/same_k3_mean")
+    rewards, mismatch = (tuple(row[name] for row in rows if name in row) for name in names)
+    return rewards, mismatch
+
+
+def checksum(folder: Path) -> str:
+    """Of a run's final weights."""
+    return state_checksum(read_checkpoint(folder / CHECKPOINT).model.state_dict())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1, help="of an engine, and of the trainer")
+    parser.add_argument("--ray", action="store_true", help="a run on Ray too")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="of engine and trainer")
+    parser.add_argument("--batch-invariant", action="store_true", help="by the operators that engine and trainer share")
+    parser.add_argument("--folder", type=Path, help="keep the runs there")
+    options = parser.parse_args()
+    runs = variants(options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        first = next(iter(runs.values()))
+        start = start_of(first, folder / "sft")
+        with progress("runs", (1 + len(runs)) * options.steps) as advance:
+            found = [plain_run(first, folder / "plain", start, advance)]
+            for number, (name, chosen) in enumerate(runs.items()):
+                found.append(whole_run(name, chosen, folder / f"run-{number}", start, advance))
+    sys.exit(show(found))
+
+
+def show(found: list[Outcome]) -> bool:
+    """Print them, with the groups that had equal rewards and the largest K3 of a step; whether one that should be equal to the first is not, or the last is."""
+    plain, *others = found
+    made = table("Final weights", "run", "SHA-256", "as the plain loop", "aim", "dropped", "reward", "K3", "wall s")
+    broken = False
+    for each in found:
+        same, should = each.checksum == plain.checksum, each is not others[-1]
+        broken |= same != should
+        reward = f"{each.rewards[0]:.3f} → {each.rewards[-1]:.3f}"
+        verdict, aim = ("equal" if same else "differs"), ("equal" if should else "differs")
+        dropped = "" if each.num_dropped is None else f"{each.num_dropped}"
+        largest = f"{max(each.mismatch):.1e}" if any(each.mismatch) else "0"
+        made.add_row(each.name, each.checksum[:16], verdict, aim, dropped, reward, largest, f"{each.wall_s:.1f}")
+    wide_console().print(made)
+    return broken
+
+
+if __name__ == "__main__":
+    main()

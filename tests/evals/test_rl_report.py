@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.evals import rl_captions
+from stretto.evals.page import Shown
+from stretto.evals.rl_data import RlData, Work
+from stretto.evals.rl_flow import queues
+from stretto.evals.rl_panels import smoothed, tiny
+from stretto.evals.rl_report import pictures, render, write_rl_report
+from stretto.evals.rl_timeline import covered, without_gaps
+
+STEPS = 12
+SOURCES = ("backward", "sums")
+
+
+def row(step: int) -> dict[str, float]:
+    """What a run logs of a step, that it went well in all ways but a few."""
+    named = {f"reward/source/{name}": 0.1 * step for name in SOURCES}
+    for kind, size in (("same", 0.0), ("stale", 1e-4)):
+        named |= {
+            f"mismatch/{kind}_k3_{name}": size * scale for name, scale in (("mean", 1), ("p99", 10), ("max", 100))
+        }
+    return named | {
+        "step": step, "reward/mean": 0.05 * step, "reward/ok": 0.05 * step, "staleness/max": 3.0, "staleness/mean": 1.5,
+        "staleness/versions_per_sample": 1.2, "mismatch/same_share": 0.25, "policy/ess": 0.98, "policy/chi2": 0.01,
+        "policy/clip_fraction": 0.0, "policy/correction_fraction": 0.001, "policy/correction_mean": 1.0,
+        "policy/ratio_max": 1.3, "policy/entropy": 1.0, "policy/nll": 1.1, "optim/grad_norm": 0.5, "routes/flips": 0.01,
+        "experts/max_overload": 3.0, "samples/tokens_mean": 5.0, "samples/tokens_p95": 7.0, "samples/tokens_max": 9.0,
+        "samples/truncated": 0.1, "groups/uniform_share": 0.3, "reward/latency_p50_s": 0.01, "reward/latency_p95_s": 0.2,
+        "verdicts/ok": 0.4, "verdicts/wrong": 0.6, "time/wall_s": 2.0, "wait/trainer_s": 0.5, "busy/trainer/step_s": 1.2,
+        "busy/trainer/publish_s": 0.1, "bubble/trainer": 0.25, "bubble/engine-0": 0.4, "groups/in_flight": 4.0,
+        "groups/ready": 8.0, "groups/training": 0.0, "groups/free_slots": 2.0, "queue/engine_waiting": 3.0,
+        "groups/trained": 8.0 * step, "groups/filtered": 2.0 * step, "groups/stale": 0.0, "groups/failed": 0.0,
+        "failures/restarts": float(step == 5), "discarded/filtered_tokens": 80.0, "speed/tokens_per_s": 160.0,
+        "speed/samples_per_s": 32.0, "time/update_s": 0.6, "time/recompute_s": 0.5, "time/load_s": 0.1,
+        "time/activate_s": 0.05, "engines/cached_share": 0.5, "engines/tokens_per_s": 200.0,
+    }  # fmt: skip
+
+
+def works() -> list[Work]:
+    """Steps of 2 s that train the groups that were drawn two steps before; one group in four is never trained."""
+    found = []
+    for step in range(1, STEPS + 1):
+        start = 1000.0 + 2 * step
+        ordinals = tuple(range(4 * step, 4 * step + 3))
+        found.append(Work("trainer", "step", start, start + 1.6, number=step, ordinals=ordinals))
+        found.append(Work("trainer", "wait", start + 1.6, start + 2.0))
+        found.append(Work("engine-0", "activate", start + 1.7, start + 1.8, number=step))
+        found += [Work("agents", "group", start - 4, start - 2.5, lane, 4 * step + lane) for lane in range(4)]
+    return found
+
+
+DATA = RlData(
+    "digits <b>",
+    (
+        *(row(step) for step in range(1, STEPS + 1)),
+        {"step": 0, "eval/reward": 0.1},
+        {"step": STEPS, "eval/reward": 0.6},
+    ),
+    bound=4,
+    num_steps=STEPS,
+    works=tuple(works()),
+    recipe="staleness = 4",
+)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rl_report(DATA, tmp_path_factory.mktemp("run"))
+
+
+def captions(data: RlData) -> list[Shown]:
+    return [
+        Shown(each.slug, each.heading, each.alt, each.absent(data) or each.caption(data), None) for each in pictures()
+    ]
+
+
+def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
+    slugs = {picture.slug for picture in pictures()}
+    assert {file.stem for file in page.parent.glob("*.png")} == slugs
+    text = page.read_text(encoding="utf-8")
+    assert text.count('src="data:image/png;base64,') == len(slugs)
+    assert "http" not in text.replace("Content-Security-Policy", "").replace("http-equiv", ""), "nothing is fetched"
+    assert "digits &lt;b&gt;" in text and "<b>" not in text
+
+
+def test_the_numbers_are_those_of_the_rows() -> None:
+    assert rl_captions.headline(DATA).startswith("12 steps: held-out reward from 0.100 to 0.600. ")
+    assert "older than 3 versions; the bound is 4" in rl_captions.headline(DATA)
+    table = {cells[0].text: cells[1] for cells in rl_captions.summary(DATA).rows}
+    assert table["samples trained"].value == 32 * 2 * STEPS
+    assert table["the trainer waited"].value == pytest.approx(0.25)
+    assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
+    assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
+    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in rl_captions.mismatch_caption(DATA)
+    assert "96 trained and 24 dropped" in rl_captions.endings_caption(DATA)
+
+
+def test_a_run_without_steps_gets_sentences_instead_of_pictures() -> None:
+    bare = replace(DATA, rows=(), works=())
+    assert all(picture.absent(bare) for picture in pictures())
+    text = render(bare, captions(bare))
+    assert "No step was made." in text and "No spans were recorded." in text and "nan" not in text.lower().split()
+
+
+def test_metrics_that_are_missing_leave_their_curves_out() -> None:
+    few = (
+        "step",
+        "reward/",
+        "staleness/",
+        "mismatch/same_share",
+        "policy/ess",
+        "policy/entropy",
+        "samples/",
+        "time/wall_s",
+        "groups/",
+        "speed/",
+    )
+    old = replace(
+        DATA, rows=tuple({name: value for name, value in each.items() if name.startswith(few)} for each in DATA.rows)
+    )
+    for picture in pictures():
+        assert picture.absent(old) is None, picture.slug
+        if picture.slug in ("samples", "waits", "queues", "endings"):
+            assert picture.draw(old).axes
+        assert "None" not in picture.caption(old)
+
+
+def test_the_curve_between_the_values_is_their_running_mean() -> None:
+    assert smoothed([2.0]).tolist() == [2.0]
+    values = np.arange(60.0)
+    assert smoothed(values)[30] == 30.0
+    assert smoothed(values)[0] == pytest.approx(1.0), "at an end, of what there is"
+
+
+def test_tiny_numbers_keep_their_power_and_zero_is_exact() -> None:
+    assert [tiny(value) for value in (0.0, 2.84e-12, 0.0421, 1.0, -8.5e-4)] == [
+        "0",
+        "2.8e−12",
+        "0.0421",
+        "1",
+        "−8.5e−4",
+    ]
+
+
+def test_time_in_which_the_run_was_stopped_is_cut_out() -> None:
+    first = [Work("trainer", "step", start, start + 1.0) for start in (0.0, 1.0, 2.0)]
+    resumed = [Work("trainer", "step", 3600.0 + start, 3601.0 + start) for start in (0.0, 1.0)]
+    moved, cuts = without_gaps([*resumed, *first])
+    assert [(cut.at_s, cut.seconds) for cut in cuts] == [(3.0, 3597.0)]
+    assert [work.started_s for work in moved] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert without_gaps(first)[1] == []
+
+
+def test_time_that_was_worked_is_shared_out_among_bins() -> None:
+    edges = np.array([0.0, 1.0, 2.0, 4.0])
+    worked = covered([Work("a", "b", 10.5, 11.5), Work("a", "b", 11.0, 13.0)], 10.0, edges)
+    assert worked.tolist() == [0.5, 1.5, 1.0]
+    assert covered([], 10.0, edges).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_series_of_a_run_that_was_resumed_have_one_value_a_step() -> None:
+    data = replace(DATA, rows=({"step": 1, "a": 1.0}, {"step": 2, "a": math.nan}, {"step": 1, "a": 3.0}))
+    assert data.series("a") == ([1], [3.0])
+
+
+def test_groups_of_a_synchronous_run_none_alive_between_steps() -> None:
+    none_alive = {f"groups/{name}": 0.0 for name in ("in_flight", "ready", "training")}
+    figure = queues(replace(DATA, rows=tuple(each | none_alive for each in DATA.rows)))
+    assert figure.axes[0].collections

@@ -1,0 +1,305 @@
+"""The driver against roles that only remember what they were asked: the order of things, and every way a run can stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Task, WeightVersion
+from stretto.rl.agent import Wait
+from stretto.rl.buffer import GroupRef
+from stretto.rl.controller import Controller
+from stretto.rl.driver import Driver, Plan, Waits
+from stretto.rl.factories import Factories
+from stretto.rl.hiring import hired
+from stretto.rl.measures import StepReport
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.roles import Roles, TrainerLost
+from stretto.rl.throttle import Limits
+from stretto.rl.trace import Trace
+from stretto.rl.watchdog import Watchdog
+from stretto.runtime.local import LocalRuntime
+from tests.rl.refs import ref, task
+
+PROMPTS = 2
+Group = Callable[[Task, int], Awaitable[GroupRef]]
+
+
+@dataclass
+class World:
+    """What the roles of one run share. They live in this process, so they tell it directly."""
+
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    version: int = 0
+    """Of the trainer."""
+    active: dict[str, int] = field(default_factory=dict)
+    """By engine."""
+    on_group: Group | None = None
+    """What an agent does in the place of an ordinary group."""
+    on_step: Callable[[int], None] = lambda step: None
+    on_activate: Callable[[str, int], None] = lambda name, version: None
+    waits: tuple[Wait, ...] = ()
+    runtime: LocalRuntime | None = None
+    roles: Roles | None = None
+
+
+class Trainer:
+    def __init__(self, world: World):
+        self._world = world
+
+    def step(self, refs: tuple[GroupRef, ...], step: int) -> StepReport:
+        assert step == self._world.version
+        self._world.events.append(("step", step, tuple(each.ordinal for each in refs)))
+        self._world.on_step(step)
+        self._world.version += 1
+        return StepReport(self._world.version, 4, 20, 0.1, {"reward/mean": 0.5})
+
+    def publish(self) -> WeightVersion:
+        self._world.events.append(("publish", self._world.version))
+        return weights(self._world.version)
+
+    def save(self, cut: dict[str, Any]) -> None:
+        assert cut["version"] == self._world.version
+        self._world.events.append(("save", self._world.version))
+
+
+class Engine:
+    def __init__(self, world: World, name: str):
+        self._world, self._name = world, name
+
+    async def activate(self, version: WeightVersion) -> None:
+        self._world.on_activate(self._name, version.number)
+        self._world.active[self._name] = version.number
+        self._world.events.append(("activate", self._name, version.number))
+
+    async def failure(self) -> str:
+        return ""
+
+
+class Agent:
+    def __init__(self, world: World):
+        self._world = world
+
+    async def run_group(self, task: Task, attempt: int) -> GroupRef:
+        oldest = min(self._world.active.values())
+        self._world.events.append(("group", task.ordinal, oldest))
+        if self._world.on_group is not None:
+            return await self._world.on_group(task, attempt)
+        return ref(task.ordinal, attempt, version=oldest)
+
+    async def forget(self, ordinals: tuple[int, ...]) -> None: ...
+
+    async def waits(self) -> tuple[Wait, ...]:
+        return self._world.waits
+
+
+def weights(number: int) -> WeightVersion:
+    return WeightVersion(number, f"weights-{number}", "", 0)
+
+
+def drive(
+    folder: Path,
+    world: World,
+    *,
+    steps: int = 3,
+    staleness: int = 0,
+    num_engines: int = 2,
+    drop_uniform: bool = True,
+    max_attempts: int = 2,
+    stuck_s: float = 600.0,
+    watch: Callable[[Controller], None] = lambda controller: None,
+) -> list[tuple[int, tuple[int, ...], Waits]]:
+    """Run to the end, or to whatever stops it; nothing may be left either way. Returns what the observer was told."""
+    told: list[tuple[int, tuple[int, ...], Waits]] = []
+    recipe = RlRecipe.model_validate(
+        {
+            "sources": {"test": {"kind": "strings"}},
+            "optim": {"lr": 1e-3},
+            "train": {"steps": steps, "prompts": PROMPTS, "seq_len": 128},
+            "staleness": staleness,
+        }
+    )
+    factories = Factories(
+        trainer=partial(Trainer, world),
+        engines=[partial(Engine, world, f"engine-{number}") for number in range(num_engines)],
+        reward=lambda names: object,
+        agent=lambda engines, verifiers: partial(Agent, world),
+    )
+    limits = Limits(PROMPTS, staleness, 1, drop_uniform, 60.0, max_attempts, steps)
+    plan = Plan(steps, snapshot_every=2, keep_snapshots=2, prompts=PROMPTS, lease_s=60.0, step_deadline_s=60.0)
+
+    def observe(report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
+        told.append((report.step, tuple(each.ordinal for each in refs), waits))
+
+    async def run() -> None:
+        async with asyncio.timeout(60), LocalRuntime() as runtime:
+            with Trace(folder) as trace:
+                async with hired(runtime, factories, recipe, {}, 60.0) as roles:
+                    world.runtime, world.roles = runtime, roles
+                    controller = Controller.start(limits, task, folder / "groups.jsonl")
+                    rest = (runtime, roles, controller, weights(0), trace, Watchdog(stuck_s), observe)
+                    before = asyncio.all_tasks()
+                    try:
+                        async with Driver(plan, *rest) as driver:
+                            await driver.run()
+                    finally:
+                        others = ("ElasticPool", "LocalRuntime")  # they outlive the driver
+                        left = [
+                            each
+                            for each in asyncio.all_tasks() - before
+                            if not any(other in repr(each) for other in others)
+                        ]
+                        assert not left, left
+                        controller.check()
+                        watch(controller)
+
+    asyncio.run(run())
+    return told
+
+
+def test_everything_has_its_turn(tmp_path: Path) -> None:
+    world = World()
+    told = drive(tmp_path, world)
+    steps = [event for event in world.events if event[0] in ("step", "publish", "save")]
+    assert steps == [
+        *(("step", 0, (0, 1)), ("publish", 1)),
+        *(("step", 1, (2, 3)), ("publish", 2), ("save", 2)),
+        *(("step", 2, (4, 5)), ("publish", 3), ("save", 3)),
+    ]
+    assert [(step, ordinals) for step, ordinals, _ in told] == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
+    # without staleness, each group is drawn by engines that have all steps before its own
+    assert [event for event in world.events if event[0] == "group"] == [("group", n, n // 2) for n in range(6)]
+    for version in (1, 2):
+        activated = [world.events.index(("activate", f"engine-{n}", version)) for n in range(2)]
+        assert world.events.index(("publish", version)) < min(activated)
+        assert max(activated) < world.events.index(("group", 2 * version, version))
+
+
+def test_the_trainer_works_while_groups_are_drawn(tmp_path: Path) -> None:
+    world = World()
+    drive(tmp_path, world, steps=6, staleness=2)
+    drawn = {event[1]: event[2] for event in world.events if event[0] == "group"}
+    lags = [event[1] - drawn[ordinal] for event in world.events if event[0] == "step" for ordinal in event[2]]
+    assert sorted(drawn) == list(range(12)) and 0 < max(lags) <= 2
+
+
+def test_an_engine_that_does_not_take_its_weights_is_asked_again_and_waited_for(tmp_path: Path) -> None:
+    world, tries = World(), []
+
+    def refuse(name: str, version: int) -> None:
+        if (name, version) == ("engine-1", 1):
+            tries.append(version)
+            if len(tries) < 3:
+                raise RuntimeError("no memory")
+
+    world.on_activate = refuse
+    assert len(drive(tmp_path, world, steps=2)) == 2
+    assert len(tries) == 3 and ("activate", "engine-1", 1) in world.events
+
+
+def test_weights_of_another_checksum_stop_the_run(tmp_path: Path) -> None:
+    world = World()
+
+    def refuse(name: str, version: int) -> None:
+        if version == 1:
+            raise UserError("weights-1: checksum: is a, version 1 was announced with b; publish the version again")
+
+    world.on_activate = refuse
+    with pytest.raises(UserError, match=r"^weights-1: checksum: is a"):
+        drive(tmp_path, world)
+    assert ("step", 1, (2, 3)) not in world.events
+
+
+def test_a_users_mistake_in_a_group_stops_the_run(tmp_path: Path) -> None:
+    async def refuse(task: Task, attempt: int) -> GroupRef:
+        if task.ordinal == 3:
+            raise UserError("sources.test: item 3: its prompt is too long; choose shorter ones")
+        return ref(task.ordinal, attempt, version=task.ordinal // 2)
+
+    world = World(on_group=refuse)
+    with pytest.raises(UserError, match=r"^sources\.test: item 3: "):
+        drive(tmp_path, world)
+    assert world.version == 1
+
+
+def test_groups_that_teach_nothing_are_replaced_until_it_is_hopeless(tmp_path: Path) -> None:
+    async def uniform(task: Task, attempt: int) -> GroupRef:
+        return ref(task.ordinal, attempt, is_uniform=task.ordinal > 1, mean_reward=0.25)
+
+    world = World(on_group=uniform)
+    with pytest.raises(UserError, match=r"^sources: 129 groups .* equal rewards, the last 0\.25; start from") as caught:
+        drive(tmp_path, world)
+    assert "\n" not in str(caught.value) and world.version == 1
+
+    kept = World(on_group=uniform)
+    assert len(drive(tmp_path / "kept", kept, drop_uniform=False, staleness=9)) == 3, "kept, they are trained on"
+
+
+def test_a_group_that_keeps_failing_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def fail(task: Task, attempt: int) -> GroupRef:
+        if task.ordinal == 1:
+            raise RuntimeError("its verifier is broken")
+        return ref(task.ordinal, attempt)
+
+    world = World(on_group=fail)
+    counts: dict[str, float] = {}
+    told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
+    assert [ordinals for _, ordinals, _ in told] == [(0, 2)]
+    assert counts["failed"] == 1 and counts["trained"] == 2 and counts["failed_attempts"] == 2
+
+
+def test_a_run_whose_groups_all_fail_stops_with_the_reason(tmp_path: Path) -> None:
+    async def fail(task: Task, attempt: int) -> GroupRef:
+        raise RuntimeError("verifier: sources.test: item 4: raised KeyError (3 attempts)")
+
+    world = World(on_group=fail)
+    with pytest.raises(UserError, match=r"^sources: 5 groups .* verifier: sources\.test: item 4: raised") as caught:
+        drive(tmp_path, world)
+    assert "\n" not in str(caught.value) and world.version == 0
+
+
+def test_a_trainer_that_dies_is_lost_at_once_also_while_nobody_asks_it(tmp_path: Path) -> None:
+    async def kill(task: Task, attempt: int) -> GroupRef:
+        assert world.runtime is not None and world.roles is not None
+        await world.runtime.kill(world.roles.trainer, hard=True)
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits for this group")
+
+    world = World(on_group=kill)
+    with pytest.raises(TrainerLost, match="trainer"):
+        drive(tmp_path, world)
+
+
+def test_a_trainer_that_raises_is_one_line(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise FloatingPointError("the loss is not finite")
+
+    with pytest.raises(UserError, match=r"^trainer: step: FloatingPointError: the loss is not finite; .*--resume"):
+        drive(tmp_path, World(on_step=fail))
+
+
+def test_what_is_stuck_is_named(tmp_path: Path) -> None:
+    async def hang(task: Task, attempt: int) -> GroupRef:
+        if attempt == 0 and task.ordinal == 1:
+            raise RuntimeError("engine-1: no answer")
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
+
+    waits = (Wait(0, 3, 0, "a verdict", 41.0, 7),)
+    with pytest.raises(UserError) as caught:
+        drive(tmp_path, World(on_group=hang, waits=waits), stuck_s=0.2)
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith("run: ")
+    for words in (
+        "has waited for agent-",
+        "sample 3 of group 0 has waited for a verdict for 41 s",
+        "engine-1: no answer",
+    ):
+        assert words in said, said

@@ -1,0 +1,165 @@
+"""Whole runs that are killed, or whose parts fail: slow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
+from bench.common.run_account import Account
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.trajectory import WeightVersion
+from stretto.engine.engine import Engine
+from stretto.engine.request import Event
+from stretto.rl import engines, rollout, trainer
+from stretto.rl.asking import Generated
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.run import Job, Result, run_rl
+from stretto.rl.status import read_status
+from stretto.rl.weights import publish
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"staleness = 2\n{RECIPE}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's start, made once."""
+    folder = tmp_path_factory.mktemp("start")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(f"staleness = 2\n{RECIPE}")
+    code = "import sys; from pathlib import Path; from stretto.apps.rl import made_start; from stretto.base.config import read_recipe; from stretto.rl.recipe import RlRecipe; made_start(read_recipe(sys.argv[1], RlRecipe), Path(sys.argv[2]))"  # noqa: E501
+    subprocess.run([sys.executable, "-c", code, recipe, folder], check=True)
+    return folder / "sft"
+
+
+def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False) -> Result:
+    """A short run in this process, so that its parts can be made to fail."""
+    short = ["runtime.isolate=false", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
+    job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
+    return run_rl(job, lambda num, text: None, lambda text: None)
+
+
+def ended(run: Path) -> dict[str, float]:
+    counts = read_status(run).counts
+    return {name: counts[name] for name in ("trained", "failed", "stale", "filtered") if counts[name]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_that_dies_inside_is_opened_again_and_loses_nothing(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, num_steps, num_opened = Engine.step, itertools.count(), itertools.count()
+
+    def step(engine: Engine) -> list[Event]:
+        if next(num_steps) in (30, 90):
+            raise RuntimeError("an illegal memory access was encountered")
+        return whole(engine)
+
+    opened = engines.open_rollout_engine
+
+    def open_slowly(*args: Any) -> Engine:
+        if next(num_opened):
+            time.sleep(4.0)  # longer than a patient caller tries what is not known to come back
+        return opened(*args)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(engines, "open_rollout_engine", open_slowly)
+    go_on(recipe_file, tmp_path / "run", start)
+    assert next(num_opened) == 3 and ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_damaged_weights_stop_the_run_in_one_line_and_it_goes_on_with_resume(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish_damaged(folder: Path, number: int, state: Any) -> WeightVersion:
+        version = publish(folder, number, state)
+        if number == 3:
+            content = bytearray(Path(version.location).read_bytes())
+            content[-1] ^= 1
+            Path(version.location).write_bytes(content)
+        return version
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(trainer, "publish", publish_damaged)
+        with pytest.raises(UserError, match=r"checksum: is .*, version 3 was announced with") as error:
+            go_on(recipe_file, tmp_path / "run", start)
+    assert "\n" not in str(error.value) and "checksum" in read_status(tmp_path / "run").state
+    go_on(recipe_file, tmp_path / "run", start, resume=True)
+    assert ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_routes_of_the_wrong_length_are_asked_for_again(
+    tmp_path: Path, recipe_file: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, num_calls = rollout._generated, itertools.count()
+
+    def generated(*args: Any) -> Generated:
+        done = whole(*args)
+        if next(num_calls) % 7 == 3 and done.routes is not None:
+            done = replace(done, routes=done.routes[:-1])
+        return done
+
+    monkeypatch.setattr(rollout, "_generated", generated)
+    go_on(recipe_file, tmp_path / "run", start)
+    assert next(num_calls) > 20 and ended(tmp_path / "run") == {"trained": 6 * PROMPTS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_sample_is_trained_once_whoever_is_killed(tmp_path: Path, recipe_file: Path, start: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copytree(start, run / "sft")
+    killed = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3))
+    killed.finish(["engine", "agent", "trainer", "reward", "job"])
+    assert {kill.kind for kill in killed.kills} == {"engine", "agent", "trainer", "reward", "job"}
+    _, times = killed.account.samples()
+    wanted = {(ordinal, sample) for ordinal in range(STEPS * PROMPTS) for sample in range(GROUP)}
+    assert times.keys() == wanted and set(times.values()) == {1}
+    assert not any(kill.num_orphans for kill in killed.kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    tmp_path: Path, recipe_file: Path, start: Path
+) -> None:
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("no file system of a chosen size is to be had here")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = f"{sys.executable} -m stretto.apps.cli rl {recipe_file} -o {disk}/run --device cpu --set train.steps=12"
+    command += " --set runtime.isolate=false --set rollout.engines=1"
+    script = f"""
+        mount -t tmpfs -o size=1700k none {disk} && mkdir {disk}/run && cp -r {start} {disk}/run/sft
+        {command} 2>{tmp_path}/first; echo $? ; ls {disk}/run/snapshots
+        mount -o remount,size=64m {disk}
+        {command} --resume 2>{tmp_path}/second; echo $?
+        ls {disk}/run/snapshots; ls -A {disk}/run | grep partial
+    """
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True)
+    first, second = ((tmp_path / name).read_text() for name in ("first", "second"))
+    lines = [line for line in done.stdout.splitlines() if line.isdecimal()]
+    assert lines == ["2", "0"], (done.stdout, first, second)
+    assert "cannot be written: No space left on device" in first and "Traceback" not in first + second, first
+    assert "step-0000012" in done.stdout and "partial" not in done.stdout, done.stdout

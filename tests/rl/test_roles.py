@@ -1,0 +1,116 @@
+"""Roles behind a runtime: which are pools, who shares one, and what becomes of verifiers that are stuck."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.base.trajectory import Outcome
+from stretto.rl.agent import AgentRole
+from stretto.rl.asking import RewardRequest
+from stretto.rl.batches import store_group
+from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, Verifiers
+from stretto.rl.factories import Factories
+from stretto.rl.hiring import hired
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.reward import RewardRole
+from stretto.rl.roles import Roles
+from stretto.rl.rollout import EngineRole
+from stretto.runtime.local import LocalRuntime
+from stretto.runtime.runtime import Handle
+from tests.engine.engines import engine
+from tests.rl.agents import MODEL, TASK, settings, tokenizer
+from tests.rl.judges import AT_ONCE, sources
+
+
+class Idle:
+    """A trainer that is never asked for anything."""
+
+
+def recipe(**runtime: Any) -> RlRecipe:
+    return RlRecipe.model_validate(
+        {
+            "sources": {name: {"kind": "strings", "args": {"operation": "sort"}} for name in AT_ONCE},
+            "optim": {"name": "adamw", "lr": 1e-3},
+            "train": {"steps": 1, "prompts": 2, "seq_len": 128},
+            "runtime": {"rewards": {"min": 1, "max": 3}, **runtime},
+        }
+    )
+
+
+def factories(folder: Path, score_s: float) -> Factories:
+    def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
+        return partial(
+            AgentRole, settings(folder), tokenizer(), sources, Connect(engines, rewards, score_s), store_group
+        )
+
+    opened = partial(engine, MODEL)
+    return Factories(
+        trainer=Idle,
+        engines=[partial(EngineRole, opened)],
+        reward=lambda names: partial(RewardRole, partial(sources, tuple(names)), score_s),
+        agent=agent,
+    )
+
+
+def with_roles(folder: Path, work: Callable[[Roles], Awaitable[None]], score_s: float = 30.0, **runtime: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(120), LocalRuntime() as local:
+            async with hired(local, factories(folder, score_s), recipe(**runtime), AT_ONCE, 60.0) as roles:
+                await work(roles)
+            pooled = ("agent",) if runtime else ("agent", "reward")
+            assert not [handle for handle in local.handles() if handle.name.startswith(pooled)]
+
+    asyncio.run(run())
+
+
+def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:
+    async def work(roles: Roles) -> None:
+        assert {name: pool.limits.slots for name, pool in roles.rewards.items()} == {"reward": 1, "reward-x4": 4}
+        assert not roles.fixed_rewards and roles.agents.limits.max == 1
+        (agent,) = roles.agents.handles()
+        group = await roles.runtime.call(agent, "evaluate", TASK, 1.0, deadline_s=60)
+        assert len(group.trajectories) == TASK.group
+        assert roles.rewards["reward"].stats().num_served == TASK.group
+        await roles.runtime.call(agent, "evaluate", replace(TASK, source="judge"), 1.0, deadline_s=60)
+        assert roles.rewards["reward-x4"].stats().num_served == TASK.group
+        assert {row.name for row in roles.pool_rows()} == {"rewards", "reward-x4s"}
+        scalars = roles.pool_scalars()
+        assert scalars["pool/reward/size"] == 1.0 and scalars["pool/reward/worker_s"] > 0.0
+
+    with_roles(tmp_path, work)
+
+
+def test_a_stuck_verifier_makes_way_and_others_end_what_they_do(tmp_path: Path) -> None:
+    async def work(roles: Roles) -> None:
+        rewards = PooledRewards({"judge": roles.rewards["reward-x4"]}, 1.0)
+        (first,) = roles.rewards["reward-x4"].handles()
+        lost = await rewards.score(RewardRequest("judge", 8, "dog"))
+        assert lost.outcome is Outcome.INFRA and "no answer within 1 s" in lost.detail
+        await roles.mend()
+        assert first not in roles.rewards["reward-x4"].handles()
+        assert (await rewards.score(RewardRequest("judge", 7, "dog"))).reward == 3.0
+        assert roles.rewards["reward-x4"].stats().num_replaced == 1
+
+    with_roles(tmp_path, work, score_s=1.0)
+
+
+@pytest.mark.slow
+def test_isolated_agents_are_a_pool_and_call_their_verifiers_directly(tmp_path: Path) -> None:
+    async def work(roles: Roles) -> None:
+        assert not roles.rewards and len(roles.fixed_rewards) == 3
+        assert (roles.agents.limits.min, roles.agents.limits.max, roles.agents.limits.slots) == (2, 4, 64)
+        pids = {roles.runtime.status(handle).pid for handle in (*roles.agents.handles(), *roles.fixed_rewards)}
+        assert len(pids) == 5
+        rewards = RemoteRewards(roles.runtime, roles.fixed_rewards, 30.0)
+        assert (await rewards.score(RewardRequest("judge", 7, "dog"))).reward == 3.0
+        group = await roles.agents.call("evaluate", TASK, 1.0, deadline_s=60)
+        assert len(group.trajectories) == TASK.group
+
+    with_roles(tmp_path, work, isolate=True, agents={"min": 2, "max": 4})
