@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,8 @@ from tests.rl.refs import ref, task
 
 PROMPTS = 2
 Group = Callable[[Task, int], Awaitable[GroupRef]]
+
+OUTLIVES = re.compile("ElasticPool|LocalRuntime")
 
 
 @dataclass
@@ -150,12 +153,7 @@ def drive(
                         async with Driver(plan, *rest) as driver:
                             await driver.run()
                     finally:
-                        others = ("ElasticPool", "LocalRuntime")  # they outlive the driver
-                        left = [
-                            each
-                            for each in asyncio.all_tasks() - before
-                            if not any(other in repr(each) for other in others)
-                        ]
+                        left = [each for each in asyncio.all_tasks() - before if not OUTLIVES.search(repr(each))]
                         assert not left, left
                         controller.check()
                         watch(controller)
