@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stretto.data.pack import IGNORED, PADDING
+from stretto.model.count import count
 from stretto.model.parallel import Ranks
-from stretto.model.spec import Subnet
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
@@ -36,8 +37,8 @@ class Pass:
     """Streams of this rank's rows, on the device, by their names in `Batch`."""
     ctx: Context
     """Of every pass of the policy; its routes are what is replayed."""
-    proximal_BT: Tensor
-    """Centre of the trust region."""
+    proximal_BT: Tensor | None
+    """Centre of the trust region; None: the policy as the update itself finds it, which is the same in a first update."""
     reference_BT: Tensor | None = None
     num_flips: int = 0
     """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
@@ -111,7 +112,7 @@ def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet
         each.mine["advantages_BT"].flatten(),
         each.mine["weights_BT"].flatten(),
         each.mine["behaviour_BT"].flatten(),
-        each.proximal_BT.flatten(),
+        None if each.proximal_BT is None else each.proximal_BT.flatten(),
         each.mine["samples_BT"].flatten(),
         None if each.reference_BT is None else each.reference_BT.flatten(),
         each.ctx.arithmetic,
@@ -129,3 +130,10 @@ def gather(passes: Sequence[Pass], ranks: Ranks, mine: Sequence[Tensor]) -> np.n
         whole_BT[each.rows] = value.view(-1, whole_BT.shape[1])
         parts.append(ranks.sum(whole_BT).cpu().numpy()[each.batch.targets_BT != IGNORED])
     return np.concatenate(parts).astype(np.float64)
+
+
+def forward_flops(config: ModelConfig, passes: Sequence[Pass]) -> int:
+    """FLOPs of one forward pass of the whole network over all ranks' rows."""
+    counts = count(config, config.full())
+    shapes = [each.batch.tokens_BT.shape for each in passes]
+    return sum(counts.forward_flops(rows * length, length) for rows, length in shapes)

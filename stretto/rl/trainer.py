@@ -35,7 +35,7 @@ from stretto.rl.batches import check_routes, load_group, pack
 from stretto.rl.buffer import GroupRef
 from stretto.rl.credit import assign
 from stretto.rl.measures import StepReport
-from stretto.rl.passes import Pass, gather, micro_batch, place, recompute, score
+from stretto.rl.passes import Pass, forward_flops, gather, micro_batch, place, recompute, score
 from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.weights import publish, retire
 from stretto.text.tokenizer import load_tokenizer
@@ -46,6 +46,8 @@ from stretto.train.step import StepResult, optimisation_step
 STAGE = "rl"
 KEEP_VERSIONS = 4
 """Weight files kept: engines may lag behind while they fetch."""
+FLIPS_EVERY = 10
+"""Steps between two looks at route flips, where they cost a pass of their own."""
 
 
 class TrainerRole:
@@ -98,16 +100,19 @@ class TrainerRole:
             updates = self._plan(groups)
             flat = [each for update in updates for each in update]
             loaded = time.perf_counter()
-            if recipe.loss.proximal == "recompute":
-                for each in flat:
+            for each in flat:
+                if self._scores_before(step):
                     recompute(self._model, each, temperature, recipe.replay)
+                elif recipe.loss.proximal == "recompute":
+                    each.proximal_BT = None
             if self._reference is not None:
                 for each in flat:
                     each.reference_BT = score(self._reference, each, temperature).logp_BT
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
-            self._count_scoring(flat)
+            num_scored = self._scores_before(step) + (self._reference is not None)
+            self._meter.add(flops=num_scored * forward_flops(self._model.config, flat))
             self._step += 1
             self._num_tokens += sum(ref.num_tokens for ref in refs)
         scalars = self._measure(groups, flat, results) | {
@@ -214,6 +219,12 @@ class TrainerRole:
     def _read(self) -> Checkpoint:
         return read_checkpoint(self._start, device=self._ranks.device, dtype=torch.float32)
 
+    def _scores_before(self, step: int) -> bool:
+        """Whether ``step`` has a pass before its updates; a single update finds the same log-probabilities by itself."""
+        recipe = self._recipe
+        is_needed = recipe.train.minibatches > 1 or recipe.replay == "r2" or step % FLIPS_EVERY == 0
+        return recipe.loss.proximal == "recompute" and is_needed
+
     def _load(self, ref: GroupRef) -> Group:
         group, config = load_group(ref.location), self._model.config
         check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
@@ -255,14 +266,6 @@ class TrainerRole:
         self._meter.add(flops=result.flops, tokens=result.num_tokens)
         return result
 
-    def _count_scoring(self, passes: Sequence[Pass]) -> None:
-        """Add the forward passes without gradient to the receipt."""
-        config = self._model.config
-        counts = count(config, config.full())
-        num_passes = (self._recipe.loss.proximal == "recompute") + (self._reference is not None)
-        shapes = [each.batch.tokens_BT.shape for each in passes]
-        self._meter.add(flops=num_passes * sum(counts.forward_flops(rows * length, length) for rows, length in shapes))
-
     def _measure(
         self, groups: Sequence[Group], passes: Sequence[Pass], results: Sequence[StepResult]
     ) -> dict[str, float]:
@@ -270,10 +273,8 @@ class TrainerRole:
         version, recipe = self._step - 1, self._recipe
         streams = [stream for result in results for stream in result.streams_N]
         found = {name: gather(passes, self._ranks, [each[name] for each in streams]) for name in streams[0]}
-        is_recomputed = recipe.loss.proximal == "recompute"
-        before_N = (
-            gather(passes, self._ranks, [each.proximal_BT for each in passes]) if is_recomputed else found["logp"]
-        )
+        centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
+        before_N = gather(passes, self._ranks, centres) if self._scores_before(version) else found["logp"]
         references = [each.reference_BT for each in passes if each.reference_BT is not None]
         versions_N = np.concatenate([each.batch.versions_BT[each.batch.targets_BT != IGNORED] for each in passes])
         behaviour_N = np.concatenate([each.batch.behaviour_BT[each.batch.targets_BT != IGNORED] for each in passes])

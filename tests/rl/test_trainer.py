@@ -76,9 +76,23 @@ def test_a_step_reports_what_it_did(tmp_path: Path, start: Path) -> None:
     assert scalars["reward/mean"] == pytest.approx(0.375) and scalars["reward/source/digits"] == pytest.approx(0.375)
     assert scalars["reward/part/format"] == 1.0 and scalars["reward/uniform_groups"] == 0.0
     assert first.scalars["policy/ratio_max"] == 1.0 and first.scalars["policy/clip_fraction"] == 0.0
-    assert first.scalars["routes/flips"] == 0.0 < scalars["routes/flips"] < 0.5
+    assert first.scalars["routes/flips"] == 0.0 and "routes/flips" not in scalars
     assert abs(first.scalars["policy/kl_reference"]) < 1e-6 < 1e-4 < scalars["policy/kl_reference"]
     assert 0.9 < first.scalars["policy/ess"] < 1.0 and scalars["optim/grad_norm"] > 1e-3
+
+
+def test_a_single_update_finds_what_a_pass_before_it_would(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {}
+    for every in (1, 10):
+        monkeypatch.setattr("stretto.rl.trainer.FLIPS_EVERY", every)
+        trainer = role(tmp_path / str(every), start)
+        reports = [trainer.step(refs_of(step, tmp_path), step) for step in range(2)]
+        made[every] = weights(trainer, tmp_path / "weights" / str(every)), untimed(reports[1])
+    assert 0 < made[1][1].pop("routes/flips") < 0.5
+    assert same(made[1][0], made[10][0])
+    assert made[1][1] == made[10][1]
 
 
 def test_steps_are_numbered_and_taken_in_order_of_ordinals(tmp_path: Path, start: Path) -> None:
