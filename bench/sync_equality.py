@@ -6,7 +6,8 @@ One tiny recipe, from one start: a network that a few steps of supervised traini
 with equal rewards, which are dropped and made up for, come now and then. The plain loop (`stretto.rl.sync`) samples, trains
 and activates in turn. The others are whole runs, with their controller, leases, snapshots and held-out evaluations beside:
 roles in threads; the same with two engines whose caches hold few sequences; roles in processes; and (``--ray``) actors of
-a Ray cluster that is started for this. Last a run with a staleness of 1, which should differ: it shows that something is
+a Ray cluster that is started for this; the latter two also with one of their processes, the trainer's among them, killed
+(SIGKILL) after every other step. Last a run with a staleness of 1, which should differ: it shows that something is
 compared. Exits with 1 if one of the others differs from the plain loop.
 """
 
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.common.measure import table, wide_console
 from stretto.base.track import progress, read_metrics
@@ -33,6 +37,7 @@ from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import CHECKPOINT, Job, run_rl
 from stretto.rl.sync import run_plainly
 
+KILLED = ", killed"
 Advance = Callable[[int, str | None], None]
 
 
@@ -86,10 +91,11 @@ def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
     runs = {
         "η = 0, threads": made(),
         "η = 0, threads, two small engines": made(rollout={"engines": 2, "max_batch": 8, "cache_bytes": 1 << 16}),
-        "η = 0, processes": made(runtime={"isolate": True}),
     }
+    kinds = {"processes": made(runtime={"isolate": True})}
     if options.ray:
-        runs["η = 0, Ray"] = made(runtime={"kind": "ray", "address": "local"})
+        kinds["Ray"] = made(runtime={"kind": "ray", "address": "local"})
+    runs |= {f"η = 0, {kind}{how}": chosen for kind, chosen in kinds.items() for how in ("", KILLED)}
     return runs | {"η = 1, threads": made(staleness=1)}
 
 
@@ -115,10 +121,18 @@ def plain_run(chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> 
     return Outcome("plain loop", checksum(folder), None, *_series(scalars), time.perf_counter() - started_s)
 
 
-def whole_run(name: str, chosen: RlRecipe, folder: Path, start: Path, advance: Advance) -> Outcome:
-    """An ordinary run of ``stretto rl``."""
-    started_s = time.perf_counter()
-    run_rl(Job(chosen, folder, start), lambda num, status=None: advance(num, f"{name}: {status}"), lambda text: None)
+def whole_run(
+    name: str, chosen: RlRecipe, folder: Path, start: Path, advance: Advance, kill_after: Collection[int] = ()
+) -> Outcome:
+    """An ordinary run of ``stretto rl``; after each of the steps ``kill_after`` a process of one of its roles is killed."""
+    started_s, killer = time.perf_counter(), Killer(kill_after)
+
+    def stepped(num: int, status: str | None) -> None:
+        advance(num, f"{name}: {status}")
+        killer.stepped(num)
+
+    run_rl(Job(chosen, folder, start), stepped, lambda text: None)
+    assert not killer.left, f"{name}: nobody was killed after the steps {sorted(killer.left)}"
     rows = [row for row in read_metrics(folder) if "reward/mean" in row]
     dropped = int(rows[-1]["groups/filtered"])
     return Outcome(name, checksum(folder), dropped, *_series(rows), time.perf_counter() - started_s)
@@ -129,6 +143,28 @@ def _series(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[float, ...], tup
     names = ("reward/mean", "mismatch/same_k3_mean")
     rewards, mismatch = (tuple(row[name] for row in rows if name in row) for name in names)
     return rewards, mismatch
+
+
+class Killer:
+    """Kills processes of roles, those of engine, agent, verifiers and trainer alike."""
+
+    def __init__(self, steps: Collection[int]):
+        self.left = set(steps)
+        self._step = 0
+        self._rng = random.Random(0)
+
+    def stepped(self, num: int) -> None:
+        """``num`` is below zero where a dead trainer has the run go back."""
+        self._step += num
+        if self._step in self.left:
+            self.left.discard(self._step)
+            roles = [child for child in psutil.Process().children(recursive=True) if _is_role(child)]
+            self._rng.choice(sorted(roles, key=lambda child: child.pid)).kill()
+
+
+def _is_role(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return "RoleActor" in command or "stretto.runtime" in command
 
 
 def checksum(folder: Path) -> str:
@@ -153,7 +189,8 @@ def main() -> None:
         with progress("runs", (1 + len(runs)) * options.steps) as advance:
             found = [plain_run(first, folder / "plain", start, advance)]
             for number, (name, chosen) in enumerate(runs.items()):
-                found.append(whole_run(name, chosen, folder / f"run-{number}", start, advance))
+                kill_after = range(1, options.steps, 2) if name.endswith(KILLED) else ()
+                found.append(whole_run(name, chosen, folder / f"run-{number}", start, advance, kill_after))
     sys.exit(show(found))
 
 

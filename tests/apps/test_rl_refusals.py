@@ -106,7 +106,7 @@ def test_ctrl_c_is_one_line_and_its_exit_code(stretto: Run, tiny: Path, finished
 def test_a_verifier_that_fails_later_ends_the_run_by_its_name(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path, fault: str, said: str
 ) -> None:
-    few = ("--set", "train.eval_prompts=1")
+    few = ("--set", "train.eval_prompts=1", "--set", "failures.max_attempts=1")
     start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")
     refused(stretto("rl", tiny, *start, *few, *own(tmp_path, fault)), "sources.flip: item", said, "--resume")
     assert "step" not in (tmp_path / "run" / "groups.jsonl").read_text(), "a fault of ours was trained on"
