@@ -135,10 +135,8 @@ class Run:
         """The task's own score of each answer."""
         self._generated_s = time.perf_counter()
         if others["trainer_state"].global_step == 0:
-            prompts = [
-                self._tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"]
-                for each in others["prompts"]
-            ]
+            template = self._tokenizer.apply_chat_template
+            prompts = [template(each, add_generation_prompt=True)["input_ids"] for each in others["prompts"]]
             self._first = {
                 "items": item,
                 "prompt_ids": prompts,
@@ -158,8 +156,8 @@ class _Callback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.run.begins(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **others: Any) -> None:
-        self.run.logged(state.global_step, logs)
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.run.logged(state.global_step, others["logs"])
 
 
 def _config(options: Options) -> trl.GRPOConfig:
