@@ -135,7 +135,7 @@ class Run:
         """The task's own score of each answer."""
         self._generated_s = time.perf_counter()
         if others["trainer_state"].global_step == 0:
-            template = self._tokenizer.apply_chat_template
+            template: Any = self._tokenizer.apply_chat_template
             prompts = [template(each, add_generation_prompt=True)["input_ids"] for each in others["prompts"]]
             self._first = {
                 "items": item,
