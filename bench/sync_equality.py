@@ -74,6 +74,7 @@ def recipe(steps: int = 8, threads: int = 1, **tables: Any) -> RlRecipe:
             "eval_prompts": 8, "threads": threads,
         },
         "staleness": 0,
+        "failures": {"lease_s": 3600, "stuck_s": 3600},  # however slow the machine is
     }  # fmt: skip
     tree["rollout"]["threads"] = threads
     for name, fields in tables.items():
