@@ -49,7 +49,7 @@ class Side:
     window: int | None
     threads: int
     """Of engine and trainer each."""
-    isolate: bool
+    isolate: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--staleness", type=int, default=12, help="bound of the asynchronous side")
     parser.add_argument("--alive", type=int, default=4, help="batches of its groups under way at once")
-    parser.add_argument("--isolate", action="store_true", help="roles in processes of their own, on both sides")
+    parser.add_argument("--isolate", choices=("none", "torch", "all"), default="torch", help="on both sides")
     parser.add_argument("--sync-threads", type=int, default=2, help="of the synchronous side's engine and trainer")
     parser.add_argument("--only", default="", help="run the sides whose names begin so, and print them as they are")
     parser.add_argument("--lr", type=float, default=3e-4)

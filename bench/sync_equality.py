@@ -89,15 +89,18 @@ def variants(options: argparse.Namespace) -> dict[str, RlRecipe]:
     def made(**tables: Any) -> RlRecipe:
         return recipe(options.steps, options.threads, precision=precision, **tables)
 
+    threads = {"isolate": "none"}
     runs = {
-        "η = 0, threads": made(),
-        "η = 0, threads, two small engines": made(rollout={"engines": 2, "max_batch": 8, "cache_bytes": 1 << 16}),
+        "η = 0, threads": made(runtime=threads),
+        "η = 0, threads, two small engines": made(
+            runtime=threads, rollout={"engines": 2, "max_batch": 8, "cache_bytes": 1 << 16}
+        ),
     }
-    kinds = {"processes": made(runtime={"isolate": True})}
+    kinds = {"processes": made(runtime={"isolate": "all"})}
     if options.ray:
         kinds["Ray"] = made(runtime={"kind": "ray", "address": "local"})
     runs |= {f"η = 0, {kind}{how}": chosen for kind, chosen in kinds.items() for how in ("", KILLED)}
-    return runs | {"η = 1, threads": made(staleness=1)}
+    return runs | {"η = 1, threads": made(staleness=1, runtime=threads)}
 
 
 def start_of(chosen: RlRecipe, folder: Path) -> Path:

@@ -50,7 +50,7 @@ snapshot_every = 4
 eval_every = 20
 eval_prompts = 8
 [runtime]
-isolate = true
+isolate = "all"
 agents = {{ min = 2, max = 2 }}
 rewards = {{ min = 1, max = 2 }}
 """.replace("\n  num_experts", " num_experts")

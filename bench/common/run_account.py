@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 
 from stretto.base.trajectory import Trajectory
 from stretto.rl.agent import LOGS
-from stretto.rl.batches import load_group
 from stretto.rl.folder import JOURNAL_FILE
+from stretto.rl.groups import load_group
 from stretto.rl.tokenlog import logged_ordinals, read_log
 
 Key = tuple[int, int]

@@ -35,6 +35,9 @@ class Context:
     """Rows that use fewer experts than the Subnet allows (training only)."""
     recompute: bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
+    shared_BT2: Tensor | None = None
+    """Columns, first and one past the last, of a beginning that documents of a row share: each position may look at
+    them beside its own document. Equal: none. int64."""
     routes_BTLK: Tensor | None = None
     """Experts to take instead of the routers' own choice (replay, 2510.11370), int16 or int64, by MoE layer of the
     *maximum* network; −1: no record. A row of the Subnet's top-k slots that begins with −1 chooses freely."""
@@ -120,7 +123,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""
-        mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT)
+        mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT, ctx.shared_BT2)
         geometry = Geometry(*self._rotary(ctx), mask)
         x_BTD = rounded(self.embedding(ids_BT), ctx.arithmetic)
         counts: dict[int, Tensor] = {}

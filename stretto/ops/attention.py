@@ -12,13 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
-    """Who may look at whom, [B, 1, T, T] bool: itself and earlier positions of the same document.
+def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Tensor:
+    """Who may look at whom, [B, 1, T, T] bool: itself, earlier positions of the same document, and a shared beginning.
 
     A padding position (document −1) sees the other padding before it; its output is never used.
+
+    Args:
+        documents_BT: number of each position's document.
+        shared_BT2: first and one past the last column of the beginning that its document continues.
     """
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same_BTT.tril().unsqueeze(1)
+    mask_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+    if shared_BT2 is not None:
+        columns_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        first_BT1, end_BT1 = shared_BT2.split(1, dim=-1)
+        mask_BTT |= (columns_T >= first_BT1) & (columns_T < end_BT1)
+    return mask_BTT.unsqueeze(1)
 
 
 def attention_reference(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Task, Trajectory
 from stretto.rl.asking import (
@@ -141,7 +143,7 @@ class AgentRole:
         Args:
             open_sources: called once, here, where the role lives.
             connect: makes the clients; ``caller`` is what the runtime gives to roles that call others.
-            store: puts a finished group where trainers find it, durably (`stretto.rl.batches.store_group`).
+            store: puts a finished group where trainers find it, durably (`stretto.rl.groups.store_group`).
         """
         self.name = name
         self._settings = settings
@@ -248,8 +250,9 @@ class AgentRole:
             async with self._problems:
                 what = f"sources.{task.source}: item {task.item}"
                 problem = await in_thread(lambda: source.problem(task.item), _PROBLEM_S, what)
+            prompt = self._dialogue.prompt(problem.messages, [tool.schema() for tool in source.tools()])
             for sample in range(task.group):
-                loops.append(self._loop(task, sample, attempt, problem, source, share, evaluated))
+                loops.append(self._loop(task, sample, attempt, problem, prompt, source, share, evaluated))
             async with asyncio.TaskGroup() as crowd:
                 runs = [crowd.create_task(loop.run()) for loop in loops]
             trajectories = tuple(run.result() for run in runs)
@@ -267,6 +270,7 @@ class AgentRole:
         sample: int,
         attempt: int,
         problem: Problem,
+        prompt: np.ndarray,
         source: TaskSource,
         share: Share,
         evaluated: Limits | None,
@@ -279,6 +283,7 @@ class AgentRole:
             sample,
             attempt,
             problem=problem,
+            prompt=prompt,
             tools=source.tools(),
             dialogue=self._dialogue,
             limits=evaluated or self._settings.limits,

@@ -1,34 +1,33 @@
-"""The batch edge, both ends: finished groups lie in files, and are packed into the arrays that a trainer steps on.
+"""Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
 
 A sample of n tokens is n − 1 inputs, each with the token after it as its target; only targets that the model sampled
-carry a loss. The engine computed exactly these inputs, so that its routes have a row for each of them.
+carry a loss. The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning, also one
+whose recorded routes are the same, is laid down once, and each sample continues it: no key or value depends on what
+comes after it, so every loss and every gradient is what it would be with a copy for each sample, and the pass is
+shorter by the copies. (Prefix sharing, as in the tree training of agentic trajectories.)
 
 Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layers of the maximum network, K route slots.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
-from stretto.base.paths import replacing
-from stretto.base.routes import pack_routes, signed_routes, unpack_routes
-from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.base.routes import signed_routes
+from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
-from stretto.rl.buffer import GroupRef
 from stretto.rl.credit import Credit
 
 _ROUND = 8
 """Rows are cut to the longest that is used, rounded up to this: few distinct shapes, little padding."""
+_LENGTHS = 8
+"""Row lengths that are tried."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +40,12 @@ class Batch:
     positions_BT: NDArray[np.int64]
     """Place in the sample."""
     documents_BT: NDArray[np.int64]
-    """Number of the sample within its row, `PADDING` where there is none: attention stays within equal numbers."""
+    """Number of the sample, or of a shared beginning, within its row; `PADDING` where there is none: attention stays
+    within equal numbers, and within the next."""
+    shared_BT2: NDArray[np.int64]
+    """First column of the beginning that this sample continues, and the one after its last; 0 and 0 without one."""
     samples_BT: NDArray[np.int64]
-    """Number of the sample within the update, over all its batches, −1 at padding."""
+    """Number of the sample within the update, over all its batches, −1 at padding and shared beginnings."""
     behaviour_BT: NDArray[np.float32]
     """Processed log-probability when it was sampled; 0 without a target, as in the next two."""
     advantages_BT: NDArray[np.float32]
@@ -58,6 +60,11 @@ class Batch:
     def num_targets(self) -> int:
         return int((self.targets_BT != IGNORED).sum())
 
+    @property
+    def num_inputs(self) -> int:
+        """Positions that hold a token."""
+        return int((self.documents_BT != PADDING).sum())
+
     def rows(self, part: slice) -> Batch:
         """Some of the rows: a rank's share."""
         streams = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -65,106 +72,61 @@ class Batch:
         return Batch(**cut)
 
 
-def store_group(folder: Path | str, group: Group) -> GroupRef:
-    """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """One sample as arrays; written by `_read`."""
 
-    Raises:
-        UserError: the disk is full.
-    """
-    task, trajectories = group.task, group.trajectories
-    assert len(trajectories) == task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
-    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
-    packed = [b"" if each.routes is None else pack_routes(each.routes, _num_experts(each)) for each in trajectories]
-    meta = {"task": asdict(task), "trajectories": [_describe(*pair) for pair in zip(trajectories, packed, strict=True)]}
-    path = Path(folder) / f"group-{task.ordinal:08d}-{trajectories[0].attempt}.npz"
-    with replacing(path) as partial, partial.open("wb") as file:
-        np.savez(
-            file,
-            meta=np.frombuffer(json.dumps(meta).encode(), np.uint8),
-            tokens=np.concatenate([segment.tokens for segment in segments]).astype(np.int32),
-            logprobs=np.concatenate([segment.logprobs for segment in segments]).astype(np.float32),
-            versions=np.concatenate([segment.versions for segment in segments]).astype(np.int32),
-            routes=np.frombuffer(b"".join(packed), np.uint8),
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    rewards = [trajectory.verdict.reward for trajectory in trajectories]
-    return GroupRef(
-        ordinal=task.ordinal,
-        attempt=trajectories[0].attempt,
-        location=str(path),
-        num_samples=len(trajectories),
-        num_tokens=sum(trajectory.num_sampled for trajectory in trajectories),
-        oldest_version=min(trajectory.oldest_version for trajectory in trajectories),
-        mean_reward=float(np.mean(rewards)),
-        is_uniform=max(rewards) == min(rewards),
-        finished_s=max(segment.finished_s for segment in segments),
-        extra={"source": task.source, "item": task.item, "route_bytes": sum(map(len, packed))},
-    )
+    number: int
+    """Within the update."""
+    tokens: NDArray[np.int32]
+    """[S + 1]."""
+    logprobs_S: NDArray[np.float32]
+    versions_S: NDArray[np.int32]
+    routes_SLK: NDArray[np.unsignedinteger] | None
+    credit: Credit
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def num_untrained(self) -> int:
+        """Leading inputs without a target: nothing is lost if others' stand for them."""
+        mask_S = self.credit.mask_S
+        return int(mask_S.argmax()) if mask_S.any() else len(mask_S)
+
+    def agreement(self, other: _Sample) -> int:
+        """Leading inputs that one computation can do for both."""
+        most = min(self.num_untrained, other.num_untrained)
+        same = self.tokens[:most] == other.tokens[:most]
+        if self.routes_SLK is not None and other.routes_SLK is not None:
+            same &= (self.routes_SLK[:most] == other.routes_SLK[:most]).all((1, 2))
+        return most if same.all() else int(same.argmin())
 
 
-def load_group(location: Path | str) -> Group:
-    """The group that `store_group` wrote at ``location``.
+@dataclass(slots=True)
+class _Bundle:
+    """Samples in one row that begin like the first; made by `_bundles`."""
 
-    Raises:
-        UserError: the file is missing or damaged, or its routes are not of its tokens.
-    """
-    path = Path(location)
-    try:
-        with np.load(path) as arrays:
-            meta = json.loads(arrays["meta"].tobytes())
-            streams = {name: arrays[name] for name in ("tokens", "logprobs", "versions")}
-            routes = arrays["routes"].tobytes()
-        trajectories, at, byte = [], 0, 0
-        for each in meta["trajectories"]:
-            segments = []
-            for length, is_sampled, started_s, finished_s in each.pop("segments"):
-                part = {name: stream[at : at + length] for name, stream in streams.items()}
-                assert len(part["tokens"]) == length, f"segment of {length} tokens, {len(part['tokens'])} left"
-                segments.append(Segment(**part, is_sampled=is_sampled, started_s=started_s, finished_s=finished_s))
-                at += length
-            num_bytes = each.pop("route_bytes")
-            own = unpack_routes(routes[byte : byte + num_bytes]) if num_bytes else None
-            byte += num_bytes
-            verdict = each.pop("verdict")
-            verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
-            trajectories.append(Trajectory(**each, segments=tuple(segments), routes=own, verdict=verdict))
-        group = Group(Task(**meta["task"]), tuple(trajectories))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file, and the run needs it; restore it, or start a new run folder") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, AssertionError, BadZipFile) as error:
-        problem = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder") from error
-    check_routes(group, str(path))
-    return group
+    samples: list[_Sample]
+    shared: list[int] = field(default_factory=lambda: [0])
+    """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
+
+    @property
+    def length(self) -> int:
+        """Positions that the bundle takes."""
+        first, *others = self.samples
+        saved = self.shared[1:]
+        return first.num_inputs + sum(each.num_inputs - num for each, num in zip(others, saved, strict=True))
+
+    def add(self, sample: _Sample, shared: int) -> None:
+        self.samples.append(sample)
+        self.shared.append(shared)
+        self.shared[0] = max(self.shared[1:])
 
 
-def discard(locations: Iterable[Path | str]) -> None:
-    """Delete stored groups that nobody will train on again."""
-    for location in locations:
-        Path(location).unlink(missing_ok=True)
-
-
-def check_routes(group: Group, where: str, layers: int | None = None, top_k: int | None = None) -> None:
-    """Refuse routes that are not one row an input, or not of a network with so many MoE layers and choices.
-
-    Raises:
-        UserError: naming ``where`` and the sample.
-    """
-    for trajectory in group.trajectories:
-        routes, sample = trajectory.routes, f"{where}: routes of sample {trajectory.sample}"
-        if routes is None:
-            continue
-        if len(routes) != trajectory.num_tokens - 1:
-            raise UserError(
-                f"{sample}: {len(routes)} rows for {trajectory.num_tokens} tokens, where {trajectory.num_tokens - 1} "
-                'belong; sample it again, or train with replay = "off"'
-            )
-        if (layers or routes.shape[1], top_k or routes.shape[2]) != routes.shape[1:]:
-            raise UserError(
-                f"{sample}: {routes.shape[1]} layers of {routes.shape[2]} experts, the trained network has {layers} of "
-                f"{top_k}; sample with the network that is trained"
-            )
+_Plan = list[tuple[list[list[_Bundle]], int]]
+"""Of each batch: its rows and their length."""
 
 
 def pack(
@@ -189,103 +151,122 @@ def pack(
     Raises:
         UserError: a sample that is longer, or has no routes where they are wanted.
     """
-    samples = [trajectory for group in groups for trajectory in group.trajectories]
-    streams = [credit for group in credits for credit in group]
-    assert len(samples) == len(streams), f"{len(samples)} samples, credit for {len(streams)}"
+    assert len(groups) == len(credits), f"{len(groups)} groups, credit for {len(credits)}"
     assert rows % share == 0, f"{rows} rows among {share} ranks"
-    for trajectory in samples:
-        where = f"ordinal {trajectory.ordinal}, sample {trajectory.sample}"
-        if trajectory.num_tokens - 1 > seq_len:
-            raise UserError(
-                f"train.seq_len: {seq_len} is less than the {trajectory.num_tokens} tokens of {where}; raise it"
-            )
-        if with_routes and trajectory.routes is None:
-            raise UserError(f'{where}: routes: it has none; let the engine record them, or set replay = "off"')
-    pieces = [Piece(index, 0, trajectory.num_tokens - 1, False) for index, trajectory in enumerate(samples)]
-    # full rows together, so that the short last ones are cut to what they hold
-    plan = sorted(plan_rows(pieces, seq_len), key=lambda row: -_length(row))
-    batches = []
-    for start in range(0, len(plan), rows):
-        some = [*plan[start : start + rows]]
-        some += [()] * (-len(some) % share)
-        length = min(seq_len, -(-max(map(_length, some)) // _ROUND) * _ROUND)
-        batches.append(_fill(some, length, samples, streams, with_routes))
-    return batches
+    bundles: list[_Bundle] = []
+    number = 0
+    for group, credit in zip(groups, credits, strict=True):
+        samples = []
+        for trajectory, own in zip(group.trajectories, credit, strict=True):
+            samples.append(_read(number, trajectory, own, seq_len, with_routes))
+            number += 1
+        bundles += _bundles(samples, seq_len)
+    shortest = min(_rounded(max(bundle.length for bundle in bundles)), seq_len)
+    # rows that hold much may be half empty: of some lengths, the one with the fewest positions
+    lengths = sorted({_rounded(int(each)) for each in np.linspace(shortest, seq_len, _LENGTHS)})
+    plans = [_plan(bundles, min(length, seq_len), rows, share) for length in lengths]
+    return [_fill(part, length) for part, length in min(plans, key=_num_positions)]
 
 
-def _length(row: Iterable[Piece]) -> int:
-    return sum(piece.length for piece in row)
+def _read(number: int, trajectory: Trajectory, credit: Credit, seq_len: int, with_routes: bool) -> _Sample:
+    where = f"ordinal {trajectory.ordinal}, sample {trajectory.sample}"
+    if trajectory.num_tokens - 1 > seq_len:
+        raise UserError(
+            f"train.seq_len: {seq_len} is less than the {trajectory.num_tokens} tokens of {where}; raise it"
+        )
+    if with_routes and trajectory.routes is None:
+        raise UserError(f'{where}: routes: it has none; let the engine record them, or set replay = "off"')
+    tokens, logprobs, versions = (
+        np.concatenate([getattr(segment, name) for segment in trajectory.segments])
+        for name in ("tokens", "logprobs", "versions")
+    )
+    assert len(credit.mask_S) == len(tokens) - 1, f"credit for {len(credit.mask_S)} of {len(tokens) - 1} targets"
+    routes_SLK = trajectory.routes if with_routes else None
+    return _Sample(number, tokens, logprobs[1:], versions[1:], routes_SLK, credit)
 
 
-def _fill(
-    rows: Sequence[Sequence[Piece]],
-    length: int,
-    samples: Sequence[Trajectory],
-    streams: Sequence[Credit],
-    with_routes: bool,
-) -> Batch:
+def _bundles(samples: Sequence[_Sample], seq_len: int) -> list[_Bundle]:
+    """Each sample behind the first of those that it agrees with longest, as far as rows hold them."""
+    bundles: list[_Bundle] = []
+    for sample in samples:
+        found = [(each, sample.agreement(each.samples[0])) for each in bundles]
+        fitting = [pair for pair in found if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
+        if fitting:
+            bundle, shared = max(fitting, key=lambda pair: pair[1])
+            bundle.add(sample, shared)
+        else:
+            bundles.append(_Bundle([sample]))
+    return bundles
+
+
+def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> _Plan:
+    """Best-fit rows of at most ``seq_len``, and how long those of each batch must be."""
+    pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
+    whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
+    whole.sort(key=lambda row: -_length(row))  # full rows together: short ones are cut to what they hold
+    plan = []
+    for start in range(0, len(whole), rows):
+        some = whole[start : start + rows]
+        some += [[]] * (-len(some) % share)
+        plan.append((some, min(seq_len, _rounded(_length(some[0])))))
+    return plan
+
+
+def _num_positions(plan: _Plan) -> int:
+    return sum(len(rows) * length for rows, length in plan)
+
+
+def _length(row: Sequence[_Bundle]) -> int:
+    return sum(bundle.length for bundle in row)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND
+
+
+def _fill(rows: Sequence[Sequence[_Bundle]], length: int) -> Batch:
     shape = (len(rows), length)
-    routes = None
-    if with_routes:
-        first = samples[0].routes
-        assert first is not None, "checked by the caller"
-        routes = np.full((*shape, *first.shape[1:]), -1, np.int16)
+    routes_SLK = next(row for row in rows if row)[0].samples[0].routes_SLK
     batch = Batch(
         tokens_BT=np.zeros(shape, np.int64),
         targets_BT=np.full(shape, IGNORED, np.int64),
         positions_BT=np.zeros(shape, np.int64),
         documents_BT=np.full(shape, PADDING, np.int64),
+        shared_BT2=np.zeros((*shape, 2), np.int64),
         samples_BT=np.full(shape, -1, np.int64),
         behaviour_BT=np.zeros(shape, np.float32),
         advantages_BT=np.zeros(shape, np.float32),
         weights_BT=np.zeros(shape, np.float32),
         versions_BT=np.full(shape, -1, np.int32),
-        routes_BTLK=routes,
+        routes_BTLK=None if routes_SLK is None else np.full((*shape, *routes_SLK.shape[1:]), -1, np.int16),
     )
-    for row, pieces in enumerate(rows):
-        at = 0
-        for number, piece in enumerate(pieces):
-            sample, credit = samples[piece.document], streams[piece.document]
-            assert len(credit.mask_S) == piece.length, f"credit for {len(credit.mask_S)} of {piece.length} targets"
-            here = (row, slice(at, at + piece.length))
-            tokens = _stream(sample, "tokens")
-            batch.tokens_BT[here], batch.targets_BT[here] = tokens[:-1], np.where(credit.mask_S, tokens[1:], IGNORED)
-            batch.positions_BT[here], batch.documents_BT[here] = np.arange(piece.length), number
-            batch.samples_BT[here] = piece.document
-            batch.behaviour_BT[here] = np.where(credit.mask_S, _stream(sample, "logprobs")[1:], 0.0)
-            batch.versions_BT[here] = np.where(credit.mask_S, _stream(sample, "versions")[1:], -1)
-            batch.advantages_BT[here], batch.weights_BT[here] = credit.advantages_S, credit.weights_S
-            if routes is not None and sample.routes is not None:
-                routes[here] = signed_routes(sample.routes)
-            at += piece.length
+    for row, bundles in enumerate(rows):
+        at = number = 0
+        for bundle in bundles:
+            begin, first, shared = at, bundle.samples[0], bundle.shared[0]
+            if shared:
+                _lay(batch, first, 0, shared, (row, slice(at, at + shared)), number)
+                at, number = at + shared, number + 1
+            for sample, own in zip(bundle.samples, bundle.shared, strict=True):
+                end = at + sample.num_inputs - own
+                here = (row, slice(at, end))
+                _lay(batch, sample, own, sample.num_inputs, here, number)
+                batch.samples_BT[here], batch.shared_BT2[here] = sample.number, (begin, begin + own)
+                at, number = end, number + 1
     return batch
 
 
-def _stream(trajectory: Trajectory, name: str) -> np.ndarray:
-    return np.concatenate([getattr(segment, name) for segment in trajectory.segments])
-
-
-def _num_experts(trajectory: Trajectory) -> int:
-    """Experts that the ids of its routes can name: one more than the largest."""
-    assert trajectory.routes is not None
-    used = trajectory.routes[trajectory.routes != np.iinfo(trajectory.routes.dtype).max]
-    return int(used.max()) + 1 if used.size else 1
-
-
-def _describe(trajectory: Trajectory, packed: bytes) -> Mapping[str, Any]:
-    """All of a trajectory that is not arrays, as plain JSON."""
-    verdict = trajectory.verdict
-    plain = asdict(replace(verdict, parts=dict(verdict.parts)))
-    return {
-        "ordinal": trajectory.ordinal,
-        "sample": trajectory.sample,
-        "attempt": trajectory.attempt,
-        "finish_reason": trajectory.finish_reason,
-        "num_turns": trajectory.num_turns,
-        "segments": [
-            (len(segment.tokens), segment.is_sampled, segment.started_s, segment.finished_s)
-            for segment in trajectory.segments
-        ],
-        "route_bytes": len(packed),
-        "verdict": {**plain, "outcome": verdict.outcome.value},
-    }
+def _lay(batch: Batch, sample: _Sample, start: int, stop: int, here: tuple[int, slice], number: int) -> None:
+    """Write inputs ``start`` to ``stop`` of a sample, and what belongs to their targets, to ``here``."""
+    part = slice(start, stop)
+    mask = sample.credit.mask_S[part]
+    batch.tokens_BT[here] = sample.tokens[:-1][part]
+    batch.targets_BT[here] = np.where(mask, sample.tokens[1:][part], IGNORED)
+    batch.positions_BT[here], batch.documents_BT[here] = np.arange(start, stop), number
+    batch.behaviour_BT[here] = np.where(mask, sample.logprobs_S[part], 0.0)
+    batch.versions_BT[here] = np.where(mask, sample.versions_S[part], -1)
+    batch.advantages_BT[here] = sample.credit.advantages_S[part]
+    batch.weights_BT[here] = sample.credit.weights_S[part]
+    if batch.routes_BTLK is not None:
+        assert sample.routes_SLK is not None, "checked by the caller"
+        batch.routes_BTLK[here] = signed_routes(sample.routes_SLK[part])

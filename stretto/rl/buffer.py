@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GroupRef:
-    """A finished group that lies stored. Written by `rl.batches.store_group`, at the agent loop's end of the edge."""
+    """A finished group that lies stored. Written by `rl.groups.store_group`, at the agent loop's end of the edge."""
 
     ordinal: int
     attempt: int

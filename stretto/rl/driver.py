@@ -17,10 +17,10 @@ from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, WeightVersion
-from stretto.rl.batches import discard
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
 from stretto.rl.fleet import Fleet
+from stretto.rl.groups import discard
 from stretto.rl.ledger import Handout
 from stretto.rl.measures import StepReport
 from stretto.rl.roles import Roles
@@ -92,6 +92,7 @@ class Driver:
         self._fleet = Fleet(roles, controller, trace, weights, moved=self._moved, failed=self._fail)
         self._groups: dict[asyncio.Task[None], Handout] = {}
         self._guarding: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._waits = Waits()
@@ -124,11 +125,10 @@ class Driver:
             UserError: a role cannot go on, or nothing moves any more, and the watchdog says what.
         """
         while self._controller.version < self._plan.num_steps:
-            refs = await self._next_batch()
-            await self._train(refs)
+            await self._train(await self._next_batch())
 
     async def _end(self) -> None:
-        tasks = [*self._groups] + ([] if self._guarding is None else [self._guarding])
+        tasks = [*self._groups, *filter(None, (self._guarding, self._reporting))]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -177,13 +177,20 @@ class Driver:
         with self._trace.span("trainer", "publish", version=step + 1):
             self._fleet.publish(await self._call_trainer("publish"))
         self._waits.step_s += time.perf_counter() - started_s
+        waits, self._waits = self._waits, Waits()
+        self._hand_out()
         done = step + 1
+        if self._reporting is not None:
+            await self._reporting
+        # told while the trainer is at the next step; what a snapshot holds is told before the trainer goes on
+        self._reporting = asyncio.create_task(self._report(report, refs, waits))
         if done % self._plan.snapshot_every == 0 or done == self._plan.num_steps:
             await self._snapshot()
-        await self._tidy()
-        self._observe(report, refs, self._waits)
-        self._waits = Waits()
-        self._hand_out()
+            await self._reporting
+
+    async def _report(self, report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
+        await asyncio.to_thread(discard, self._controller.unneeded())
+        self._observe(report, refs, waits)
 
     async def _snapshot(self) -> None:
         """The trainer's state and the ledger's, of the same version, in one folder."""
@@ -193,10 +200,6 @@ class Driver:
         self._cuts.append(cut)
         if len(self._cuts) == self._plan.keep_snapshots:  # older ones have been deleted
             self._controller.covered(self._cuts[0])
-
-    async def _tidy(self) -> None:
-        """Delete what nobody will read again."""
-        await asyncio.to_thread(discard, self._controller.unneeded())
 
     async def _call_trainer(self, method: str, *args: Any) -> Any:
         return await self._roles.call_trainer(method, *args, deadline_s=self._plan.step_deadline_s)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.rl.agent import AgentRole, AgentSettings
-from stretto.rl.batches import store_group
 from stretto.rl.clients import Connect, Verifiers
+from stretto.rl.groups import store_group
 from stretto.rl.recipe import PrecisionConfig, RlRecipe, RolloutConfig, SandboxConfig, SourceConfig
 from stretto.rl.reward import RewardRole
 from stretto.runtime.runtime import Handle

@@ -14,8 +14,8 @@ from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove, write_json
 from stretto.rl.agent import GROUPS, LOGS
-from stretto.rl.batches import discard
 from stretto.rl.controller import Controller
+from stretto.rl.groups import discard
 from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.tokenlog import logged_ordinals, remove_logs
 

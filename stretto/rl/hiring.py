@@ -32,8 +32,8 @@ async def hired(
         UserError: a role refused to start. RuntimeFailure: it died, or hangs.
     """
     config = recipe.runtime
-    is_together = config.kind == "local" and not config.isolate
-    place = Placement.THREAD if is_together else Placement.PROCESS
+    is_together = config.kind == "local" and config.isolate != "all"
+    place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
     options: dict[str, Any] = {"restarts": recipe.failures.restarts, "deadline_s": start_s}
     rewards = _reward_pools(runtime, factories, config.rewards, at_once, start_s) if is_together else {}
     num_fixed = 0 if is_together else config.rewards.max

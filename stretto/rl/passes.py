@@ -65,7 +65,13 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
         if (value := getattr(part, name)) is not None
     }
     routes_BTLK = mine["routes_BTLK"] if replays else None
-    ctx = Context(mine["positions_BT"], mine["documents_BT"], routes_BTLK=routes_BTLK, arithmetic=arithmetic)
+    ctx = Context(
+        mine["positions_BT"],
+        mine["documents_BT"],
+        shared_BT2=mine["shared_BT2"],
+        routes_BTLK=routes_BTLK,
+        arithmetic=arithmetic,
+    )
     return Pass(batch, rows, mine, ctx, mine["behaviour_BT"])
 
 

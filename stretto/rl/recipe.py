@@ -111,9 +111,9 @@ class FailureConfig(Config):
 class RuntimeConfig(Config):
     """Where roles run.
 
-    On one machine and not isolated, one agent on the driver's loop carries all groups (it only waits), and the verifiers
+    On one machine, unless all are isolated, one agent on the driver's loop carries all groups (it only waits), and the verifiers
     are an elastic pool that it shares with the driver; sources that are judged differently many at once
-    (`TaskSource.at_once`) have a pool each. On Ray, or isolated, agents are an elastic pool of processes and call their
+    (`TaskSource.at_once`) have a pool each. On Ray, or all isolated, agents are an elastic pool of processes and call their
     verifiers directly, which is why those are ``rewards.max`` from the start to the end.
     """
 
@@ -121,10 +121,11 @@ class RuntimeConfig(Config):
     address: str = "auto"
     """Of the Ray cluster."""
     agents: PoolConfig = PoolConfig(min=1, max=1)
-    """On Ray, or isolated; its deadline is ``failures.lease_s``."""
+    """On Ray, or all isolated; its deadline is ``failures.lease_s``."""
     rewards: PoolConfig = PoolConfig()
-    isolate: bool = False
-    """Locally: engines, agents and trainer in processes of their own too, not in threads."""
+    isolate: Literal["none", "torch", "all"] = "torch"
+    """Locally, which roles beside the verifiers have a process each: ``torch`` the trainer and the engines, which would
+    wait for each other's interpreter lock otherwise (three times, with small models); ``all`` the agents too."""
 
 
 class RlTrainConfig(Config):

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
 from stretto.rl.agent import AgentRole, AgentSettings, Clients
-from stretto.rl.batches import store_group
 from stretto.rl.buffer import GroupRef
 from stretto.rl.engines import open_rollout_engine
 from stretto.rl.factories import SourceTables
+from stretto.rl.groups import store_group
 from stretto.rl.measures import StepReport
 from stretto.rl.prompts import plan_prompts
 from stretto.rl.recipe import RlRecipe

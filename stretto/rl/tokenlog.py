@@ -7,13 +7,15 @@ One file a sample and attempt; only its own attempt appends to it. A later attem
 earlier one, so that an agent that was given up but lives on disturbs nobody. Nothing is ever overwritten: old tokens
 keep the log-probabilities, versions and routes they were sampled with, whatever weights the rest is sampled under.
 
-A file is a list of frames (`stretto.rl.logframes`), each appended by one write. What a process has written survives its
-``kill -9``; it is not fsynced, so losing the machine loses chunks, which costs time and nothing else. A torn last frame is
-dropped.
+A file is a list of frames (`stretto.rl.logframes`), each appended by one write; it begins to exist with the first
+sampled token, since a prompt alone is nothing that could be lost. What a process has written survives its ``kill -9``; it
+is not fsynced, so losing the machine loses chunks, which costs time and nothing else. A torn last frame is dropped.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,10 +39,16 @@ class Closing:
 
 
 class TokenLog:
-    """One sample as far as it has come. Everything appended is on the disk first, unless there is no ``path``."""
+    """One sample as far as it has come. From its first sampled token on, everything appended is on the disk first."""
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path | None = None, unwritten: bytes = b""):
+        """
+        Args:
+            path: where it is written; None: nowhere.
+            unwritten: what comes before all else in a file that does not exist yet.
+        """
         self._path = path
+        self._unwritten = unwritten
         self._parts: list[Part] = []
         self._num_rows = 0
         self.closing: Closing | None = None
@@ -77,7 +85,10 @@ class TokenLog:
         """
         self._check(part)
         if self._path is not None:
-            _append(self._path, encode_part(part, self.num_tokens, self._num_rows))
+            content = self._unwritten + encode_part(part, self.num_tokens, self._num_rows)
+            self._unwritten = b"" if self.num_sampled or part.segment.is_sampled else content
+            if not self._unwritten:
+                _append(self._path, content)
         self._take(part)
 
     def close(self, closing: Closing) -> None:
@@ -87,7 +98,7 @@ class TokenLog:
         if self._path is not None:
             verdict = {**asdict(closing.verdict), "outcome": closing.verdict.outcome.value}
             described = {"what": "closing", "finish_reason": closing.finish_reason, "verdict": verdict}
-            _append(self._path, frame(described))
+            _append(self._path, self._unwritten + frame(described))
         self.closing = closing
 
     def tokens(self) -> np.ndarray:
@@ -170,12 +181,14 @@ def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
     own = log_path(folder, task.ordinal, sample, attempt)
     paths = (log_path(folder, task.ordinal, sample, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
-    log, identity, good = TokenLog(own), {"what": "task", "task": asdict(task), "sample": sample}, b""
-    if found is not None:
-        owner, good = _read(found, log)
-        if owner not in (None, identity):
-            raise UserError(f"{found}: task: this log is of another run or recipe; choose an empty run folder")
-        log.num_resumed = log.num_sampled
+    identity = {"what": "task", "task": asdict(task), "sample": sample}
+    if found is None:
+        return TokenLog(own, frame(identity))
+    log = TokenLog(own)
+    owner, good = _read(found, log)
+    if owner not in (None, identity):
+        raise UserError(f"{found}: task: this log is of another run or recipe; choose an empty run folder")
+    log.num_resumed = log.num_sampled
     with replacing(own) as partial:
         partial.write_bytes(good or frame(identity))
     return log
@@ -228,9 +241,19 @@ def _joined(run: list[Segment]) -> Segment:
 
 
 def _append(path: Path, content: bytes) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
-        with path.open("ab") as file:
-            file.write(content)
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, flags, 0o666)
+        try:
+            written = os.write(file, content)
+        finally:
+            os.close(file)
+        if written < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"

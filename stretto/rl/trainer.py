@@ -21,7 +21,7 @@ from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.base.records import new_lineage, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
-from stretto.data.pack import IGNORED, PADDING
+from stretto.data.pack import IGNORED
 from stretto.model.count import count
 from stretto.model.elastic import load_balance
 from stretto.model.fp8_state import is_quantised, pack_state
@@ -31,9 +31,10 @@ from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.rl import measures
-from stretto.rl.batches import check_routes, load_group, pack
+from stretto.rl.batches import pack
 from stretto.rl.buffer import GroupRef
 from stretto.rl.credit import assign
+from stretto.rl.groups import check_routes, load_group
 from stretto.rl.measures import StepReport
 from stretto.rl.passes import Pass, forward_flops, gather, micro_batch, place, recompute, score
 from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
@@ -287,11 +288,13 @@ class TrainerRole:
             scalars["routes/flips"] = num_flips / num_recorded
         loads = [load_balance(each_WE[0]) for result in results for each_WE in result.counts.values()]
         num_places = sum(each.batch.tokens_BT.size for each in passes)
-        num_inputs = sum(int((each.batch.documents_BT != PADDING).sum()) for each in passes)
+        num_inputs = sum(each.batch.num_inputs for each in passes)
+        num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
         return scalars | {
             "optim/grad_norm": float(np.mean([result.grad_norm for result in results])),
             "optim/lr": learning_rate(recipe.optim, version, recipe.train.steps),
             "experts/max_overload": max(loads, default=1.0),
             "batch/padding": 1.0 - num_inputs / num_places,
             "batch/positions": float(num_places),
+            "batch/shared": 1.0 - num_inputs / num_copied,
         }

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.asking import (
@@ -125,6 +127,7 @@ class SampleLoop:
         attempt: int,
         *,
         problem: Problem,
+        prompt: np.ndarray,
         tools: Sequence[Tool],
         dialogue: Dialogue,
         limits: Limits,
@@ -135,7 +138,7 @@ class SampleLoop:
         tool_slots: asyncio.Semaphore,
     ):
         self.log, self.task, self.sample, self.attempt = log, task, sample, attempt
-        self._problem, self._dialogue, self._limits = problem, dialogue, limits
+        self._problem, self._prompt, self._dialogue, self._limits = problem, prompt, dialogue, limits
         self._tools = {tool.name: tool for tool in tools}
         self._offers = [tool.schema() for tool in tools]
         self._generate, self._rewards = generate, rewards
@@ -166,9 +169,8 @@ class SampleLoop:
 
     def _begin(self) -> None:
         now_s = time.time()
-        prompt = self._dialogue.prompt(self._problem.messages, self._offers)
-        check_room(self.task, len(prompt), self._limits.max_len)
-        self.log.append(Part(context(prompt, now_s, now_s)))
+        check_room(self.task, len(self._prompt), self._limits.max_len)
+        self.log.append(Part(context(self._prompt, now_s, now_s)))
 
     async def _write(self, max_tokens: int) -> None:
         """One chunk of an engine."""

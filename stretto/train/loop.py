@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from stretto.data.loader import Batch, Loader
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, compute_dtype
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, Transformer
+from stretto.model.transformer import Transformer
 from stretto.optim.build import set_learning_rate
 from stretto.optim.schedule import OptimConfig, learning_rate
 from stretto.train.batch import row_widths, tensors
@@ -190,7 +190,7 @@ def _micro_batch(job: Job, batch: Batch, micro: MicroPlan, distil: Distil | None
     ranks = job.ranks
     ids_BT, targets_BT, ctx = tensors(batch, ranks.device)
     widths = row_widths(micro.widths, ranks.rows(job.train.micro_rows), ranks.device)
-    ctx = Context(ctx.positions_BT, ctx.documents_BT, widths, job.train.recompute)
+    ctx = replace(ctx, widths=widths, recompute=job.train.recompute)
     return MicroBatch(micro.kind, ids_BT, targets_BT, ctx, micro.subnet, batch.global_target_tokens, distil)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -190,7 +190,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
     targets_N, distil = batch.targets_BT.flatten(), batch.distil
     teacher, ce_weight = None, 1.0
     if distil is not None and (distil.learns or distil.ce_weight < 1.0):
-        plain = Context(batch.ctx.positions_BT, batch.ctx.documents_BT, recompute=batch.ctx.recompute)
+        plain = replace(batch.ctx, widths=None, routes_BTLK=None, want_routes=False)
         with autocast, torch.set_grad_enabled(distil.learns):
             taught = distil.model(batch.ids_BT, distil.subnet, plain)
             hidden_ND = taught.hidden_BTD.flatten(0, 1)

@@ -19,9 +19,9 @@ from stretto.model.parallel import join
 from stretto.model.transformer import build
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
 from stretto.rl.agent import AgentRole, AgentSettings, Clients
-from stretto.rl.batches import store_group
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.engines import open_rollout_engine
+from stretto.rl.groups import store_group
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole

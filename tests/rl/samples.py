@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,17 @@ def segment(rng: np.random.Generator, length: int, is_sampled: bool, versions: S
         started_s=10.0,
         finished_s=10.0 + length,
     )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Records and arrays, to the bit and the type."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if hasattr(one, "__slots__"):
+        return type(one) is type(other) and all(equal(getattr(one, n), getattr(other, n)) for n in one.__slots__)
+    return bool(one == other)
 
 
 def trajectory(
@@ -56,14 +69,21 @@ def group(
     routes: tuple[int, int, int] | None = None,
     longest: int = 9,
 ) -> Group:
-    """A sample for each reward: one prompt, answers of any length, every third with a tool's turn in between."""
+    """A sample for each reward: one prompt, answers of any length, every third with a tool's turn in between.
+
+    Routes of the prompt are the same, but for every fourth sample's last ones.
+    """
     prompt = int(rng.integers(2, 6))
-    samples = []
+    samples: list[Trajectory] = []
     for index, reward in enumerate(rewards):
         turns = [prompt, int(rng.integers(1, longest + 1))]
         if index % 3 == 2:
             turns += [int(rng.integers(1, 4)), int(rng.integers(1, longest + 1))]
-        samples.append(
-            trajectory(rng, turns, ordinal=ordinal, sample=index, reward=reward, versions=versions, routes=routes)
-        )
+        made = trajectory(rng, turns, ordinal=ordinal, sample=index, reward=reward, versions=versions, routes=routes)
+        if samples:
+            made = replace(made, segments=(samples[0].segments[0], *made.segments[1:]))
+        if samples and made.routes is not None and samples[0].routes is not None:
+            same = prompt // 2 if index % 4 == 3 else prompt - 1
+            made = replace(made, routes=np.concatenate([samples[0].routes[:same], made.routes[same:]]))
+        samples.append(made)
     return Group(Task(ordinal, "digits", ordinal * 3, len(rewards), 7 + ordinal, 2 * longest), tuple(samples))

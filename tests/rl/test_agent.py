@@ -17,8 +17,8 @@ from stretto.base.trajectory import Group, Outcome, WeightVersion
 from stretto.engine.weights import state_checksum
 from stretto.rl.agent import GROUPS, LOGS
 from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, Trouble
-from stretto.rl.batches import load_group
 from stretto.rl.dialogue import Dialogue
+from stretto.rl.groups import load_group
 from stretto.rl.rollout import EngineRole
 from stretto.sandbox.outcome import ToolResult
 from tests.engine.engines import FULL, full_routes, network

@@ -15,8 +15,8 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
 from stretto.rl.asking import GroupFailed, RewardRequest
-from stretto.rl.batches import load_group, store_group
 from stretto.rl.clients import Connect, PooledRewards, RemoteRewards
+from stretto.rl.groups import load_group, store_group
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
 from stretto.runtime.local import LocalRuntime

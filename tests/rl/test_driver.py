@@ -124,6 +124,7 @@ def drive(
             "optim": {"lr": 1e-3},
             "train": {"steps": steps, "prompts": PROMPTS, "seq_len": 128},
             "staleness": staleness,
+            "runtime": {"isolate": "none"},  # the roles share the test's world
         }
     )
     factories = Factories(
@@ -162,8 +163,7 @@ def drive(
 def test_everything_has_its_turn(tmp_path: Path) -> None:
     world = World()
     told = drive(tmp_path, world)
-    steps = [event for event in world.events if event[0] in ("step", "publish", "save")]
-    assert steps == [
+    assert [event for event in world.events if event[0] in ("step", "publish", "save")] == [
         *(("step", 0, (0, 1)), ("publish", 1)),
         *(("step", 1, (2, 3)), ("publish", 2), ("save", 2)),
         *(("step", 2, (4, 5)), ("publish", 3), ("save", 3)),

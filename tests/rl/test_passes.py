@@ -102,6 +102,42 @@ def test_the_normaliser_is_global(loss: LossConfig) -> None:
         assert other.nll == pytest.approx(result.nll, rel=SAME) and other.num_tokens == result.num_tokens
 
 
+@pytest.mark.parametrize("replay", ["off", "r2", "r3"])
+def test_a_shared_prompt_is_the_gradient_of_its_copies(replay: str) -> None:
+    """Also where a sample shares a part of it only."""
+    model, loss = network(), LossConfig()
+    made = groups(None, num=3, rewards=(1.0, 0.0, 0.0, 0.5, 1.0, 0.0))
+    shared, result, flat = gradient(model, made, loss, replay=replay, seq_len=200)
+    alone = [Group(replace(each.task, group=1), (one,)) for each in made for one in each.trajectories]
+    credits = [[one] for each in assign(made, loss) for one in each]
+    batches = pack(alone, credits, 200, 2)
+    assert sum(each.batch.num_inputs for each in flat) < 0.9 * sum(each.num_inputs for each in batches)
+    copies = [place(batch, join("cpu"), PLAIN, replays=replay == "r3") for batch in batches]
+    for each in copies:
+        recompute(model, each, 1.0, replay)
+    catch = Catch(model)
+    whole = [micro_batch(each, loss, 1.0, model.config.full()) for each in copies]
+    other = optimisation_step(model, [catch], whole, join("cpu"), clip_norm=1e9, balance_rate=0.0, dtype=torch.float32)
+    assert distance(shared, catch.caught) <= SAME and other.nll == pytest.approx(result.nll, rel=SAME)
+
+
+def test_shared_prompts_change_no_bit_of_exact_log_probs() -> None:
+    model, exact = network(), Arithmetic("fp32", batch_invariant=True)
+    made = groups(None, num=2)
+    alone = [Group(replace(each.task, group=1), (one,)) for each in made for one in each.trajectories]
+    credits = [[one] for each in assign(made, LossConfig()) for one in each]
+    found = []
+    for batches in (pack(made, assign(made, LossConfig()), 200, 2), pack(alone, credits, 200, 2)):
+        by_sample: dict[int, list[float]] = {}
+        for batch in batches:
+            logp_BT = score(model, place(batch, join("cpu"), exact, replays=True), 1.0, replays=True).logp_BT.numpy()
+            for number in range(8):
+                at = (batch.samples_BT == number) & (batch.targets_BT >= 0)
+                by_sample.setdefault(number, []).extend(logp_BT[at].tolist())
+        found.append(by_sample)
+    assert found[0] == found[1] and all(found[0].values())
+
+
 def test_a_normaliser_of_each_micro_batch_would_be_another_gradient() -> None:
     """What the test above could not see if micro-batches happened to be alike."""
     model = network()

@@ -60,7 +60,7 @@ def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp
     assert "\n" not in str(error.value) and (run / "recipe.json").read_text() == before
     with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
         take_up(recipe, run, resume=False)
-    assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=false"]), run, resume=True)
+    assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

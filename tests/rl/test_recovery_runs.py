@@ -49,7 +49,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False) -> Result:
     """A short run in this process, so that its parts can be made to fail."""
-    short = ["runtime.isolate=false", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
+    short = ["runtime.isolate=none", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
     job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
     return run_rl(job, lambda num, text: None, lambda text: None)
 
@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     disk = tmp_path / "disk"
     disk.mkdir()
     command = f"{sys.executable} -m stretto.apps.cli rl {recipe_file} -o {disk}/run --device cpu --set train.steps=8"
-    command += " --set runtime.isolate=false --set rollout.engines=1"
+    command += " --set runtime.isolate=none --set rollout.engines=1"
     script = f"""
         mount -t tmpfs -o size=1700k none {disk} && mkdir {disk}/run && cp -r {start} {disk}/run/sft
         {command} 2>{tmp_path}/first; echo $? ; ls {disk}/run/snapshots

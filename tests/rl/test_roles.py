@@ -14,9 +14,9 @@ import pytest
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
 from stretto.rl.asking import RewardRequest
-from stretto.rl.batches import store_group
 from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, Verifiers
 from stretto.rl.factories import Factories
+from stretto.rl.groups import store_group
 from stretto.rl.hiring import hired
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
@@ -39,7 +39,7 @@ def recipe(**runtime: Any) -> RlRecipe:
             "sources": {name: {"kind": "strings", "args": {"operation": "sort"}} for name in AT_ONCE},
             "optim": {"name": "adamw", "lr": 1e-3},
             "train": {"steps": 1, "prompts": 2, "seq_len": 128},
-            "runtime": {"rewards": {"min": 1, "max": 3}, **runtime},
+            "runtime": {"isolate": "none", "rewards": {"min": 1, "max": 3}, **runtime},
         }
     )
 
@@ -113,4 +113,4 @@ def test_isolated_agents_are_a_pool_and_call_their_verifiers_directly(tmp_path: 
         group = await roles.agents.call("evaluate", TASK, 1.0, deadline_s=60)
         assert len(group.trajectories) == TASK.group
 
-    with_roles(tmp_path, work, isolate=True, agents={"min": 2, "max": 4})
+    with_roles(tmp_path, work, isolate="all", agents={"min": 2, "max": 4})

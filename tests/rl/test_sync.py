@@ -129,11 +129,12 @@ def test_the_final_weights_are_the_plain_loops_to_the_bit(tmp_path: Path) -> Non
 def test_shared_operators_leave_no_mismatch(tmp_path: Path, precision: str) -> None:
     """From published weights to the trainer's own forward pass: nothing on the way rounds twice, or not at all."""
 
-    def run(name: str, batch_invariant: bool) -> Outcome:
-        arithmetic = {"rollout": precision, "train": precision, "batch_invariant": batch_invariant}
+    def run(name: str, train: str, batch_invariant: bool) -> Outcome:
+        arithmetic = {"rollout": precision, "train": train, "batch_invariant": batch_invariant}
         chosen = recipe_of(2, precision=arithmetic, loss={"drop_uniform": False})
         return plain_run(chosen, tmp_path / name, start, lambda num, status: None)
 
     start = start_of(recipe_of(start={"steps": 10}), tmp_path / "sft")
-    shared, apart = run("shared", True), run("apart", False)
-    assert set(shared.mismatch) == {0.0} and max(apart.mismatch) > 0.0, (shared.mismatch, apart.mismatch)
+    # the control's trainer computes in another precision: with the engine's own, two kernels may agree by luck
+    shared, apart = run("shared", precision, True), run("apart", "fp32", False)
+    assert set(shared.mismatch) == {0.0} and min(apart.mismatch) > 0.0, (shared.mismatch, apart.mismatch)

@@ -17,8 +17,8 @@ from stretto.base.trajectory import Group
 from stretto.model.hub import read_checkpoint
 from stretto.model.parallel import join
 from stretto.rl import measures
-from stretto.rl.batches import store_group
 from stretto.rl.buffer import GroupRef
+from stretto.rl.groups import store_group
 from stretto.rl.measures import StepReport
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
