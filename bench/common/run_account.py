@@ -18,7 +18,7 @@ from stretto.base.trajectory import Trajectory
 from stretto.rl.agent import LOGS
 from stretto.rl.folder import JOURNAL_FILE
 from stretto.rl.groups import load_group
-from stretto.rl.tokenlog import logged_ordinals, read_log
+from stretto.rl.tokenlog import logged_ordinals, read_logs
 
 Key = tuple[int, int]
 """Ordinal and sample."""
@@ -95,13 +95,14 @@ def logged(run: Path) -> dict[Key, np.ndarray]:
     """The log-probabilities so far of every sample in flight with any: they identify the work that a log holds."""
     found: dict[Key, np.ndarray] = {}
     for ordinal in logged_ordinals(run / LOGS):
-        for path in sorted((run / LOGS / f"{ordinal:08d}").glob("*.log")):  # attempts rise
+        for path in sorted((run / LOGS).glob(f"{ordinal:08d}-*.log")):  # attempts rise
             try:
-                log = read_log(path)
+                logs = read_logs(path)
             except FileNotFoundError:
                 continue  # its group has ended meanwhile
-            if log.num_sampled:
-                found[ordinal, int(path.name[:4])] = sampled(log.segments())
+            for sample, log in enumerate(logs):
+                if log.num_sampled:
+                    found[ordinal, sample] = sampled(log.segments())
     return found
 
 

@@ -25,8 +25,8 @@ class Scheduler:
     """Continuous batching over the pages of one `PageAllocator`. Owns the queues and each sequence's pages.
 
     Usage: `add`, then in a loop `plan`, compute the chunks, append sampled tokens, `computed`, and `finish` those that
-    ended. Sequences are computed in order of arrival; a choice whose sibling still computes their common prompt waits
-    for those pages and lets later ones pass.
+    ended. Sequences are computed in order of arrival; one whose prompt another still computes (all samples of a group
+    arrive together) waits for those pages and lets later ones pass.
 
     With ``draft_tokens`` the pages of a planned sequence whose last token alone is to be computed reach so many positions
     and one more beyond its tokens, or to ``max_len``.
@@ -63,7 +63,7 @@ class Scheduler:
         self._waiting: list[SequenceState] = []  # both in order of arrival
         self._running: list[SequenceState] = []
         self._num_arrived = 0
-        self._leaders: dict[str, SequenceState] = {}  # by request id: the choice that computes the prompt for all
+        self._leaders: dict[bytes, SequenceState] = {}  # by full pages of the prompt: who runs to fill them for all
         self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
 
     @property
@@ -99,8 +99,8 @@ class Scheduler:
         seq.order = self._num_arrived
         self._num_arrived += 1
         self._waiting.append(seq)
-        if self.prefix_cache and seq.num_prompt > self.allocator.page_size:
-            self._leaders.setdefault(seq.request.id, seq)
+        if self.prefix_cache and self._num_shared(seq) and not seq.request.sampling.prompt_logprobs:
+            seq.prefix_key = seq.key_of(self._num_shared(seq))
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.
@@ -148,13 +148,13 @@ class Scheduler:
         assert num_computed <= len(seq.pages) * size, f"{num_computed} tokens in {len(seq.pages)} pages of {size}"
         if self.prefix_cache and seq.is_sealing and num_computed // size > len(seq.page_hashes):
             self._seal(seq)
-        if self._leaders and num_computed >= seq.num_prompt:
-            self._release_siblings(seq)
+        if self._leaders and num_computed >= self._num_shared(seq):
+            self._release_followers(seq)
 
     def finish(self, seq: SequenceState) -> None:
         """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
         (self._running if seq in self._running else self._waiting).remove(seq)
-        self._release_siblings(seq)
+        self._release_followers(seq)
         self._drop_pages(seq)
 
     def abort(self, seq: SequenceState) -> None:
@@ -171,6 +171,7 @@ class Scheduler:
             where ``keep_cache`` lets them go on upon the keys and values they have.
         """
         preempted = () if keep_cache else tuple(self._running)
+        self._leaders.clear()
         for seq in self._running:
             seq.is_sealing = False
         for seq in reversed(preempted):
@@ -209,8 +210,7 @@ class Scheduler:
         place = 0
         while budget > 0 and place < len(self._waiting) and len(self._running) < limit:
             seq = self._waiting[place]
-            leader = self._leaders.get(seq.request.id, seq)
-            if leader is not seq:
+            if seq.prefix_key in self._leaders:
                 place += 1
             elif seq is self._stuck or not self._take_pages(seq):
                 self._stuck = seq
@@ -220,6 +220,8 @@ class Scheduler:
                 insort(self._running, seq, key=_by_arrival)
                 admitted.append(seq)
                 budget -= seq.num_pending
+                if seq.prefix_key and seq.num_computed < self._num_shared(seq):
+                    self._leaders[seq.prefix_key] = seq
         return admitted
 
     def _take_pages(self, seq: SequenceState) -> bool:
@@ -263,6 +265,7 @@ class Scheduler:
 
     def _preempt(self, seq: SequenceState) -> None:
         self._running.remove(seq)
+        self._release_followers(seq)
         insort(self._waiting, seq, key=_by_arrival)
         seq.num_preemptions += 1
         self._drop_pages(seq)
@@ -273,9 +276,13 @@ class Scheduler:
         seq.pages, seq.table, seq.page_hashes, seq.num_computed = [], (), [], 0
         self._stuck = None
 
-    def _release_siblings(self, seq: SequenceState) -> None:
-        if self._leaders.get(seq.request.id) is seq:
-            del self._leaders[seq.request.id]
+    def _release_followers(self, seq: SequenceState) -> None:
+        if self._leaders.get(seq.prefix_key) is seq:
+            del self._leaders[seq.prefix_key]
+
+    def _num_shared(self, seq: SequenceState) -> int:
+        """Tokens of its prompt that others could take from the cache: full pages, and never the last token."""
+        return (seq.num_prompt - 1) // self.allocator.page_size * self.allocator.page_size
 
     def _prompt_chunk(self, seq: SequenceState, budget: int) -> Chunk:
         """The next tokens of one Subnet, at most ``budget``."""

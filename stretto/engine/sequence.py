@@ -6,6 +6,7 @@ Positions count from the first prompt token. Imports no torch.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ class SequenceState:
     """Chain hashes of the leading pages that are full and final."""
     is_sealing: bool = True
     """False after weights changed under computed tokens: such pages are never offered to others."""
+    prefix_key: bytes = b""
+    """Equal for sequences whose prompts have the same full pages; empty for those that share none."""
     num_cached: int = 0
     """Prompt tokens that came from the prefix cache when it was first scheduled."""
     order: int = -1
@@ -161,6 +164,11 @@ class SequenceState:
             parts.append(self._keys[self._phase_at(start)] + (stop - start).to_bytes(4, "little"))
             start = stop
         return b"".join(parts)
+
+    def key_of(self, num_tokens: int) -> bytes:
+        """Of the first tokens of the prompt: equal only where their pages would be the same."""
+        text = array("q", self.tokens[:num_tokens]).tobytes() + self.page_salt(0, num_tokens, b"")
+        return hashlib.blake2b(text, digest_size=32).digest()
 
     def page_salt(self, number: int, page_size: int, weights: bytes) -> bytes:
         """What page ``number`` depends on beside its tokens and the pages before it.

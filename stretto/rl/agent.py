@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Task, Trajectory
 from stretto.rl.asking import (
@@ -25,16 +23,16 @@ from stretto.rl.asking import (
     RewardClient,
     Troubles,
     group_failure,
-    in_thread,
 )
 from stretto.rl.buffer import GroupRef
-from stretto.rl.crew import Crew, Share
+from stretto.rl.crew import Crew
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.tokenlog import TokenLog, open_log, remove_logs
+from stretto.rl.threads import Threads
+from stretto.rl.tokenlog import TokenLog, open_logs, remove_logs
 from stretto.rl.turns import Limits, SampleLoop
 from stretto.runtime.runtime import Caller
-from stretto.tasks.task import Problem, TaskSource
+from stretto.tasks.task import TaskSource
 from stretto.text.tokenizer import Tokenizer
 
 LOGS, GROUPS = "tokens", "groups"
@@ -155,6 +153,7 @@ class AgentRole:
         self._store = store
         self._troubles = Troubles()
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
+        self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
         self._open: dict[tuple[int, int], list[SampleLoop]] = {}
         self._finished = self._failed = self._resumed = 0
@@ -249,10 +248,31 @@ class AgentRole:
         try:
             async with self._problems:
                 what = f"sources.{task.source}: item {task.item}"
-                problem = await in_thread(lambda: source.problem(task.item), _PROBLEM_S, what)
+                problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
             prompt = self._dialogue.prompt(problem.messages, [tool.schema() for tool in source.tools()])
-            for sample in range(task.group):
-                loops.append(self._loop(task, sample, attempt, problem, prompt, source, share, evaluated))
+            folder = self._settings.folder / LOGS
+            logs = [TokenLog() for _ in range(task.group)] if evaluated else open_logs(folder, task, attempt)
+            self._resumed += sum(log.num_resumed for log in logs)
+            for sample, log in enumerate(logs):
+                loops.append(
+                    SampleLoop(
+                        log,
+                        task,
+                        sample,
+                        attempt,
+                        problem=problem,
+                        prompt=prompt,
+                        tools=source.tools(),
+                        dialogue=self._dialogue,
+                        limits=evaluated or self._settings.limits,
+                        generate=share.generate,
+                        rewards=self._rewards,
+                        patience=self._settings.patience,
+                        troubles=self._troubles,
+                        threads=self._threads,
+                        tool_slots=self._tool_slots,
+                    )
+                )
             async with asyncio.TaskGroup() as crowd:
                 runs = [crowd.create_task(loop.run()) for loop in loops]
             trajectories = tuple(run.result() for run in runs)
@@ -263,36 +283,6 @@ class AgentRole:
             del self._open[key]
         self._count(trajectories, loops)
         return Group(task, trajectories)
-
-    def _loop(
-        self,
-        task: Task,
-        sample: int,
-        attempt: int,
-        problem: Problem,
-        prompt: np.ndarray,
-        source: TaskSource,
-        share: Share,
-        evaluated: Limits | None,
-    ) -> SampleLoop:
-        log = TokenLog() if evaluated else open_log(self._settings.folder / LOGS, task, sample, attempt)
-        self._resumed += log.num_resumed
-        return SampleLoop(
-            log,
-            task,
-            sample,
-            attempt,
-            problem=problem,
-            prompt=prompt,
-            tools=source.tools(),
-            dialogue=self._dialogue,
-            limits=evaluated or self._settings.limits,
-            generate=share.generate,
-            rewards=self._rewards,
-            patience=self._settings.patience,
-            troubles=self._troubles,
-            tool_slots=self._tool_slots,
-        )
 
     def _count(self, trajectories: Sequence[Trajectory], loops: Sequence[SampleLoop]) -> None:
         self._verify_s += sum(each.verdict.seconds for each in trajectories)

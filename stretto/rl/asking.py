@@ -6,7 +6,6 @@ Imports no torch. The interfaces are met by roles behind a runtime (`stretto.rl.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -195,42 +194,3 @@ async def patiently(
             if failures == patience.attempts:
                 raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
         await sleep(patience.wait_s(failures + absences))
-
-
-async def in_thread(work: Callable[[], T], deadline_s: float, what: str) -> T:
-    """Run ``work`` in a thread of its own. One that hangs is left behind: it holds up neither this loop nor the exit.
-
-    Raises:
-        Trouble: no result within ``deadline_s``.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result: Any = None
-        problem: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            problem = error
-        try:
-            loop.call_soon_threadsafe(tell, result, problem)
-        except RuntimeError:
-            if not loop.is_closed():  # a closed loop has nobody left to tell
-                raise
-
-    threading.Thread(target=run, name=what, daemon=True).start()
-    try:
-        return await asyncio.wait_for(future, deadline_s)
-    except TimeoutError as error:
-        if future.done() and not future.cancelled():
-            raise  # the work's own
-        raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error

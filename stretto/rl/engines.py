@@ -32,6 +32,7 @@ def open_rollout_engine(
         precision=precision.rollout,
         batch_invariant=precision.batch_invariant,
         compiled_prefill=True,
+        page_size=rollout.page_size,
     )
     # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
     dtype = torch.float32 if precision.rollout == "fp32" else None

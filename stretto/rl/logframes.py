@@ -42,11 +42,12 @@ def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0)
     return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
 
 
-def encode_part(part: Part, start: int, rows: int) -> bytes:
-    """``part`` as a frame, with how many ``start`` tokens and ``rows`` of routes are before it."""
+def encode_part(part: Part, sample: int, start: int, rows: int) -> bytes:
+    """``part`` as a frame, with whose it is, and how many ``start`` tokens and ``rows`` of routes are before it."""
     segment, routes = part.segment, part.routes
     described = {
         "what": "part",
+        "sample": sample,
         "start": start,
         "rows": rows,
         "tokens": len(segment.tokens),

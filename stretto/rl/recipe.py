@@ -54,6 +54,8 @@ class RolloutConfig(Config):
     engines: int = Field(default=1, gt=0)
     max_batch: int = Field(default=64, gt=0)
     cache_bytes: int = Field(default=256 << 20, gt=0)
+    page_size: int = Field(default=8, gt=0)
+    """Tokens. Samples of a group have their prompt's full pages in common; short prompts want short pages."""
     threads: int = Field(default=1, gt=0)
     """Of one engine on a CPU."""
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.asking import RewardRequest, Trouble, in_thread, infra
+from stretto.rl.asking import RewardRequest, Trouble, infra
+from stretto.rl.threads import Threads
 from stretto.tasks.task import Answer, TaskSource, score_fault
 
 _MAX_DETAIL = 300
@@ -48,6 +49,7 @@ class RewardRole:
         self.name = name
         self._sources = open_sources()
         self._deadline_s = deadline_s
+        self._threads = Threads()
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
         self._num_waiting = self._num_judged = self._num_stuck = 0
         self._outcomes: dict[str, int] = {}
@@ -79,7 +81,7 @@ class RewardRole:
         started_s = time.perf_counter()
         self._num_judged += 1
         try:
-            return await in_thread(lambda: judge(source, request), self._deadline_s, "score")
+            return await self._threads.run(lambda: judge(source, request), self._deadline_s, "score")
         except Trouble as trouble:
             self._num_stuck += 1
             return infra(request, str(trouble))

@@ -7,6 +7,7 @@ trainer and the engines live.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,11 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
     Raises:
         UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on.
     """
-    return asyncio.run(_run(job, advance, say))
+    gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
+    try:
+        return asyncio.run(_run(job, advance, say))
+    finally:
+        gc.unfreeze()
 
 
 async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:

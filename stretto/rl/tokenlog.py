@@ -3,9 +3,10 @@
 A rollout that is lost halfway goes on from its log. Begun anew instead, long samples would be lost more often than
 short ones, and the policy would learn from a sample of answers that is biased towards short ones.
 
-One file a sample and attempt; only its own attempt appends to it. A later attempt starts with a copy of the latest
-earlier one, so that an agent that was given up but lives on disturbs nobody. Nothing is ever overwritten: old tokens
-keep the log-probabilities, versions and routes they were sampled with, whatever weights the rest is sampled under.
+One file a group and attempt, of all its samples: on many disks a new file costs more than all that is written to it.
+Only its own attempt appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was
+given up but lives on disturbs nobody. Nothing is ever overwritten: old tokens keep the log-probabilities, versions and
+routes they were sampled with, whatever weights the rest is sampled under.
 
 A file is a list of frames (`stretto.rl.logframes`), each appended by one write; it begins to exist with the first
 sampled token, since a prompt alone is nothing that could be lost. What a process has written survives its ``kill -9``; it
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.paths import remove, replacing
+from stretto.base.paths import replacing
 from stretto.base.trajectory import Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.asking import Trouble
 from stretto.rl.logframes import Part, decode_part, encode_part, frame, frames
@@ -38,17 +39,54 @@ class Closing:
     verdict: Verdict
 
 
+class LogFile:
+    """What samples of one group append to."""
+
+    def __init__(self, path: Path, unwritten: bytes = b""):
+        """
+        Args:
+            unwritten: what comes before all else in a file that does not exist yet.
+        """
+        self.path = path
+        self._unwritten = unwritten
+
+    def append(self, content: bytes) -> None:
+        """In one write.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        whole = self._unwritten + content
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        try:
+            try:
+                file = os.open(self.path, flags, 0o666)
+            except FileNotFoundError:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = os.open(self.path, flags, 0o666)
+            try:
+                num_written = os.write(file, whole)
+            finally:
+                os.close(file)
+            if num_written < len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written: {error.strerror or error}; free some space, then --resume"
+            ) from error
+        self._unwritten = b""
+
+
 class TokenLog:
     """One sample as far as it has come. From its first sampled token on, everything appended is on the disk first."""
 
-    def __init__(self, path: Path | None = None, unwritten: bytes = b""):
+    def __init__(self, sample: int = 0, file: LogFile | None = None):
         """
         Args:
-            path: where it is written; None: nowhere.
-            unwritten: what comes before all else in a file that does not exist yet.
+            file: where it is written; None: nowhere.
         """
-        self._path = path
-        self._unwritten = unwritten
+        self._sample, self._file = sample, file
+        self._unwritten = b""
         self._parts: list[Part] = []
         self._num_rows = 0
         self.closing: Closing | None = None
@@ -84,21 +122,23 @@ class TokenLog:
             UserError: the disk is full.
         """
         self._check(part)
-        if self._path is not None:
-            content = self._unwritten + encode_part(part, self.num_tokens, self._num_rows)
-            self._unwritten = b"" if self.num_sampled or part.segment.is_sampled else content
-            if not self._unwritten:
-                _append(self._path, content)
+        if self._file is not None:
+            content = self._unwritten + encode_part(part, self._sample, self.num_tokens, self._num_rows)
+            if self.num_sampled or part.segment.is_sampled:
+                self._file.append(content)
+                self._unwritten = b""
+            else:
+                self._unwritten = content
         self._take(part)
 
     def close(self, closing: Closing) -> None:
         """Write the end down. A verdict that says nothing about the answer is none."""
-        assert self.closing is None, f"{self._path} is closed"
-        assert closing.verdict.outcome is not Outcome.INFRA, f"{self._path}: {closing.verdict}"
-        if self._path is not None:
+        assert self.closing is None, "it is closed"
+        assert closing.verdict.outcome is not Outcome.INFRA, str(closing.verdict)
+        if self._file is not None:
             verdict = {**asdict(closing.verdict), "outcome": closing.verdict.outcome.value}
-            described = {"what": "closing", "finish_reason": closing.finish_reason, "verdict": verdict}
-            _append(self._path, self._unwritten + frame(described))
+            described = {"what": "closing", "sample": self._sample, "finish_reason": closing.finish_reason}
+            self._file.append(self._unwritten + frame(described | {"verdict": verdict}))
         self.closing = closing
 
     def tokens(self) -> np.ndarray:
@@ -125,7 +165,7 @@ class TokenLog:
 
     def trajectory(self, task: Task, sample: int, attempt: int) -> Trajectory:
         """The record of a closed sample."""
-        assert self.closing is not None, f"{self._path} is not closed"
+        assert self.closing is not None, "it is not closed"
         rows = [part.routes for part in self._parts if part.routes is not None]
         routes = np.concatenate(rows) if rows else None
         if routes is not None:
@@ -142,7 +182,7 @@ class TokenLog:
         )
 
     def _check(self, part: Part) -> None:
-        assert self.closing is None, f"{self._path} is closed"
+        assert self.closing is None, "it is closed"
         assert self._parts or not part.segment.is_sampled, "a sample begins with its prompt"
         if part.routes is None:
             return
@@ -156,74 +196,85 @@ class TokenLog:
         self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
         self._num_rows += 0 if part.routes is None else len(part.routes)
 
-    def _replay(self, found: Iterator[tuple[dict[str, Any], bytes, int]]) -> int:
-        """Take what a file holds; returns its length up to the last frame that is good."""
-        good = 0
-        for described, raw, end in found:
-            if described["what"] == "closing":
-                verdict = described["verdict"]
-                verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
-                self.closing = Closing(described["finish_reason"], verdict)
-                return end
-            if (described["start"], described["rows"]) != (self.num_tokens, self._num_rows):
-                return good  # of another writer
+    def _replay(self, described: Mapping[str, Any], raw: bytes) -> bool:
+        """Take a frame of a file; False: it is another writer's."""
+        if self.closing is not None:
+            return False
+        if described["what"] == "closing":
+            verdict = described["verdict"]
+            verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
+            self.closing = Closing(described["finish_reason"], verdict)
+        elif (described["start"], described["rows"]) == (self.num_tokens, self._num_rows):
             self._take(decode_part(described, raw))
-            good = end
-        return good
+        else:
+            return False
+        return True
 
 
-def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
-    """The log of one sample for ``attempt``: what this or the latest earlier attempt has written, or an empty one.
+def open_logs(folder: Path, task: Task, attempt: int) -> tuple[TokenLog, ...]:
+    """The logs of all samples for ``attempt``: what this or the latest earlier attempt has written, or empty ones.
 
     Raises:
-        UserError: the log there is of another task, or the disk is full.
+        UserError: the logs there are of another task, or the disk is full.
     """
-    own = log_path(folder, task.ordinal, sample, attempt)
-    paths = (log_path(folder, task.ordinal, sample, number) for number in range(attempt, -1, -1))
+    own = log_path(folder, task.ordinal, attempt)
+    paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
-    identity = {"what": "task", "task": asdict(task), "sample": sample}
-    if found is None:
-        return TokenLog(own, frame(identity))
-    log = TokenLog(own)
-    owner, good = _read(found, log)
-    if owner not in (None, identity):
-        raise UserError(f"{found}: task: this log is of another run or recipe; choose an empty run folder")
-    log.num_resumed = log.num_sampled
-    with replacing(own) as partial:
-        partial.write_bytes(good or frame(identity))
-    return log
+    identity = {"what": "task", "task": asdict(task)}
+    file = LogFile(own, b"" if found is not None else frame(identity))
+    logs = tuple(TokenLog(sample, file) for sample in range(task.group))
+    if found is not None:
+        owner, good = _read(found, logs)
+        if owner not in (None, identity):
+            raise UserError(f"{found}: task: these logs are of another run or recipe; choose an empty run folder")
+        for log in logs:
+            log.num_resumed = log.num_sampled
+        with replacing(own) as partial:
+            partial.write_bytes(good or frame(identity))
+    return logs
 
 
-def read_log(path: Path) -> TokenLog:
-    """What lies at ``path``, for a look: appending to it changes no file."""
-    log = TokenLog()
-    _read(path, log)
-    return log
+def read_logs(path: Path) -> tuple[TokenLog, ...]:
+    """What lies at ``path``, for a look: appending to it changes no file. None where nobody got so far."""
+    first = next(frames(path.read_bytes()), None)
+    logs = tuple(TokenLog(sample) for sample in range(0 if first is None else first[0]["task"]["group"]))
+    _read(path, logs)
+    return logs
 
 
-def _read(path: Path, log: TokenLog) -> tuple[Mapping[str, Any] | None, bytes]:
-    """Fill an empty ``log``; returns whose it is (None: nobody got so far) and the bytes that are good."""
+def _read(path: Path, logs: Sequence[TokenLog]) -> tuple[Mapping[str, Any] | None, bytes]:
+    """Fill empty ``logs``; returns whose they are (None: nobody got so far) and the frames that are good."""
     content = path.read_bytes()
     found = frames(content)
     first = next(found, None)
     if first is None:
         return None, b""
-    return first[0], content[: max(first[2], log._replay(found))]
+    owner, _, end = first
+    good, lost = [content[:end]], set[int]()
+    for described, raw, after in found:
+        sample = described.get("sample", len(logs))  # a second head is of another writer too
+        if sample not in lost and sample < len(logs) and logs[sample]._replay(described, raw):
+            good.append(content[end:after])
+        else:
+            lost.add(sample)
+        end = after
+    return owner, b"".join(good)
 
 
-def log_path(folder: Path, ordinal: int, sample: int, attempt: int) -> Path:
-    """Where the log of a sample lies in a run's folder of logs."""
-    return folder / f"{ordinal:08d}" / f"{sample:04d}-{attempt:03d}.log"
+def log_path(folder: Path, ordinal: int, attempt: int) -> Path:
+    """Where the logs of a group lie in a run's folder of logs."""
+    return folder / f"{ordinal:08d}-{attempt:03d}.log"
 
 
 def remove_logs(folder: Path, ordinal: int) -> None:
     """Forget an ordinal that has ended."""
-    remove(folder / f"{ordinal:08d}")
+    for path in folder.glob(f"{ordinal:08d}-*.log"):
+        path.unlink(missing_ok=True)
 
 
 def logged_ordinals(folder: Path) -> tuple[int, ...]:
     """Ordinals that have logs, rising: after a crash those that ended meanwhile are to be removed."""
-    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    names = {path.stem.partition("-")[0] for path in folder.glob("*.log")}
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
@@ -238,23 +289,3 @@ def _joined(run: list[Segment]) -> Segment:
         started_s=run[0].started_s,
         finished_s=run[-1].finished_s,
     )
-
-
-def _append(path: Path, content: bytes) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    try:
-        try:
-            file = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, flags, 0o666)
-        try:
-            written = os.write(file, content)
-        finally:
-            os.close(file)
-        if written < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
-        ) from error

@@ -26,11 +26,11 @@ from stretto.rl.asking import (
     RewardRequest,
     Trouble,
     Troubles,
-    in_thread,
     patiently,
 )
 from stretto.rl.dialogue import Dialogue, ToolCall
 from stretto.rl.logframes import Part, context
+from stretto.rl.threads import Threads
 from stretto.rl.tokenlog import Closing, TokenLog
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Problem, Tool
@@ -135,6 +135,7 @@ class SampleLoop:
         rewards: RewardClient,
         patience: Patience,
         troubles: Troubles,
+        threads: Threads,
         tool_slots: asyncio.Semaphore,
     ):
         self.log, self.task, self.sample, self.attempt = log, task, sample, attempt
@@ -142,7 +143,8 @@ class SampleLoop:
         self._tools = {tool.name: tool for tool in tools}
         self._offers = [tool.schema() for tool in tools]
         self._generate, self._rewards = generate, rewards
-        self._patience, self._troubles, self._tool_slots = patience, troubles, tool_slots
+        self._patience, self._troubles = patience, troubles
+        self._threads, self._tool_slots = threads, tool_slots
         self.waits_for = "its problem"
         self.since_s = time.time()
         self.sandbox_s = 0.0
@@ -233,7 +235,7 @@ class SampleLoop:
         async def ask() -> ToolResult:
             async with self._tool_slots:
                 self._wait_for(what)
-                result = await in_thread(lambda: _called(tool, arguments), self._limits.tool_s, what)
+                result = await self._threads.run(lambda: _called(tool, arguments), self._limits.tool_s, what)
             self.sandbox_s += result.sandbox_s
             if result.outcome is Outcome.INFRA:
                 raise Trouble(result.text)

@@ -8,6 +8,7 @@ the role is started, counted, drained and closed. The process ends by itself whe
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -179,6 +180,7 @@ class _Control:
             await host.start(make)
         except (UserError, RoleError) as error:
             return error
+        gc.freeze()  # the collector would look through torch's modules again and again while the role works
         self._accepting = asyncio.create_task(accept(self._listener, self._hosts))
         return None
 

@@ -19,7 +19,7 @@ from typing import Any
 _HEAD = struct.Struct("<QQQ")
 """Bytes of the envelope, bytes of the body, number of buffers; the buffers' lengths follow, 8 bytes each."""
 _JOIN_BYTES = 1 << 16
-"""Parts up to this size are copied together: one system call is dearer."""
+"""Parts up to this size are copied together, and read ahead: one system call is dearer."""
 _SOCKET_BYTES = 1 << 20
 
 Buffer = memoryview | bytes | bytearray
@@ -61,6 +61,9 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
         self._socket = sock
         self._loop = asyncio.get_running_loop()
+        self._ahead = memoryview(bytearray(_JOIN_BYTES))
+        """Bytes that came along with those asked for: from `_at` to `_end`."""
+        self._at = self._end = 0
         self._outbox: deque[tuple[tuple[Any, ...], Packed]] = deque()
         self._has_work = asyncio.Event()
         # A task of its own: a sender who is cancelled must not leave half a frame behind.
@@ -94,44 +97,56 @@ class Link:
             self._socket.close()
 
     async def _read(self, num_bytes: int) -> bytearray:
+        """The next bytes: from what came along with the last ones, as far as that goes."""
         into = bytearray(num_bytes)
         view, done = memoryview(into), 0
         while done < num_bytes:
-            count = await self._loop.sock_recv_into(self._socket, view[done:])
-            if count == 0:
-                raise ConnectionResetError("the other side has closed the connection")
+            if self._at < self._end:
+                count = min(num_bytes - done, self._end - self._at)
+                view[done : done + count] = self._ahead[self._at : self._at + count]
+                self._at += count
+            elif num_bytes - done >= len(self._ahead):
+                count = self._received(await self._loop.sock_recv_into(self._socket, view[done:]))
+            else:
+                self._end = self._received(await self._loop.sock_recv_into(self._socket, self._ahead))
+                self._at = count = 0
             done += count
         return into
+
+    def _received(self, count: int) -> int:
+        if count == 0:
+            raise ConnectionResetError("the other side has closed the connection")
+        return count
 
     async def _write(self) -> None:
         while True:
             while self._outbox:
-                envelope, packed = self._outbox.popleft()
                 try:
-                    await self._write_frame(envelope, packed)
+                    await self._write_frames()
                 except OSError:
                     with suppress(OSError):  # the other side may have done it
                         self._socket.shutdown(socket.SHUT_RDWR)  # wakes `receive`, which tells everybody
                     return
-                del envelope, packed
             self._has_work.clear()
             await self._has_work.wait()
 
-    async def _write_frame(self, envelope: tuple[Any, ...], packed: Packed) -> None:
-        envelope_bytes = pickle.dumps(envelope, protocol=5)
-        lengths = [len(buffer) for buffer in packed.buffers]
-        head = _HEAD.pack(len(envelope_bytes), len(packed.body), len(lengths))
-        joined = bytearray().join((head, struct.pack(f"<{len(lengths)}Q", *lengths), envelope_bytes))
-        for part in (packed.body, *packed.buffers):
-            if len(joined) + len(part) <= _JOIN_BYTES:
-                joined += part
-                continue
-            if joined:
-                await self._loop.sock_sendall(self._socket, joined)
-                joined = bytearray()
-            if len(part) <= _JOIN_BYTES:
-                joined += part
-            else:
-                await self._loop.sock_sendall(self._socket, part)
+    async def _write_frames(self) -> None:
+        """Everything that waits, small parts joined."""
+        joined = bytearray()
+        while self._outbox:
+            envelope, packed = self._outbox.popleft()
+            envelope_bytes = pickle.dumps(envelope, protocol=5)
+            lengths = [len(buffer) for buffer in packed.buffers]
+            joined += _HEAD.pack(len(envelope_bytes), len(packed.body), len(lengths))
+            joined += struct.pack(f"<{len(lengths)}Q", *lengths)
+            for part in (envelope_bytes, packed.body, *packed.buffers):
+                if len(joined) + len(part) > _JOIN_BYTES:
+                    await self._loop.sock_sendall(self._socket, joined)
+                    joined = bytearray()
+                if len(part) <= _JOIN_BYTES:
+                    joined += part
+                else:
+                    await self._loop.sock_sendall(self._socket, part)
+            del envelope, packed
         if joined:
             await self._loop.sock_sendall(self._socket, joined)

@@ -78,10 +78,14 @@ class Loop:
         return plan
 
     def is_held(self, seq: SequenceState) -> bool:
-        others = [*self.scheduler.running, *self.scheduler.waiting]
-        return any(
-            other.request.id == seq.request.id and other.index < seq.index and other.num_computed < other.num_prompt
-            for other in others
+        """Somebody runs who is still at full pages that it could take."""
+        size = self.scheduler.allocator.page_size
+        num = (seq.num_prompt - 1) // size * size
+        return self.scheduler.prefix_cache and any(
+            other.num_computed < num == (other.num_prompt - 1) // size * size
+            and other.tokens[:num] == seq.tokens[:num]
+            and other.key(0, num) == seq.key(0, num)
+            for other in self.scheduler.running
         )
 
     def check_plan(self, plan: StepPlan, held: list[SequenceState]) -> None:

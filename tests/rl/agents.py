@@ -218,9 +218,9 @@ def spoken_turn(text: str) -> np.ndarray:
     return np.array([*itertools.chain.from_iterable(single), end], np.int32)
 
 
-def log_of(folder: Path, task: Task = TASK, sample: int = 0, attempt: int = 0) -> Path:
-    """Where a run in ``folder`` logs a sample."""
-    return log_path(folder / LOGS, task.ordinal, sample, attempt)
+def log_of(folder: Path, task: Task = TASK, attempt: int = 0) -> Path:
+    """Where a run in ``folder`` logs a group."""
+    return log_path(folder / LOGS, task.ordinal, attempt)
 
 
 class Watched:

@@ -243,7 +243,7 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_logs_are_forgotten(tmp_path: Path) -> None:
     draw(tmp_path)
-    assert len(list((tmp_path / LOGS).rglob("*.log"))) == 3
+    assert len(list((tmp_path / LOGS).iterdir())) == 1
     asyncio.run(agent(tmp_path, [Spoken([np.zeros(1, np.int32)])]).forget([TASK.ordinal, 99]))
     assert not list((tmp_path / LOGS).iterdir())
 

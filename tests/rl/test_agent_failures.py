@@ -20,7 +20,7 @@ from stretto.base.trajectory import Group, Outcome, Verdict
 from stretto.rl.agent import GROUPS
 from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, RewardRequest, infra
 from stretto.rl.rollout import EngineRole
-from stretto.rl.tokenlog import read_log
+from stretto.rl.tokenlog import read_logs
 from stretto.sandbox.outcome import ToolResult
 from tests.rl.agents import (
     CALL,
@@ -48,14 +48,13 @@ from tests.rl.agents import (
 def test_a_retry_goes_on_wherever_the_last_one_was_lost(tmp_path: Path) -> None:
     """Cut after any number of bytes, the next attempt gives the same sample under the same weights: lengths too."""
     whole = draw(tmp_path / "whole", chunk_tokens=5)
-    logs = [log_of(tmp_path / "whole", sample=sample).read_bytes() for sample in range(3)]
+    content = log_of(tmp_path / "whole").read_bytes()
     resumed = set()
     for cut in (1, 4, 6, 8):
         folder = tmp_path / f"cut{cut}"
-        for sample, content in enumerate(logs):
-            path = log_of(folder, sample=sample)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content[: len(content) * (cut + sample) // 11])
+        path = log_of(folder)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content[: len(content) * cut // 9])
 
         async def work(engine: EngineRole, folder: Path = folder) -> Group:
             subject = agent(folder, [engine], chunk_tokens=5)
@@ -73,7 +72,7 @@ def test_a_retry_under_new_weights_keeps_what_it_has(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     content = log.read_bytes()
     log.write_bytes(content[: len(content) * 2 // 3])
-    lost = read_log(log)
+    lost = read_logs(log)[0]
     assert 0 < lost.num_sampled < 24
     after = draw(tmp_path, attempt=1, model=OTHER, chunk_tokens=5, engine={"version": 4})
     done = after.trajectories[0]
@@ -109,7 +108,7 @@ def test_killed_for_real(tmp_path: Path) -> None:
         [sys.executable, "-c", _CHILD, str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    held = [read_log(log_of(tmp_path, sample=sample)) for sample in range(3)]
+    held = read_logs(log_of(tmp_path))
     assert sum(log.num_sampled for log in held) > 0 and all(log.closing is None for log in held)
     whole = draw(tmp_path / "whole", chunk_tokens=4)
     for one, other in zip(whole.trajectories, draw(tmp_path, attempt=1, chunk_tokens=4).trajectories, strict=True):
@@ -135,7 +134,7 @@ def test_a_failure_of_ours_is_never_a_reward(tmp_path: Path) -> None:
         assert (told.value.ordinal, told.value.attempt) == (3, 0)
         assert not (tmp_path / GROUPS).exists()
         # of the first that failed the next attempt has every token: it asks the verifier alone
-        done = [sample for sample in range(3) if read_if_there(log_of(tmp_path, sample=sample)) == 24]
+        done = [log for log in read_logs(log_of(tmp_path)) if log.num_sampled == 24]
         mended, again = Rewards(), Watched(engine)
         ref = await agent(tmp_path, [again], mended).run_group(TASK, 1)
         assert done and again.num == 3 - len(done) and len(mended.requests) == 3 and ref.mean_reward > 0
@@ -217,7 +216,7 @@ def test_cancelling_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
 
 
 def read_if_there(path: Path) -> int:
-    return read_log(path).num_sampled if path.exists() else 0
+    return sum(log.num_sampled for log in read_logs(path)) if path.exists() else 0
 
 
 def test_a_lease_ends_what_hangs(tmp_path: Path) -> None:

@@ -90,13 +90,13 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     for name in ("group-00000000-0.npz", "group-00000001-0.npz", ".group-00000002-0.npz.77.partial"):
         (groups / name).touch()  # the second was stored, and its agent killed before it could tell
     for ordinal in (0, 1, 9):
-        path = log_path(logs, ordinal, 0, 0)
-        path.parent.mkdir(parents=True)
+        path = log_path(logs, ordinal, 0)
+        path.parent.mkdir(exist_ok=True)
         path.touch()
     resumed = Controller.resume(limits(), task_of, tmp_path / JOURNAL_FILE, None)
     sweep(tmp_path, resumed)
     assert [path.name for path in groups.iterdir()] == ["group-00000000-0.npz"]
-    assert [path.name for path in logs.iterdir()] == ["00000001"], "the log of the one that is handed out again"
+    assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
 
 
 class Engines:

@@ -20,13 +20,21 @@ from stretto.rl.tokenlog import (
     TokenLog,
     log_path,
     logged_ordinals,
-    open_log,
-    read_log,
+    open_logs,
+    read_logs,
     remove_logs,
 )
 
 TASK = Task(ordinal=3, source="toy", item=7, group=2, seed=5, max_tokens=99)
 VERDICT = Verdict(0.5, Outcome.WRONG, 0.25, 0.125, "near", {"form": 0.5})
+
+
+def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
+    return open_logs(folder, task, attempt)[sample]
+
+
+def read_log(path: Path, sample: int = 0) -> TokenLog:
+    return read_logs(path)[sample]
 
 
 def sampled(log: TokenLog, num: int, version: int = 0, ended: str = "", dtype: str = "uint8") -> Part:
@@ -91,11 +99,11 @@ def test_comes_back_whole(tmp_path: Path, dtype: str) -> None:
 def test_torn_anywhere_and_written_on(tmp_path: Path) -> None:
     """Cut at every byte: what is left is a beginning in whole parts, and appending gives the whole again."""
     fill(open_log(tmp_path / "whole", TASK, 0, 0))
-    content = log_path(tmp_path / "whole", 3, 0, 0).read_bytes()
+    content = log_path(tmp_path / "whole", 3, 0).read_bytes()
     ends = [end for _, _, end in frames(content)]
     full = TokenLog()
     fill(full)
-    path = log_path(tmp_path / "torn", 3, 0, 0)
+    path = log_path(tmp_path / "torn", 3, 0)
     path.parent.mkdir(parents=True)
     near = {end + step for end in ends for step in (-1, 0, 1, 15, 16)}
     for size in sorted(near | set(range(0, len(content), 13))):
@@ -112,7 +120,7 @@ def test_torn_anywhere_and_written_on(tmp_path: Path) -> None:
 def test_damage_never_brings_wrong_tokens(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         log = open_log(Path(name), TASK, 0, 0)
-        path = log_path(Path(name), 3, 0, 0)
+        path = log_path(Path(name), 3, 0)
         fill(log)
         content = bytearray(path.read_bytes())
         *_, head = next(frames(bytes(content)))
@@ -134,7 +142,7 @@ def test_an_attempt_goes_on_from_the_latest_and_disturbs_nobody(tmp_path: Path) 
     fourth = open_log(tmp_path, TASK, 0, 3)  # the third died before it began
     assert_same(fourth, second)
     assert fourth.num_tokens == 7 and first.num_tokens == 12
-    assert_same(read_log(log_path(tmp_path, 3, 0, 0)), first)
+    assert_same(read_log(log_path(tmp_path, 3, 0)), first)
 
 
 def test_what_another_writer_appended_is_dropped(tmp_path: Path) -> None:
@@ -144,7 +152,27 @@ def test_what_another_writer_appended_is_dropped(tmp_path: Path) -> None:
     twin = open_log(tmp_path, TASK, 0, 0)
     first.append(sampled(first, 3))
     twin.append(sampled(twin, 5))
-    assert_same(read_log(log_path(tmp_path, 3, 0, 0)), first)
+    assert_same(read_log(log_path(tmp_path, 3, 0)), first)
+
+
+def test_samples_of_a_group_are_in_one_file_and_do_not_disturb_each_other(tmp_path: Path) -> None:
+    one, other = open_logs(tmp_path, TASK, 0)
+    for log in (one, other):
+        log.append(Part(context(np.array([1, 2], np.int32))))
+    stale = open_logs(tmp_path, TASK, 0)[0]  # of an agent that was given up but lives on
+    stale.append(Part(context(np.array([1, 2], np.int32))))
+    one.append(sampled(one, 3))
+    other.append(sampled(other, 4))
+    stale.append(sampled(stale, 5))
+    other.append(sampled(other, 2, ended="stop"))
+    one.append(sampled(one, 1))
+    other.close(Closing("stop", VERDICT))
+    assert [path.name for path in tmp_path.iterdir()] == ["00000003-000.log"]
+    lost, whole = open_logs(tmp_path, TASK, 1)
+    assert_same(lost, one, 2)
+    assert lost.closing is None and lost.num_sampled == 3
+    assert_same(whole, other)
+    assert whole.closing == Closing("stop", VERDICT)
 
 
 def test_rows_must_be_those_of_the_tokens(tmp_path: Path) -> None:
@@ -153,24 +181,24 @@ def test_rows_must_be_those_of_the_tokens(tmp_path: Path) -> None:
     log.append(sampled(log, 1))
     part = sampled(log, 3)
     assert part.routes is not None
-    size = log_path(tmp_path, 3, 0, 0).stat().st_size
+    size = log_path(tmp_path, 3, 0).stat().st_size
     for rows in (part.routes[:-1], np.concatenate((part.routes, part.routes[:1])), part.routes[:0]):
         with pytest.raises(Trouble, match=r"rows of routes were returned, 3 belong"):
             log.append(replace(part, routes=rows))
-    assert log_path(tmp_path, 3, 0, 0).stat().st_size == size and log.num_tokens == 3
+    assert log_path(tmp_path, 3, 0).stat().st_size == size and log.num_tokens == 3
 
 
 def test_a_log_of_another_task_is_refused(tmp_path: Path) -> None:
     fill(open_log(tmp_path, TASK, 0, 0))
-    with pytest.raises(UserError, match=r"0000-000\.log: task: .* choose an empty run folder"):
+    with pytest.raises(UserError, match=r"00000003-000\.log: task: .* choose an empty run folder"):
         open_log(tmp_path, replace(TASK, seed=6), 0, 1)
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     log = open_log(tmp_path, TASK, 0, 0)
     log.append(Part(context(np.array([1, 2], np.int32))))
-    path = log_path(tmp_path, 3, 0, 0)
-    path.parent.mkdir()
+    path = log_path(tmp_path, 3, 0)
+    path.parent.mkdir(exist_ok=True)
     path.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written: No space left on device; free some space"):
         log.append(sampled(log, 3))
