@@ -53,8 +53,10 @@ OURS: Mapping[str, Sequence[str]] = {
     "stretto, asynchronous": ("staleness=4",),
     "stretto, synchronous": ("staleness=0", "rollout.threads=2", "train.threads=2"),
 }
-SAME = ("loss.drop_uniform=false", "train.eval_every=1000000", "train.eval_prompts=8")
-"""Settings that make the comparison one: TRL trains on every group. The run's own evaluations are kept small."""
+SAME = (
+    "loss.drop_uniform=false", "train.eval_every=1000000", "train.eval_prompts=8", "train.snapshot_every=1000000",
+)  # fmt: skip
+"""Settings that make the comparison one: TRL trains on every group, and neither evaluates nor saves meanwhile."""
 WARM_UP = 3
 """Steps of a run that do not count."""
 TRIALS = 3

@@ -109,20 +109,16 @@ class _Bundle:
     """Samples in one row that begin like the first; made by `_bundles`."""
 
     samples: list[_Sample]
+    length: int
+    """Positions that it takes."""
     shared: list[int] = field(default_factory=lambda: [0])
     """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
-
-    @property
-    def length(self) -> int:
-        """Positions that the bundle takes."""
-        first, *others = self.samples
-        saved = self.shared[1:]
-        return first.num_inputs + sum(each.num_inputs - num for each, num in zip(others, saved, strict=True))
 
     def add(self, sample: _Sample, shared: int) -> None:
         self.samples.append(sample)
         self.shared.append(shared)
-        self.shared[0] = max(self.shared[1:])
+        self.shared[0] = max(self.shared[0], shared)
+        self.length += sample.num_inputs - shared
 
 
 _Plan = list[tuple[list[list[_Bundle]], int]]
@@ -195,7 +191,7 @@ def _bundles(samples: Sequence[_Sample], seq_len: int) -> list[_Bundle]:
             bundle, shared = max(fitting, key=lambda pair: pair[1])
             bundle.add(sample, shared)
         else:
-            bundles.append(_Bundle([sample]))
+            bundles.append(_Bundle([sample], sample.num_inputs))
     return bundles
 
 

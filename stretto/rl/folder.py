@@ -15,7 +15,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove, write_json
 from stretto.rl.agent import GROUPS, LOGS
 from stretto.rl.controller import Controller
-from stretto.rl.groups import discard
+from stretto.rl.groups import SUFFIX, discard
 from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.tokenlog import logged_ordinals, remove_logs
 
@@ -111,7 +111,7 @@ def sweep(folder: Path, controller: Controller) -> None:
         for partial in place.glob(".*.partial"):
             remove(partial)
     needed = {Path(location).name for location in controller.needed()}
-    discard(path for path in (folder / GROUPS).glob("group-*.npz") if path.name not in needed)
+    discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
     unfinished = controller.unfinished()
     for ordinal in logged_ordinals(folder / LOGS):
         if ordinal not in unfinished:

@@ -6,13 +6,11 @@ inputs, so that its routes have a row for each of them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -21,6 +19,11 @@ from stretto.base.paths import replacing
 from stretto.base.routes import pack_routes, unpack_routes
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.buffer import GroupRef
+from stretto.rl.logframes import frame, frames
+
+SUFFIX = ".group"
+_STREAMS = {"tokens": "<i4", "logprobs": "<f4", "versions": "<i4"}
+"""Of all segments, one after the other; behind them the packed routes of each sample. One frame is a whole file."""
 
 
 def store_group(folder: Path | str, group: Group) -> GroupRef:
@@ -34,16 +37,13 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     packed = [b"" if each.routes is None else pack_routes(each.routes, _num_experts(each)) for each in trajectories]
     meta = {"task": asdict(task), "trajectories": [_describe(*pair) for pair in zip(trajectories, packed, strict=True)]}
-    path = Path(folder) / f"group-{task.ordinal:08d}-{trajectories[0].attempt}.npz"
+    path = Path(folder) / f"group-{task.ordinal:08d}-{trajectories[0].attempt}{SUFFIX}"
+    streams = (
+        np.concatenate([getattr(segment, name) for segment in segments]).astype(dtype).tobytes()
+        for name, dtype in _STREAMS.items()
+    )
     with replacing(path) as partial, partial.open("wb") as file:
-        np.savez(
-            file,
-            meta=np.frombuffer(json.dumps(meta).encode(), np.uint8),
-            tokens=np.concatenate([segment.tokens for segment in segments]).astype(np.int32),
-            logprobs=np.concatenate([segment.logprobs for segment in segments]).astype(np.float32),
-            versions=np.concatenate([segment.versions for segment in segments]).astype(np.int32),
-            routes=np.frombuffer(b"".join(packed), np.uint8),
-        )
+        file.write(frame(meta, b"".join((*streams, *packed))))
         file.flush()
         os.fsync(file.fileno())
     rewards = [trajectory.verdict.reward for trajectory in trajectories]
@@ -69,20 +69,24 @@ def load_group(location: Path | str) -> Group:
     """
     path = Path(location)
     try:
-        with np.load(path) as arrays:
-            meta = json.loads(arrays["meta"].tobytes())
-            streams = {name: arrays[name] for name in ("tokens", "logprobs", "versions")}
-            routes = arrays["routes"].tobytes()
-        trajectories, at, byte = [], 0, 0
+        found = next(frames(path.read_bytes()), None)
+        if found is None:
+            raise ValueError("it is torn, or damaged")
+        meta, raw, _ = found
+        num_tokens = sum(length for each in meta["trajectories"] for length, *_ in each["segments"])
+        streams, byte = {}, 0
+        for name, dtype in _STREAMS.items():
+            streams[name] = np.frombuffer(raw, dtype, num_tokens, byte)
+            byte += streams[name].nbytes
+        trajectories, at = [], 0
         for each in meta["trajectories"]:
             segments = []
             for length, is_sampled, started_s, finished_s in each.pop("segments"):
                 part = {name: stream[at : at + length] for name, stream in streams.items()}
-                assert len(part["tokens"]) == length, f"segment of {length} tokens, {len(part['tokens'])} left"
                 segments.append(Segment(**part, is_sampled=is_sampled, started_s=started_s, finished_s=finished_s))
                 at += length
             num_bytes = each.pop("route_bytes")
-            own = unpack_routes(routes[byte : byte + num_bytes]) if num_bytes else None
+            own = unpack_routes(raw[byte : byte + num_bytes]) if num_bytes else None
             byte += num_bytes
             verdict = each.pop("verdict")
             verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
@@ -90,7 +94,7 @@ def load_group(location: Path | str) -> Group:
         group = Group(Task(**meta["task"]), tuple(trajectories))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file, and the run needs it; restore it, or start a new run folder") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, AssertionError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         problem = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder") from error
     check_routes(group, str(path))

@@ -25,7 +25,7 @@ def test_a_stored_group_comes_back_bit_for_bit(tmp_path: Path, routes: tuple[int
     assert (ref.ordinal, ref.attempt, ref.num_samples, ref.oldest_version) == (17, 0, 3, 4)
     assert ref.num_tokens == sum(sample.num_sampled for sample in before.trajectories)
     assert ref.mean_reward == pytest.approx(1.25 / 3) and not ref.is_uniform
-    assert os.listdir(tmp_path / "groups") == ["group-00000017-0.npz"]
+    assert os.listdir(tmp_path / "groups") == ["group-00000017-0.group"]
 
 
 def test_a_token_without_an_expert_comes_back_as_one(tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        load_group(tmp_path / "group-00000001-0.npz")
+        load_group(tmp_path / "group-00000001-0.group")

@@ -43,7 +43,7 @@ def limits(prompts: int = 2) -> Limits:
 
 
 def ref(ordinal: int, folder: Path) -> GroupRef:
-    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.npz"), 2, 4, 0, 0.5, False, 0.0)
+    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False, 0.0)
 
 
 def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
     controller.group_ready(ref(0, groups))
     controller.close()
     groups.mkdir()
-    for name in ("group-00000000-0.npz", "group-00000001-0.npz", ".group-00000002-0.npz.77.partial"):
+    for name in ("group-00000000-0.group", "group-00000001-0.group", ".group-00000002-0.group.77.partial"):
         (groups / name).touch()  # the second was stored, and its agent killed before it could tell
     for ordinal in (0, 1, 9):
         path = log_path(logs, ordinal, 0)
@@ -95,7 +95,7 @@ def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -
         path.touch()
     resumed = Controller.resume(limits(), task_of, tmp_path / JOURNAL_FILE, None)
     sweep(tmp_path, resumed)
-    assert [path.name for path in groups.iterdir()] == ["group-00000000-0.npz"]
+    assert [path.name for path in groups.iterdir()] == ["group-00000000-0.group"]
     assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
 
 
