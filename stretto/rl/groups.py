@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.routes import pack_routes, unpack_routes
-from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.base.trajectory import Group, Segment, Task, Trajectory, Verdict
 from stretto.rl.buffer import GroupRef
 from stretto.rl.logframes import frame, frames
 
@@ -88,8 +88,7 @@ def load_group(location: Path | str) -> Group:
             num_bytes = each.pop("route_bytes")
             own = unpack_routes(raw[byte : byte + num_bytes]) if num_bytes else None
             byte += num_bytes
-            verdict = each.pop("verdict")
-            verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
+            verdict = Verdict.from_json(each.pop("verdict"))
             trajectories.append(Trajectory(**each, segments=tuple(segments), routes=own, verdict=verdict))
         group = Group(Task(**meta["task"]), tuple(trajectories))
     except FileNotFoundError:
@@ -138,8 +137,6 @@ def _num_experts(trajectory: Trajectory) -> int:
 
 def _describe(trajectory: Trajectory, packed: bytes) -> Mapping[str, Any]:
     """All of a trajectory that is not arrays, as plain JSON."""
-    verdict = trajectory.verdict
-    plain = asdict(replace(verdict, parts=dict(verdict.parts)))
     return {
         "ordinal": trajectory.ordinal,
         "sample": trajectory.sample,
@@ -151,5 +148,5 @@ def _describe(trajectory: Trajectory, packed: bytes) -> Mapping[str, Any]:
             for segment in trajectory.segments
         ],
         "route_bytes": len(packed),
-        "verdict": {**plain, "outcome": verdict.outcome.value},
+        "verdict": trajectory.verdict.to_json(),
     }

@@ -136,7 +136,7 @@ class TokenLog:
         assert self.closing is None, "it is closed"
         assert closing.verdict.outcome is not Outcome.INFRA, str(closing.verdict)
         if self._file is not None:
-            verdict = {**asdict(closing.verdict), "outcome": closing.verdict.outcome.value}
+            verdict = closing.verdict.to_json()
             described = {"what": "closing", "sample": self._sample, "finish_reason": closing.finish_reason}
             self._file.append(self._unwritten + frame(described | {"verdict": verdict}))
         self.closing = closing
@@ -201,9 +201,7 @@ class TokenLog:
         if self.closing is not None:
             return False
         if described["what"] == "closing":
-            verdict = described["verdict"]
-            verdict = Verdict(**{**verdict, "outcome": Outcome(verdict["outcome"])})
-            self.closing = Closing(described["finish_reason"], verdict)
+            self.closing = Closing(described["finish_reason"], Verdict.from_json(described["verdict"]))
         elif (described["start"], described["rows"]) == (self.num_tokens, self._num_rows):
             self._take(decode_part(described, raw))
         else:

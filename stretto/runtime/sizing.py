@@ -80,6 +80,10 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
+_LATEST = 512
+"""Waits and services that are remembered: they are looked through several times a second."""
+
+
 class Meter:
     """Counts arrivals, waits and services over a sliding window. Times are seconds of the caller's clock."""
 
@@ -87,9 +91,9 @@ class Meter:
         self._opened_s = opened_s
         self._window_s = window_s
         self._arrivals: deque[float] = deque()
-        self._waits: deque[tuple[float, float]] = deque()
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_LATEST)
         """(when it ended, seconds); so are the services."""
-        self._services: deque[tuple[float, float]] = deque()
+        self._services: deque[tuple[float, float]] = deque(maxlen=_LATEST)
         self._running: dict[int, float] = {}
         """When each that is served began, by its number."""
         self._num_begun = 0
