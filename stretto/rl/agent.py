@@ -226,6 +226,9 @@ class AgentRole:
             troubles=dict(self._troubles.counts),
         )
 
+    async def close(self) -> None:
+        self._threads.close()
+
     async def _within_lease(self, task: Task, attempt: int, evaluated: Limits | None = None) -> Group:
         lease_s = self._settings.lease_s
         try:

@@ -72,6 +72,9 @@ class RewardRole:
     async def stats(self) -> RewardStats:
         return RewardStats(self._num_waiting, self._num_judged, dict(self._outcomes), self._busy_s, self._num_stuck)
 
+    async def close(self) -> None:
+        self._threads.close()
+
     def _counted(self, verdict: Verdict) -> Verdict:
         name = verdict.outcome.value
         self._outcomes[name] = self._outcomes.get(name, 0) + 1
