@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.base.loops import from_thread, settle
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
-from stretto.engine.stream import Channel, Closed, EngineFailed, Stream, from_thread
+from stretto.engine.stream import Channel, Closed, EngineFailed, Stream
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
@@ -99,7 +100,7 @@ class Service:
         future: asyncio.Future[T] = loop.create_future()
 
         def fail(error: Exception) -> None:
-            from_thread(loop, _settle, future, None, error)
+            from_thread(loop, settle, future, None, error)
 
         def run() -> None:
             try:
@@ -107,7 +108,7 @@ class Service:
             except Exception as error:
                 fail(error)
             else:
-                from_thread(loop, _settle, future, result, None)
+                from_thread(loop, settle, future, result, None)
 
         self._post(_Command(run, fail))
         return await future
@@ -203,15 +204,6 @@ class Service:
 def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
     for channel, event in deliveries:
         channel.events.put_nowait(event)
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return  # cancelled: nobody waits
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 def _ignore(error: EngineFailed) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from stretto.base.loops import from_thread
 from stretto.engine.request import Completion, Event, Request
 
 
@@ -116,11 +117,3 @@ class Channel:
         else:
             self.admitted.set_exception(error)
             self.admitted.exception()  # looked at: a caller that only iterates meets it there
-
-
-def from_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():  # a closed loop has nobody left to tell
-            raise

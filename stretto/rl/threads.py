@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from stretto.base.loops import from_thread, settle
 from stretto.rl.asking import Trouble
 
 T = TypeVar("T")
@@ -39,12 +40,7 @@ class Threads:
 
         def tell(result: Any, error: Exception | None) -> None:
             self._rest(inbox)
-            if future.done():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+            settle(future, result, error)
 
         def call() -> None:
             result: Any = None
@@ -53,11 +49,7 @@ class Threads:
                 result = work()
             except Exception as error:
                 problem = error
-            try:
-                loop.call_soon_threadsafe(tell, result, problem)
-            except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left to tell
-                    raise
+            from_thread(loop, tell, result, problem)
 
         inbox.put(call)
         try:

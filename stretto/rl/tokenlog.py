@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.paths import replacing
+from stretto.base.paths import replacing, writing
 from stretto.base.trajectory import Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.asking import Trouble
 from stretto.rl.logframes import Part, decode_part, encode_part, frame, frames
@@ -58,7 +58,7 @@ class LogFile:
         """
         whole = self._unwritten + content
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        try:
+        with writing(self.path):
             try:
                 file = os.open(self.path, flags, 0o666)
             except FileNotFoundError:
@@ -70,10 +70,6 @@ class LogFile:
                 os.close(file)
             if num_written < len(whole):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written: {error.strerror or error}; free some space, then --resume"
-            ) from error
         self._unwritten = b""
 
 
@@ -219,30 +215,31 @@ def open_logs(folder: Path, task: Task, attempt: int) -> tuple[TokenLog, ...]:
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
     identity = {"what": "task", "task": asdict(task)}
-    file = LogFile(own, b"" if found is not None else frame(identity))
+    head = frame(identity)
+    file = LogFile(own, b"" if found is not None else head)
     logs = tuple(TokenLog(sample, file) for sample in range(task.group))
     if found is not None:
-        owner, good = _read(found, logs)
+        owner, good = _replayed(found.read_bytes(), logs)
         if owner not in (None, identity):
             raise UserError(f"{found}: task: these logs are of another run or recipe; choose an empty run folder")
         for log in logs:
             log.num_resumed = log.num_sampled
         with replacing(own) as partial:
-            partial.write_bytes(good or frame(identity))
+            partial.write_bytes(good or head)
     return logs
 
 
 def read_logs(path: Path) -> tuple[TokenLog, ...]:
     """What lies at ``path``, for a look: appending to it changes no file. None where nobody got so far."""
-    first = next(frames(path.read_bytes()), None)
+    content = path.read_bytes()
+    first = next(frames(content), None)
     logs = tuple(TokenLog(sample) for sample in range(0 if first is None else first[0]["task"]["group"]))
-    _read(path, logs)
+    _replayed(content, logs)
     return logs
 
 
-def _read(path: Path, logs: Sequence[TokenLog]) -> tuple[Mapping[str, Any] | None, bytes]:
-    """Fill empty ``logs``; returns whose they are (None: nobody got so far) and the frames that are good."""
-    content = path.read_bytes()
+def _replayed(content: bytes, logs: Sequence[TokenLog]) -> tuple[Mapping[str, Any] | None, bytes]:
+    """Fill empty ``logs`` from a file; returns whose they are (None: nobody got so far) and the frames that are good."""
     found = frames(content)
     first = next(found, None)
     if first is None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import UserError
+from stretto.base.loops import from_thread
 from stretto.runtime.runtime import Caller, RoleDied, RoleError
 
 CONSTRUCTOR = "__init__"
@@ -243,15 +244,8 @@ class Host:
             return guarded()
         future = self._worker.submit(guarded)
         if number is not None:
-            future.add_done_callback(lambda _: self._from_thread(self._land, number))
+            future.add_done_callback(lambda _: from_thread(self.loop, self._land, number))
         return await asyncio.wrap_future(future)
-
-    def _from_thread(self, work: Callable[..., None], *args: Any) -> None:
-        try:
-            self.loop.call_soon_threadsafe(work, *args)
-        except RuntimeError:
-            if not self.loop.is_closed():  # closed: nobody is left to know
-                raise
 
     def _take_off(self) -> int:
         number = next(self._numbers)
