@@ -26,7 +26,7 @@ from bench.common.measure import table, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.paths import checkpoint_folder
-from stretto.model.hub import read_config, read_presets
+from stretto.model.checkpoint import read_config, read_presets
 
 try:
     import openai

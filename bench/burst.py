@@ -25,7 +25,7 @@ from bench.common.measure import random_prompts, table, times, wide_console
 from bench.common.networks import write_network
 from bench.common.server import serving
 from stretto.base.paths import checkpoint_folder
-from stretto.model.hub import read_config, read_presets
+from stretto.model.checkpoint import read_config, read_presets
 from stretto.serve.client import Client
 from stretto.serve.load import Load, LoadResult, run_load
 

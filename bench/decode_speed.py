@@ -43,7 +43,7 @@ from bench.peers.protocol import Options
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.model.hub import read_config
+from stretto.model.checkpoint import read_config
 
 OURS = "stretto"
 BATCHES = (1, 16, 64)

@@ -29,9 +29,9 @@ from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
 from stretto.evals.loss import evaluate
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.count import count
 from stretto.model.elastic import extract
-from stretto.model.hub import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, extracted_config
 from stretto.search.rank import rank_layers

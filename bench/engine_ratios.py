@@ -24,7 +24,7 @@ from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
 from stretto.ops.native.build import load

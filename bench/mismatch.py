@@ -28,7 +28,7 @@ from stretto.base.track import progress
 from stretto.data.shards import TokenSet
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic

@@ -41,7 +41,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
-from stretto.model.hub import ELASTIC_FILE, STRETTO_FILE
+from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
 from stretto.rl.factories import SourceTables
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe

@@ -29,7 +29,7 @@ from bench.common.networks import write_network
 from bench.common.server import Server, serving
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.model.hub import read_config
+from stretto.model.checkpoint import read_config
 from stretto.serve.client import ApiFailure, Client
 
 LEAVES, WRONG = 0.25, 0.2

@@ -22,7 +22,7 @@ from stretto.base.paths import RUN_FILE
 from stretto.base.track import progress
 from stretto.engine.open import OpenedEngine, open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
-from stretto.model.hub import read_presets
+from stretto.model.checkpoint import read_presets
 from stretto.model.spec import Subnet
 
 AIM = 1.5

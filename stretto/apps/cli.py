@@ -110,8 +110,7 @@ def search(
         settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
     from stretto.apps.shape import search_command
-    from stretto.search.frontier import SearchOptions
-    from stretto.search.space import Limits
+    from stretto.search.search import Limits, SearchOptions
 
     limits = Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
     result = search_command(run, limits, SearchOptions(seed=seed), healing, device)

@@ -32,8 +32,7 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, remove
 from stretto.data.demo_text import TEMPLATE, demo_documents
-from stretto.search.frontier import SearchOptions
-from stretto.search.space import Limits
+from stretto.search.search import Limits, SearchOptions
 from stretto.train.recipe import HealRecipe, Recipe
 
 LIMITS = Limits(max_total=0.34, max_active=0.5)

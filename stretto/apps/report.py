@@ -26,13 +26,13 @@ from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.report import write_report
 from stretto.evals.report_data import Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
 from stretto.evals.routing import routing
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.count import count
-from stretto.model.hub import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.presets import named_subnets
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.search.frontier import SearchResult
 from stretto.search.latency import LatencyTable
+from stretto.search.search import SearchResult
 from stretto.train.recipe import ElasticConfig, Recipe
 
 KV_BYTES = 2

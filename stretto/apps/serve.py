@@ -23,8 +23,8 @@ from stretto.engine.open import OpenedEngine, generation_ends, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.engine.service import Service
 from stretto.evals.numbers import params, size_in_bytes
+from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.count import count
-from stretto.model.hub import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.presets import parse_choice, parse_subnet
 from stretto.model.spec import Subnet, SubnetChoice, extracted_config

@@ -15,20 +15,18 @@ from stretto.base.receipt import Meter
 from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
-from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.presets import named_subnets, parse_subnet
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
-from stretto.search.frontier import SearchOptions, SearchResult, search
-from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, write_table
-from stretto.search.space import Limits, SearchSpace
-from stretto.search.timing import check, measure
+from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
+from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.heal import heal
 from stretto.train.metering import metered
 from stretto.train.recipe import HealRecipe, Recipe

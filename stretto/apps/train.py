@@ -14,8 +14,8 @@ from stretto.base.records import Lineage, new_lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch, evaluate_many, to_device
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.count import count
-from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, full_state, join
 from stretto.model.presets import named_subnets
 from stretto.model.spec import SubnetChoice

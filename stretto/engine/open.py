@@ -14,8 +14,8 @@ from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.memory import check_memory, free_bytes
 from stretto.engine.request import EngineConfig
+from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
-from stretto.model.hub import read_checkpoint, read_config, read_presets
 from stretto.model.spec import ModelConfig, Subnet, extracted_config
 from stretto.ops.native.build import Library, load
 from stretto.text.tokenizer import Tokenizer, load_tokenizer

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.model.hub import read_checkpoint, read_config, weights_hash
+from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 
 

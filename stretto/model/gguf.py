@@ -19,10 +19,9 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.model.families import Family, stored_experts, stored_shared_experts
-from stretto.model.hub import Checkpoint, read_checkpoint
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, to_stored
+from stretto.model.families import Family, stored_experts, stored_shared_experts, stored_tensors
 from stretto.model.spec import ModelConfig
-from stretto.model.weights import stored_tensors, to_stored
 from stretto.text.tokenizer import TURN_END, Tokenizer, load_tokenizer
 
 GgufType = Literal["f32", "f16", "bf16"]

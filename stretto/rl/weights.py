@@ -23,9 +23,9 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.weights import state_checksum
+from stretto.model.checkpoint import write_file
 from stretto.model.fp8_state import unpack_state
 from stretto.model.parallel import Ranks
-from stretto.model.tensorfile import write_file
 from stretto.runtime.runtime import Caller, Ref
 
 _AGAIN = "publish the version again"

@@ -15,7 +15,16 @@ from stretto.evals.loss import EvalBatch, compare_many, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
-from stretto.search.space import droppable_layers, fixed_layers
+
+
+def fixed_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that are never dropped: the first and the last two."""
+    return tuple(sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers))))
+
+
+def droppable_layers(config: ModelConfig) -> tuple[int, ...]:
+    fixed = fixed_layers(config.num_layers)
+    return tuple(layer for layer in range(config.num_layers) if layer not in fixed)
 
 
 @dataclass(frozen=True, slots=True)

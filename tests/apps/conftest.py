@@ -11,7 +11,7 @@ import pytest
 from stretto.apps.cli import main
 from stretto.apps.rl import rl_command
 from stretto.base.config import read_recipe
-from stretto.model.hub import write_checkpoint
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.rl.recipe import RlRecipe
 from stretto.text.chat import CHATML

@@ -19,9 +19,8 @@ from stretto.engine.request import EngineConfig
 from stretto.model.count import count
 from stretto.model.spec import Subnet, extracted_config
 from stretto.ops.native.build import Library
-from stretto.search.frontier import Correlations, SearchOptions, SearchResult
 from stretto.search.rank import Sensitivities
-from stretto.search.space import Candidate, Limits, SearchSpace
+from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace
 from tests.apps.conftest import PRESETS, SERVED
 
 SMALL = PRESETS["corner"].of(SERVED)

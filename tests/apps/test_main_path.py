@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.base.records import read_lineage
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from tests.apps.conftest import Run
 
 

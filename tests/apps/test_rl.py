@@ -17,7 +17,7 @@ from stretto.base.config import read_recipe
 from stretto.base.track import read_metrics
 from stretto.engine.open import open_engine
 from stretto.engine.request import EngineConfig
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import Job, run_rl
 from stretto.rl.status import read_status

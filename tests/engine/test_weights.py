@@ -10,7 +10,7 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.engine.weights import state_checksum
-from stretto.model.hub import weights_hash, write_checkpoint
+from stretto.model.checkpoint import weights_hash, write_checkpoint
 from tests.engine.engines import (
     CONFIG,
     FULL,

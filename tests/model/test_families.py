@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from stretto.base.errors import UserError
-from stretto.model.families import FAMILIES, Family, check_family, default_family, parse_family, stored_tied, why_not
-from stretto.model.hf_config import TokenIds, differing_field, from_hf, to_hf
+from stretto.model.families import (
+    FAMILIES,
+    Family,
+    TokenIds,
+    check_family,
+    default_family,
+    differing_field,
+    from_hf,
+    parse_family,
+    stored_tied,
+    to_hf,
+    why_not,
+)
 from stretto.model.spec import ModelConfig
 
 SHAPE: dict[str, Any] = {
@@ -93,7 +104,7 @@ def test_an_unknown_family_names_the_nearest() -> None:
 
 
 def test_shapes_and_families_need_no_torch() -> None:
-    code = "import sys, stretto.model.hf_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, stretto.model.families; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import build
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stretto.base.trajectory import Group, Trajectory
-from stretto.model.hub import write_checkpoint
+from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.rl.recipe import RlRecipe

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group
-from stretto.model.hub import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.rl import measures
 from stretto.rl.buffer import GroupRef

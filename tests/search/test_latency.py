@@ -4,9 +4,17 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.search import timing
-from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, write_table
-from stretto.search.timing import check, forward_seconds, measure
+from stretto.search import latency as timing
+from stretto.search.latency import (
+    DECODE,
+    LatencyTable,
+    Workload,
+    check,
+    forward_seconds,
+    measure,
+    read_table,
+    write_table,
+)
 
 PREFILL = Workload(phase="prefill", batch=2, context=8)
 

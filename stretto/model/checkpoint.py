@@ -7,31 +7,49 @@ all widths) and ``lineage.json`` are ours; others ignore them, and a folder with
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, hash_files, read_lineage, write_lineage
-from stretto.model.families import Family, check_family, default_family, parse_family, stored_tied
-from stretto.model.hf_config import TokenIds, differing_field, from_hf, to_hf
+from stretto.model.families import (
+    Alias,
+    Family,
+    Stored,
+    TokenIds,
+    check_family,
+    default_family,
+    differing_field,
+    from_hf,
+    parse_family,
+    stored_tensors,
+    stored_tied,
+    tied_head,
+    to_hf,
+)
 from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.model.tensorfile import TensorFiles, write_file, write_tensors
 from stretto.model.transformer import Transformer
-from stretto.model.weights import Alias, Stored, from_stored, stored_tensors, tied_head, to_stored
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
 """Version of stretto.json. Raised when a reader of the old form would misread the new one."""
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 STRETTO_FILE = "stretto.json"
 ELASTIC_FILE = "elastic.tensors"
 """In safetensors form, under another suffix: vLLM takes every ``*.safetensors`` of a folder for the model's."""
@@ -46,12 +64,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _OURS = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "model*.safetensors", INDEX_FILE),
     *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE),
     *TOKENIZER_FILES,
 )
 """What a checkpoint consists of: a folder that holds anything else is never replaced."""
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Of weights, by safetensors' name."""
+_AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
 
@@ -127,7 +147,7 @@ def write_checkpoint(
         stored = {tensor.name: tensor for tensor in stored_tensors(config, family)}
         write_tensors(
             partial,
-            {name: tensor.num_bytes(dtype) for name, tensor in stored.items()},
+            {name: _num_bytes(tensor, dtype) for name, tensor in stored.items()},
             lambda name: to_stored(stored[name], state, dtype),
             max_shard_bytes=max_shard_bytes,
             advance=advance,
@@ -294,7 +314,198 @@ def _fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
+    names = [str(known).removeprefix("torch.") for known in _DTYPES.values()]
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UserError(f"dtype: weights cannot be stored as {dtype}; choose {', '.join(_DTYPES)}")
+    if name not in names:
+        raise UserError(f"dtype: weights cannot be stored as {dtype}; choose {', '.join(names)}")
     return name
+
+
+def _num_bytes(stored: Stored, dtype: torch.dtype) -> int:
+    """On disk, where the weights are of ``dtype``."""
+    return math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
+
+
+def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The tensor ``stored`` as it goes to disk, on the CPU; ``state`` is our state dict."""
+    dtype = torch.float32 if stored.always_fp32 else dtype
+    if stored.ours is None:
+        return torch.full(stored.shape, stored.filling, dtype=dtype)
+    tensor = state[stored.ours].detach()[stored.part].to("cpu", dtype)
+    if stored.neighbours_of:
+        tensor = _swap_axes(tensor, 2, stored.neighbours_of // 2)
+    missing = math.prod(stored.shape) // math.prod(tensor.shape[1:]) - tensor.shape[0]
+    if missing:
+        tensor = torch.cat((tensor, tensor.new_full((missing, *tensor.shape[1:]), stored.filling)))
+    tensor = tensor.reshape(stored.shape).contiguous()
+    return tensor.clone() if stored.is_copy else tensor  # safetensors refuses two names of one memory
+
+
+def from_stored(stored: Stored, tensor: Tensor, state: Mapping[str, Tensor]) -> bool:
+    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``.
+
+    False if it holds something that has no place there: a constant, a padding or a copy that is not what it should be.
+    """
+    if stored.ours is None:
+        return bool((tensor.float() == stored.filling).all())
+    place = state[stored.ours][stored.part]
+    if stored.is_copy:
+        return torch.equal(tensor.to(place), place)
+    rows = tensor.reshape(-1, *place.shape[1:])
+    own, padding = rows[: place.shape[0]], rows[place.shape[0] :]
+    # one per cent: other software may have rounded the bias to bf16
+    if ((padding.float() - stored.filling).abs() > 0.01 * abs(stored.filling)).any():
+        return False
+    place.copy_(_swap_axes(own, stored.neighbours_of // 2, 2) if stored.neighbours_of else own)
+    return True
+
+
+def _swap_axes(rows: Tensor, outer: int, inner: int) -> Tensor:
+    """Within each head, row ``outer·inner`` read as a table of that shape and transposed: halves to neighbours or back."""
+    heads = rows.view(-1, outer, inner, *rows.shape[1:])
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+class TensorFiles:
+    """Reads tensors by name from ``file`` of ``folder``, or from the shards that an index names; a context manager."""
+
+    def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
+        """Open all files and read their headers.
+
+        Raises:
+            UserError: no weights, a shard that is missing or damaged, or an index that does not match its shards.
+        """
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self._path_of: dict[str, Path] = {}
+        index = folder / INDEX_FILE
+        try:
+            if not (folder / file).is_file() and file == WEIGHTS_FILE and index.is_file():
+                self._open_shards(folder, index)
+            else:
+                self._path_of = dict.fromkeys(self._open(folder / file), folder / file)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open_shards(self, folder: Path, index: Path) -> None:
+        tree = read_json(index)
+        weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index}: weight_map: missing; {_AGAIN}")
+        held = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
+        for name, shard in weight_map.items():
+            if name not in held[shard]:
+                raise UserError(
+                    f"{folder / shard}: {name}: the index says that this file holds it, and it does not; {_AGAIN}"
+                )
+            self._path_of[name] = folder / shard
+
+    def _open(self, path: Path) -> frozenset[str]:
+        if not path.is_file():
+            remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
+            raise UserError(f"{path}: no such file; {remedy}")
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path}: not readable as safetensors: {error}; the file is truncated or damaged, {_AGAIN}"
+            ) from None
+        self._files[path] = file
+        return frozenset(file.keys())
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._path_of)
+
+    def path(self, name: str) -> Path:
+        """The file that holds ``name``."""
+        return self._path_of[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of ``name`` as stored.
+
+        Raises:
+            UserError: it is missing, or of a dtype that is none of fp32, bf16 and fp16.
+        """
+        if name not in self._path_of:
+            raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
+        path = self._path_of[name]
+        stored = self._files[path].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise UserError(
+                f"{path}: {name}: dtype {stored} is not supported; convert the checkpoint to one of {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[stored]
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
+        """``part`` of the tensor ``name`` of ``shape``, on the CPU.
+
+        Raises:
+            UserError: it is missing, of another shape, or of a dtype that is none of fp32, bf16 and fp16.
+        """
+        self.dtype(name)
+        path = self._path_of[name]
+        view = self._files[path].get_slice(name)
+        stored = tuple(view.get_shape())
+        if stored != shape:
+            raise UserError(
+                f"{path}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
+            )
+        tensor: Tensor = view[part] if part else self._files[path].get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def write_tensors(
+    folder: Path,
+    num_bytes: Mapping[str, int],
+    make: Callable[[str], Tensor],
+    *,
+    max_shard_bytes: int,
+    advance: Callable[[int], None] | None,
+) -> None:
+    """Write the tensors that ``make`` gives for the names of ``num_bytes``, in that order; one shard exists at a time.
+
+    ``advance`` is called with the bytes of each file written.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    shards: list[list[str]] = [[]]
+    sizes = [0]
+    for name, size in num_bytes.items():
+        if shards[-1] and sizes[-1] + size > max_shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(name)
+        sizes[-1] += size
+    weight_map: dict[str, str] = {}
+    for number, (names, size) in enumerate(zip(shards, sizes, strict=True), start=1):
+        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / file, {name: make(name) for name in names})
+        weight_map |= dict.fromkeys(names, file)
+        if advance is not None:
+            advance(size)
+    if len(shards) > 1:
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """One safetensors file, marked as PyTorch's, as transformers demands.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports it
+        raise UserError(f"{path}: cannot be written: {error}; free some space or choose another folder") from error
