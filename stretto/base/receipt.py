@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from stretto.base.records import Lineage, Receipt
 
@@ -41,17 +41,9 @@ class Meter:
         self._clock = clock
         self._entered: float | None = None
 
-    def add(
-        self, *, flops: int = 0, tokens: int = 0, sandbox_s: float = 0.0, bytes_read: int = 0, bytes_written: int = 0
-    ) -> None:
-        """Count work done, over all devices (units as in `Receipt`)."""
-        self._total = self._total.replace(
-            flops=self._total.flops + flops,
-            tokens=self._total.tokens + tokens,
-            sandbox_s=self._total.sandbox_s + sandbox_s,
-            bytes_read=self._total.bytes_read + bytes_read,
-            bytes_written=self._total.bytes_written + bytes_written,
-        )
+    def add(self, **work: float) -> None:
+        """Count work done, over all devices: fields of `Receipt`, in their units."""
+        self._total += self._spent(**work)
 
     def receipt(self, peak_memory_bytes: int | None = None) -> Receipt:
         """The cost so far; may be called at any time, so that a snapshot can carry it.
@@ -61,12 +53,8 @@ class Meter:
                 memory since it started, which may include an earlier stage of the same process.
         """
         peak = process_peak_bytes() if peak_memory_bytes is None else peak_memory_bytes
-        running_s = 0.0 if self._entered is None else self._clock() - self._entered
-        return self._total.replace(
-            wall_s=self._total.wall_s + running_s,
-            device_s=self._total.device_s + running_s * self._num_devices,
-            peak_memory_bytes=max(self._total.peak_memory_bytes, peak),
-        )
+        total = self._total if self._entered is None else self._total + self._running()
+        return total.replace(peak_memory_bytes=max(total.peak_memory_bytes, peak))
 
     def __enter__(self) -> Self:
         assert self._entered is None, "this meter is already running"
@@ -76,12 +64,17 @@ class Meter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._entered is not None
-        running_s, self._entered = self._clock() - self._entered, None
-        self._total = self._total.replace(
-            wall_s=self._total.wall_s + running_s,
-            device_s=self._total.device_s + running_s * self._num_devices,
-        )
+        self._total += self._running()
+        self._entered = None
+
+    def _running(self) -> Receipt:
+        """Time since the clock was started."""
+        assert self._entered is not None, "this meter is not running"
+        wall_s = self._clock() - self._entered
+        return self._spent(wall_s=wall_s, device_s=wall_s * self._num_devices)
+
+    def _spent(self, **work: Any) -> Receipt:
+        return Receipt(stage=self._total.stage, device=self._total.device, **work)
 
 
 def process_peak_bytes() -> int:

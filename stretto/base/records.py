@@ -50,19 +50,10 @@ class Receipt(Config):
     """Bytes of checkpoints and shards the stage wrote, as counted by the stage itself."""
 
     def __add__(self, other: Receipt) -> Receipt:
-        return Receipt(
-            stage=_join(self.stage, other.stage),
-            device=_join(self.device, other.device),
-            num_devices=max(self.num_devices, other.num_devices),
-            flops=self.flops + other.flops,
-            tokens=self.tokens + other.tokens,
-            device_s=self.device_s + other.device_s,
-            wall_s=self.wall_s + other.wall_s,
-            sandbox_s=self.sandbox_s + other.sandbox_s,
-            peak_memory_bytes=max(self.peak_memory_bytes, other.peak_memory_bytes),
-            bytes_read=self.bytes_read + other.bytes_read,
-            bytes_written=self.bytes_written + other.bytes_written,
-        )
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in Receipt.model_fields}
+        joined = {name: _join(*pairs.pop(name)) for name in ("stage", "device")}
+        largest = {name: max(pairs.pop(name)) for name in ("num_devices", "peak_memory_bytes")}
+        return Receipt(**joined, **largest, **{name: sum(pair) for name, pair in pairs.items()})
 
 
 class Lineage(Config):

@@ -71,38 +71,6 @@ def rank_experts(
     )
 
 
-def reordered(
-    model: Transformer,
-    layer_order: tuple[int, ...] | None = None,
-    expert_order: tuple[tuple[int, ...], ...] | None = None,
-) -> Transformer:
-    """A copy of ``model`` whose nested orders are the given ones; None leaves an order as it is.
-
-    The full network computes what it did. Where a width's set of experts changes, its balance bias was trained for
-    another set: that row starts from the full width's, as when a checkpoint without widths is made elastic.
-
-    Raises:
-        pydantic.ValidationError: an order is not a permutation.
-    """
-    changes: dict[str, tuple[int, ...] | tuple[tuple[int, ...], ...]] = {}
-    if layer_order is not None:
-        changes["layer_order"] = layer_order
-    if expert_order is not None:
-        changes["expert_order"] = expert_order
-    old, config = model.config, model.config.replace(**changes)
-    first = next(model.parameters())
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for layer, before, after in zip(config.moe_layers, old.expert_orders, config.expert_orders, strict=True):
-        bias_WE = state[f"blocks.{layer}.mlp.bias_WE"]
-        for branch, width in enumerate(config.widths[1:], start=1):
-            if set(before[:width]) != set(after[:width]):
-                bias_WE[branch] = bias_WE[0]
-    # rank_E, which the orders decide, is built with the network and not part of its state
-    copy = Transformer(config).to(device=first.device, dtype=first.dtype)
-    copy.load_state_dict(state)
-    return copy
-
-
 def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
     """The full network less some layers."""
     kept = tuple(layer for layer in range(config.num_layers) if layer not in dropped)

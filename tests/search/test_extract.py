@@ -8,8 +8,9 @@ import torch
 from stretto.base.errors import UserError
 from stretto.model.elastic import extract
 from stretto.model.spec import Subnet
+from stretto.model.transformer import Transformer
 from stretto.search.extract import ExtractionError, derived_tolerance, verified_extract, verify
-from stretto.search.rank import rank_experts, reordered
+from stretto.search.rank import rank_experts
 
 UNEVEN = Subnet(layers=(0, 1, 3, 4, 5), experts=(6, 2, 3, 4, 5), top_k=(2, 2, 1, 3, 2))
 
@@ -107,7 +108,8 @@ def test_a_foreign_subnet_is_refused(make_model, batches):
 def test_experts_chosen_by_saliency_extract_exactly(make_model, batches):
     model = make_model()
     orders = rank_experts(model, batches)
-    chosen = reordered(model, expert_order=orders)
+    chosen = Transformer(model.config.replace(expert_order=orders))
+    chosen.load_state_dict(model.state_dict())
     subnet = chosen.config.subnet(experts=3, top_k=2)
     found = verified_extract(chosen, subnet, batches)
     kept = sorted(orders[2][:3])

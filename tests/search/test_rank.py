@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from stretto.evals.loss import evaluate
 from stretto.search.rank import (
@@ -9,7 +8,6 @@ from stretto.search.rank import (
     measure_sensitivities,
     rank_experts,
     rank_layers,
-    reordered,
     without_layers,
 )
 
@@ -40,36 +38,6 @@ def test_a_dead_expert_ranks_last(make_model, batches):
     orders = rank_experts(model, batches)
     assert [sorted(order) for order in orders] == [list(range(6))] * 6
     assert orders[3][-1] == 1
-
-
-def test_reordered_keeps_the_full_network_and_changes_what_a_width_holds(make_model, batches):
-    model = make_model()
-    order = tuple(tuple(range(5, -1, -1)) for _ in range(6))
-    copy = reordered(model, layer_order=(0, 1, 4, 5, 3, 2), expert_order=order)
-    ids = batches[0].ids_BT
-    assert torch.equal(copy.logits(ids), model.logits(ids))
-    assert copy.config.subnet(depth=5).layers == (0, 1, 3, 4, 5)
-    # masking in the copy keeps the last three experts, as masking all but those does by hand
-    layer = copy.blocks[0].mlp
-    chosen = layer.route(torch.randn(2, 30, 24), 3, 2, None)[0].chosen_NK
-    assert set(chosen.unique().tolist()) == {3, 4, 5}
-    assert model.config.expert_order is None and model.blocks[0].mlp.rank_E[0] == 0
-
-
-def test_reordered_bias_follows_the_set_of_experts(make_model):
-    model = make_model()
-    same_set = (4, 0, 2, 1, 3, 5)  # interleaved_order(6) starts 0, 4, 2
-    other_set = (1, 0, 2, 4, 3, 5)
-    copy = reordered(model, expert_order=(same_set, *[other_set] * 5))
-    old, new = model.blocks[0].mlp.bias_WE, copy.blocks[0].mlp.bias_WE
-    assert torch.equal(new, old)
-    assert torch.equal(copy.blocks[1].mlp.bias_WE[1], model.blocks[1].mlp.bias_WE[0])
-    assert not torch.equal(model.blocks[1].mlp.bias_WE[1], model.blocks[1].mlp.bias_WE[0])
-
-
-def test_reordered_refuses_what_is_no_permutation(make_model):
-    with pytest.raises(ValueError, match="not a permutation"):
-        reordered(make_model(), layer_order=(0, 1, 2, 3, 4, 4))
 
 
 @pytest.mark.parametrize("each_layer", [False, True])
