@@ -1,0 +1,1 @@
+"""Generation: requests in, tokens out, one batch of every size."""

@@ -1,0 +1,1 @@
+"""Measuring networks: held-out loss and where tokens go."""

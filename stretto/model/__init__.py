@@ -1,0 +1,1 @@
+"""The network, its Subnets, and its checkpoints in every form."""

@@ -1,0 +1,1 @@
+"""Operators: attention, routing, experts, norms, log-probabilities, low precision, paged caches, CPU kernels."""

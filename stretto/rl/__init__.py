@@ -1,0 +1,1 @@
+"""Reinforcement learning: samples, credit, the trainer, and the flow between engines, agents and verifiers."""

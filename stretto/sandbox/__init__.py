@@ -1,0 +1,1 @@
+"""Programs that nobody trusts, and tools that a model may call."""

@@ -1,0 +1,1 @@
+"""Which Subnet: rankings, latency, the search, and the gate before one is cut out."""

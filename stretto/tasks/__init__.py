@@ -1,0 +1,1 @@
+"""Problems with verdicts, one file a kind."""

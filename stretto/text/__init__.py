@@ -1,0 +1,1 @@
+"""The only place where text becomes tokens and tokens become text."""

@@ -1,0 +1,1 @@
+"""One optimisation step, the loop around it, pre-training and healing."""
