@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.apps.rl_report import gather, is_rl_run
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, write_json, write_text
+from stretto.report.rl import is_rl_run, read_rl_run
 from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.trace import Span, Trace
@@ -29,17 +29,17 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
     assert is_rl_run(run) and not is_rl_run(run.parent)
-    data = gather(run)
+    data = read_rl_run(run)
     assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
         2,
         1,
         ([1], [0.5]),
         False,
     )
-    group, step, activate = data.works
-    assert (group.number, group.lane, group.started_s) == (5, 3, 9.0)
-    assert (step.number, step.ordinals) == (1, (5, 7)), "steps count as metrics do: by the version they make"
-    assert activate.number == 1
+    group, step, activate = data.spans
+    assert (group.facts, group.lane, group.started_s) == ({"ordinal": 5, "attempt": 0}, 3, 9.0)
+    assert step.facts == {"step": 0, "ordinals": [5, 7]}
+    assert activate.facts == {"version": 1}
     assert "problems: backward (gym)" in data.shape
     assert '"staleness": 2' in data.recipe
 
@@ -47,4 +47,4 @@ def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
 def test_a_run_that_has_logged_nothing_is_refused(run: Path) -> None:
     (run / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="no such file"):
-        gather(run)
+        read_rl_run(run)

@@ -1,0 +1,678 @@
+"""The report of a reinforcement-learning run: its record, its page, its pictures, and a sentence beside each of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from stretto.base.config import validate
+from stretto.base.numbers import counted, duration, listed, percent, short, si
+from stretto.base.paths import read_json
+from stretto.base.records import git_commit, read_lineage
+from stretto.base.track import progress, read_metrics
+from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
+from stretto.report.rl_timeline import timeline, timeline_caption
+from stretto.report.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PALE,
+    PINK,
+    SAND,
+    SERIES,
+    SKY,
+    Ends,
+    Form,
+    Label,
+    blank,
+    dress,
+    name_ends,
+    subtitle,
+    ticks,
+    write,
+)
+from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.run import CHECKPOINT
+from stretto.rl.trace import Span, read_spans
+
+_SMOOTH_SHARE = 1 / 15
+"""Of a run's steps that one point of a bold curve is the mean of."""
+_FEW = 30
+"""Points up to which each is marked."""
+_NOTE_CHARS = 58
+"""Of a note's line above a panel of half the width."""
+
+fine = partial(short, digits=5)
+"""For what stays near 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class RlData:
+    """Everything that the report shows."""
+
+    name: str
+    """Name of the run."""
+    rows: tuple[Mapping[str, float], ...]
+    """Rows of ``metrics.jsonl``, each with ``step``."""
+    bound: int
+    """On staleness, in versions."""
+    num_steps: int
+    """That the recipe asks for."""
+    spans: tuple[Span, ...] = ()
+    """Who worked when."""
+    shape: tuple[str, ...] = ()
+    """The run in a few short lines."""
+    environment: str = ""
+    """Device and commit."""
+    recipe: str = ""
+    """The complete recipe, as text."""
+
+    def series(self, metric: str) -> tuple[list[float], list[float]]:
+        """Steps and the finite values of ``metric``."""
+        found = {row["step"]: row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))}
+        return list(found), list(found.values())
+
+    def values(self, metric: str) -> list[float]:
+        return self.series(metric)[1]
+
+    def at(self, metric: str, steps: Sequence[float]) -> np.ndarray:
+        """Its values at ``steps``; 0 where it was not logged."""
+        known = dict(zip(*self.series(metric), strict=True))
+        return np.array([known.get(step, 0.0) for step in steps])
+
+    def has(self, *metrics: str) -> bool:
+        """Whether one of them was logged."""
+        return any(math.isfinite(row.get(metric, math.nan)) for row in self.rows for metric in metrics)
+
+    def last(self, metric: str) -> float | None:
+        """Its last finite value."""
+        values = self.values(metric)
+        return values[-1] if values else None
+
+    def mean(self, metric: str) -> float:
+        """Over the steps that logged it."""
+        return float(np.mean(self.values(metric)))
+
+    def total(self, metric: str) -> float:
+        """Sum over all steps; 0 where it was not logged."""
+        return math.fsum(self.values(metric))
+
+    def named(self, prefix: str) -> list[str]:
+        """Metrics that begin with ``prefix``, in alphabetical order, without it."""
+        found = {name.removeprefix(prefix) for row in self.rows for name in row if name.startswith(prefix)}
+        return sorted(name for name in found if self.has(prefix + name))
+
+
+def is_rl_run(run: Path) -> bool:
+    """Whether ``stretto rl`` made the folder."""
+    return (run / RECIPE_FILE).is_file() and (run / JOURNAL_FILE).is_file()
+
+
+def read_rl_run(run: Path) -> RlData:
+    """What the run folder holds.
+
+    Raises:
+        UserError: the run has logged nothing yet, or its files are damaged.
+    """
+    path, checkpoint = run / RECIPE_FILE, run / CHECKPOINT
+    recipe = validate(RlRecipe, read_json(path), str(path))
+    train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
+    correction = "no correction" if loss.correction == "none" else loss.correction
+    device = f"{read_lineage(checkpoint).receipt.device}, " if (checkpoint / "lineage.json").is_file() else ""
+    return RlData(
+        name=run.resolve().name,
+        rows=tuple(read_metrics(run)),
+        bound=recipe.staleness,
+        num_steps=train.steps,
+        spans=tuple(read_spans(run)),
+        shape=(
+            f"problems: {', '.join(f'{name} ({source.kind})' for name, source in recipe.sources.items())}",
+            f"{train.prompts} groups of {rollout.group} samples a step, {rollout.max_tokens} tokens at most, staleness {recipe.staleness}",
+            f"{loss.policy} with {loss.advantage} advantages and {correction}, routes {recipe.replay}, "
+            f"rollout in {recipe.precision.rollout}, training in {recipe.precision.train}",
+        ),
+        environment=f"{device}commit {git_commit() or 'unknown'}",
+        recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
+    )
+
+
+def report_rl_run(run: Path) -> Path:
+    """Write ``report/`` into the run folder, all of it or nothing; returns its page.
+
+    Raises:
+        UserError: as `read_rl_run`, or the folder cannot be written.
+    """
+    page = rl_page(read_rl_run(run))
+    with progress("report", len(page.sections)) as advance:
+        return write_page(page, run, advance)
+
+
+def rl_page(data: RlData) -> Page:
+    """The page, its pictures not drawn yet."""
+
+    def section(
+        slug: str,
+        heading: str,
+        alt: str,
+        metric: str,
+        draw: Callable[[RlData], Figure],
+        caption: Callable[[RlData], str],
+        absent: str = "It was not logged.",
+    ) -> Section:
+        return pictured(slug, heading, alt, data if data.has(metric) else None, absent, draw, caption)
+
+    sections = (
+        Section("summary", "In numbers", tables=(summary(data),)),
+        section("reward", "Reward", "Mean reward of each step, and of held-out problems, over steps.", "reward/mean",
+                reward, reward_caption, "No step was made."),
+        pictured("timeline", "Who was busy when",
+                 "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
+                 data.spans or None, "No spans were recorded.", timeline, timeline_caption),
+        section("staleness", "Staleness", "Mean and largest age of the trained tokens, in versions, against the bound.",
+                "staleness/max", staleness, staleness_caption),
+        section("mismatch", "Mismatch", "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
+                "mismatch/same_share", mismatch, mismatch_caption),
+        section("policy", "Off-policy", "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
+                "policy/ess", policy, policy_caption),
+        section("health", "Policy", "Entropy, gradient norm, route flips, and the busiest expert.",
+                "policy/entropy", health, health_caption),
+        section("samples", "Samples", "Tokens a sample, truncations, verdicts and their latency.",
+                "samples/tokens_mean", samples, samples_caption),
+        section("waits", "Waits", "Shares of the trainer's time, and the share of time each role had nothing to do.",
+                "time/wall_s", waits, waits_caption),
+        section("queues", "Queues", "Groups by state, and requests that wait, over steps.",
+                "groups/ready", queues, queues_caption),
+        section("endings", "Endings", "Groups by how they ended, and what was thrown away or done again.",
+                "groups/trained", endings, endings_caption),
+        section("throughput", "Throughput", "Tokens and samples a second, and the parts of a step's time.",
+                "speed/tokens_per_s", throughput, throughput_caption),
+    )  # fmt: skip
+    return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
+
+
+def headline(data: RlData) -> str:
+    """The run in a sentence or two."""
+    done = int(max((row["step"] for row in data.rows), default=0))
+    text = counted(done, "step") + ("" if done >= data.num_steps else f" of {data.num_steps:,}")
+    held_out, rewards = data.values("eval/reward"), data.values("reward/mean")
+    if len(held_out) > 1:
+        text += f": held-out reward from {held_out[0]:.3f} to {held_out[-1]:.3f}"
+    elif rewards:
+        text += f": reward from {rewards[0]:.3f} to {rewards[-1]:.3f}"
+    text += "."
+    if data.has("staleness/max"):
+        oldest = int(max(data.values("staleness/max")))
+        text += f" No trained token was older than {counted(oldest, 'version')}; the bound is {data.bound}."
+    return text
+
+
+def summary(data: RlData) -> Table:
+    """The run's totals."""
+    steps, wall = data.series("time/wall_s")
+    wall_s, waited_s = math.fsum(wall), data.total("wait/trainer_s")
+    rows = [("time in steps", Cell(duration(wall_s), wall_s))]
+    if wall_s:
+        num_samples, num_tokens = (
+            float(data.at(f"speed/{kind}_per_s", steps) @ wall) for kind in ("samples", "tokens")
+        )
+        rows += [
+            ("samples trained", Cell(f"{num_samples:,.0f}", round(num_samples), f"{short(num_samples / wall_s)} a second")),
+            ("tokens trained", Cell(si(num_tokens), round(num_tokens), f"{short(num_tokens / wall_s)} a second")),
+            ("the trainer waited", Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))),
+        ]  # fmt: skip
+    given_up = [value for name in ("stale", "failed") if (value := data.last(f"groups/{name}")) is not None]
+    known = (
+        ("largest staleness, versions", max(data.values("staleness/max"), default=None)),
+        ("mismatch K3 of the same version, largest mean", max(data.values("mismatch/same_k3_mean"), default=None)),
+        ("groups trained", data.last("groups/trained")),
+        ("groups dropped, all rewards equal", data.last("groups/filtered")),
+        ("groups too old, given up", sum(given_up) if given_up else None),
+        ("roles restarted", data.total("failures/restarts") if data.has("failures/restarts") else None),
+    )
+    rows += [(name, Cell(short(value), value)) for name, value in known if value is not None]
+    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve over steps."""
+
+    metric: str
+    name: str
+    colour: str = ""
+    """Without one, that of its place in the house's series."""
+    is_smooth: bool = True
+    """Draw a running mean, and the values themselves faintly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves over steps, faint as measured and bold as smoothed, named at their ends."""
+
+    title: str
+    lines: Sequence[Line]
+    form: Form = short
+    """How a value is written, on the axis and at the end of its curve."""
+    notes: Sequence[str] = ()
+    """How to read it, between title and axes."""
+    zero: bool = True
+    """The axis begins at 0."""
+    log: bool = False
+    top: float | None = None
+    """The axis reaches so far at least."""
+    bound: float | None = None
+    """A dashed line that no curve may cross; ticks are whole numbers then."""
+
+
+def grid(num: int) -> tuple[Figure, list[Axes]]:
+    """A figure with ``num`` panels, two a row."""
+    columns = min(num, 2)
+    rows = -(-num // columns)
+    figure = blank(10.0, 1.0 + 3.7 * rows if columns > 1 else 5.6)
+    places = [axes for row in figure.subplots(rows, columns, squeeze=False) for axes in row]
+    for axes in places[num:]:
+        axes.set_visible(False)
+    return figure, places[:num]
+
+
+def panels(data: RlData, *found: Panel) -> Figure:
+    """A figure with those panels of which anything was logged."""
+    shown = [panel for panel in found if data.has(*(line.metric for line in panel.lines))]
+    figure, places = grid(len(shown))
+    name_ends(*(plot(axes, data, panel) for axes, panel in zip(places, shown, strict=True)))
+    return figure
+
+
+def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
+    """Draw those of the panel's curves that were logged."""
+    dress(axes, panel.title, "Step", "")
+    found = [
+        (line, line.colour or SERIES[place % len(SERIES)], *data.series(line.metric))
+        for place, line in enumerate(panel.lines)
+        if data.has(line.metric)
+    ]
+    values = [value for *_, each in found for value in each]
+    floor = 0.0
+    if panel.log and any(value > 0 for value in values):
+        axes.set_yscale("log")
+        floor = min(value for value in values if value > 0) / 3  # zeros are drawn a little below all others
+    if panel.bound is not None:
+        axes.axhline(panel.bound, color=INK, linewidth=1.3, linestyle=(0, (5, 3)), zorder=2)
+    labels = []
+    for line, colour, steps, each in found:
+        end = _curve(axes, line, colour, steps, each, floor)
+        shown = each[-1] if floor and end <= floor else end
+        labels.append(Label(steps[-1], end, f"{line.name}  {panel.form(shown)}", colour))
+    notes = [*panel.notes]
+    if floor:
+        low, high = axes.get_ylim()
+        if high / low < 10:  # a decade at least, or there would be no tick
+            middle = (low * high) ** 0.5
+            axes.set_ylim(middle / 3.3, middle * 3.3)
+        axes.yaxis.set_major_locator(LogLocator(numticks=7))
+        axes.yaxis.set_minor_locator(NullLocator())
+        ticks(axes.yaxis, panel.form)
+        notes += ["at the foot: exactly 0"] if min(values) <= 0 else []
+    elif panel.log:
+        axes.set_yticks([0.0], ["0"])
+        notes += ["exactly 0 in every step"] if values else []
+    else:
+        ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 2.5, 5, 10], integer=panel.bound is not None)
+        if panel.zero and min(values, default=0.0) >= 0:
+            axes.set_ylim(bottom=0.0)
+        if panel.top is not None:
+            axes.set_ylim(top=max(panel.top, 1.08 * max(values, default=0.0)))
+    _step_axis(axes, data)
+    subtitle(axes, notes, _NOTE_CHARS)
+    return axes, labels
+
+
+def _curve(axes: Axes, line: Line, colour: str, steps: list[float], values: list[float], floor: float) -> float:
+    """Draw it; returns where it ends."""
+    shown = np.maximum(values, floor) if floor else np.asarray(values)
+    marker = "o" if len(values) <= _FEW else ""
+    if not line.is_smooth:
+        axes.plot(steps, shown, color=colour, linewidth=1.9, marker=marker, markersize=4, zorder=3)
+        return float(shown[-1])
+    # on a logarithmic axis the mean of logarithms is what the eye smooths too
+    curve = np.exp(smoothed(np.log(shown))) if floor else smoothed(shown)
+    axes.plot(steps, shown, color=colour, linewidth=0.9, alpha=0.28, zorder=2)
+    axes.plot(steps, curve, color=colour, linewidth=2.3, marker=marker, markersize=4.5, zorder=3)
+    return float(curve[-1])
+
+
+def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Centred running mean; at the ends, of what there is."""
+    window = np.ones(2 * int(len(values) * _SMOOTH_SHARE / 2) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def _step_axis(axes: Axes, data: RlData) -> None:
+    """The run's steps, whole ones."""
+    axes.set_xlim(0, max([1, *(row["step"] for row in data.rows)]))
+    ticks(axes.xaxis, si, 6, integer=True)
+
+
+def _stack(axes: Axes, data: RlData, parts: Sequence[tuple[str, np.ndarray, str]], steps: Sequence[float]) -> Ends:
+    """Areas on top of each other, smoothed over steps: name, values and colour of each."""
+    means = [smoothed(values) for _, values, _ in parts]
+    axes.stackplot(steps, *means, colors=[colour for *_, colour in parts], edgecolor="white", linewidth=0.8, zorder=2)
+    _step_axis(axes, data)
+    axes.set_ylim(bottom=0)
+    tops = np.cumsum([mean[-1] for mean in means])
+    labels = [
+        Label(steps[-1], float(top - mean[-1] / 2), name, MUTED if colour == PALE else colour)
+        for (name, _, colour), mean, top in zip(parts, means, tops, strict=True)
+    ]
+    return axes, labels
+
+
+def seconds(value: float) -> str:
+    """``0``, ``3.2 ms``, ``1.4 s``, ``120 s``."""
+    return "0" if value == 0 else duration(value) if value < 1 else f"{short(value)} s"
+
+
+def reward(data: RlData) -> Figure:
+    """Mean reward of what was trained and of held-out problems; of every source where there are several."""
+    sources = data.named("reward/source/")
+    num = 1 if len(sources) < 2 else 2
+    figure = blank(10.0, 1.8 + 3.8 * num)
+    places = figure.subplots(num, 1, squeeze=False)[:, 0]
+    zero = min(data.values("reward/mean")) >= 0
+    axes, labels = plot(places[0], data, Panel("Reward", [Line("reward/mean", "trained on")], zero=zero))
+    steps, values = data.series("eval/reward")
+    if steps:
+        axes.plot(steps, values, "-", color=ORANGE, linewidth=1.4, alpha=0.6, zorder=4)
+        axes.plot(steps, values, "D", color=ORANGE, markersize=8.5, markeredgecolor="white", zorder=5, clip_on=False)
+        labels = [*labels, Label(steps[-1], values[-1], f"held-out  {short(values[-1])}", ORANGE, bold=True)]
+    subtitle(axes, ["mean of a step, and its running mean", *(["diamonds: held-out problems"] if steps else [])])
+    ends: list[Ends] = [(axes, labels)]
+    if num > 1:
+        ends.append(plot(places[1], data, Panel("By source", _each(data, "reward/source/"), zero=zero)))
+    name_ends(*ends)
+    return figure
+
+
+def _each(data: RlData, prefix: str) -> list[Line]:
+    """A line for every metric of that prefix."""
+    return [Line(prefix + name, name) for name in data.named(prefix)]
+
+
+def reward_caption(data: RlData) -> str:
+    rewards = data.values("reward/mean")
+    part = max(1, len(rewards) // 10)
+    first, last = np.mean(rewards[:part]), np.mean(rewards[-part:])
+    text = f"Mean reward of the trained samples: {first:.3f} in the first tenth of the run, {last:.3f} in the last."
+    held_out = data.values("eval/reward")
+    if held_out:
+        text += f" On held-out problems, best {max(held_out):.3f} and last {held_out[-1]:.3f}."
+    return text + " Groups whose rewards are all equal are not trained on where the recipe drops them."
+
+
+def staleness(data: RlData) -> Figure:
+    """Age of the trained tokens against the bound, and under how many versions a sample was written."""
+    ages = [Line("staleness/max", "oldest", ORANGE, is_smooth=False), Line("staleness/mean", "mean", BLUE)]
+    notes = ["of the trained tokens", f"dashed: the bound, {data.bound}"]
+    versions = [Line("staleness/versions_per_sample", "versions", GREEN)]
+    return panels(
+        data,
+        Panel("Staleness, versions", ages, notes=notes, top=max(data.bound * 1.12, 1.0), bound=data.bound),
+        Panel("Versions a sample", versions, notes=["weights may change while it is written"], top=1.2),
+    )
+
+
+def staleness_caption(data: RlData) -> str:
+    mean, oldest = data.mean("staleness/mean"), max(data.values("staleness/max"))
+    return (
+        f"The trained tokens were {short(mean)} versions old on average and {oldest:.0f} at most; "
+        f"the bound is {data.bound}."
+    )
+
+
+def mismatch(data: RlData) -> Figure:
+    """K3 between engine and trainer, of tokens of the version that is trained and of older ones."""
+    same, stale = (
+        [Line(f"mismatch/{kind}_k3_{name}", name) for name in ("mean", "p99", "max")] for kind in ("same", "stale")
+    )
+    return panels(
+        data,
+        Panel("Mismatch K3, same version", same, notes=["the two implementations alone"], log=True),
+        Panel("Mismatch K3, older versions", stale, notes=["and what was learnt since"], log=True),
+    )
+
+
+def mismatch_caption(data: RlData) -> str:
+    parts = []
+    for kind, words in (("same", "of the version that is trained"), ("stale", "of older ones")):
+        if data.has(f"mismatch/{kind}_k3_mean"):
+            worst = max(data.values(f"mismatch/{kind}_k3_max"))
+            mean = data.mean(f"mismatch/{kind}_k3_mean")
+            parts.append(f"over tokens {words}, mean {short(mean)}, largest {short(worst)}")
+    alike = percent(data.mean("mismatch/same_share"))
+    return (
+        f"K3 between the trainer's probabilities and the engine's: {'; '.join(parts)}."
+        f" {alike} of the tokens were of the version that was trained."
+    )
+
+
+def policy(data: RlData) -> Figure:
+    """How far the trained policy is from the one that sampled, and what was cut off for it."""
+    cut = [Line("policy/clip_fraction", "clipped"), Line("policy/correction_fraction", "corrected")]
+    ratios = [Line("policy/ratio_max", "largest", ORANGE, False), Line("policy/correction_mean", "correction", GREEN)]
+    return panels(
+        data,
+        Panel("Effective samples", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
+        Panel("χ² to the rollout", [Line("policy/chi2", "χ²")], notes=["mean squared ratio − 1"], zero=False),
+        Panel("Tokens clipped and corrected", cut, percent, ["trust region", "TIS or IcePop"], top=0.01),
+        Panel("Ratios", ratios, fine, ["largest of the update", "mean correction"], zero=False),
+    )
+
+
+def policy_caption(data: RlData) -> str:
+    parts = [
+        f"{percent(data.mean(metric))} of the tokens were {words}"
+        for metric, words in (
+            ("policy/clip_fraction", "clipped by the trust region"),
+            ("policy/correction_fraction", "cut off or left out by the correction"),
+        )
+        if data.has(metric)
+    ]
+    text = f"The least effective share of samples was {min(data.values('policy/ess')):.3f}. "
+    return text + (f"On average {listed(parts)}." if parts else "")
+
+
+def health(data: RlData) -> Figure:
+    """Entropy, gradient, routes and experts."""
+    surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "surprise")]
+    flips, load = [Line("routes/flips", "flipped")], [Line("experts/max_overload", "load")]
+    return panels(
+        data,
+        Panel("Entropy", surprise, notes=["nats per token", "surprise: of what was sampled"]),
+        Panel("Gradient norm", [Line("optim/grad_norm", "norm")], notes=["before clipping"]),
+        Panel("Route flips", flips, percent, ["choices unlike the engine's"], top=0.01),
+        Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["over an even share"], zero=False),
+    )
+
+
+def health_caption(data: RlData) -> str:
+    entropy = data.values("policy/entropy")
+    text = f"Entropy went from {short(entropy[0])} to {short(entropy[-1])} nats per token."
+    if data.has("routes/flips"):
+        flips = percent(data.mean("routes/flips"))
+        text += f" {flips} of the experts that the trainer's own router would have chosen differ from the engine's."
+    return text
+
+
+def samples(data: RlData) -> Figure:
+    """Lengths, truncations, groups that teach nothing, and how long a verdict took."""
+    lengths = [("max", "longest", ORANGE), ("p95", "p95", PINK), ("mean", "mean", BLUE)]
+    outcomes = [("ok", GREEN), ("wrong", MUTED), ("timeout", SAND), ("crash", PINK), ("infra", ORANGE)]
+    verdicts = Panel("Right answers", [Line("reward/ok", "right")], percent, ["of the trained samples"])
+    if data.named("verdicts/"):
+        lines = [Line(f"verdicts/{name}", name, colour) for name, colour in outcomes]
+        verdicts = Panel("Verdicts", lines, percent, ["of all verifications"])
+    cut = [Line("samples/truncated", "truncated"), Line("groups/uniform_share", "equal rewards")]
+    times = [Line(f"reward/latency_{name}_s", name) for name in ("p50", "p95")]
+    return panels(
+        data,
+        Panel("Tokens a sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
+        Panel("Truncated, and equal groups", cut, percent, ["of samples, of groups"], top=0.02),
+        verdicts,
+        Panel("Verdict latency", times, seconds, ["from asking to verdict"], log=True),
+    )
+
+
+def samples_caption(data: RlData) -> str:
+    mean, cut = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
+    text = f"A sample had {mean} tokens on average; {cut} ran into a limit."
+    slow = sorted(data.values("reward/latency_p95_s"))
+    if slow:
+        median = seconds(slow[len(slow) // 2])
+        text += f" The slowest twentieth of a step's verdicts took {median} or more in the median step."
+    return text
+
+
+def _half(data: RlData, title: str, notes: Sequence[str], beside: Panel) -> tuple[Figure, Axes, list[Ends]]:
+    """A figure whose left panel is yet to be drawn; on the right ``beside``, where anything of it was logged."""
+    has_right = data.has(*(line.metric for line in beside.lines))
+    figure, places = grid(2 if has_right else 1)
+    dress(places[0], title, "Step", "")
+    subtitle(places[0], notes, _NOTE_CHARS)
+    return figure, places[0], [plot(places[1], data, beside)] if has_right else []
+
+
+def waits(data: RlData) -> Figure:
+    """What the trainer's time went into, and how much of theirs the roles had nothing to do."""
+    bubbles = _each(data, "bubble/")[: len(SERIES)]
+    beside = Panel("Bubble of each role", bubbles, percent, ["share of time with nothing to do"], top=1.0)
+    figure, axes, ends = _half(data, "The trainer's time", ["shares of the time from step to step"], beside)
+    steps, wall = data.series("time/wall_s")
+    found = [
+        (name, data.at(f"busy/trainer/{name}_s", steps) / wall, colour)
+        for name, colour in (("step", BLUE), ("publish", GREEN), ("snapshot", SAND))
+    ]
+    found.append(("waits", data.at("wait/trainer_s", steps) / wall, ORANGE))
+    rest = 1.0 - sum((shares for _, shares, _ in found), np.zeros(len(steps)))
+    found.append(("other", np.maximum(0.0, rest), PALE))
+    parts = [(f"{name}  {percent(shares.mean())}", shares, colour) for name, shares, colour in found if shares.any()]
+    ends.append(_stack(axes, data, parts, steps))
+    axes.set_ylim(0, 1)
+    ticks(axes.yaxis, percent)
+    name_ends(*ends)
+    return figure
+
+
+def waits_caption(data: RlData) -> str:
+    waited = percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
+    text = f"The trainer waited for groups during {waited} of the time."
+    for name in data.named("bubble/"):
+        if name != "trainer":
+            text += f" {name}: nothing to do for {percent(data.mean(f'bubble/{name}'))}."
+    return text
+
+
+def queues(data: RlData) -> Figure:
+    """Groups by state at the end of each step, and requests that wait for an engine or a verifier."""
+    depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
+    beside = Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"])
+    figure, axes, ends = _half(data, "Groups alive", ["when a step ended", "⌀: mean of the run"], beside)
+    steps, _ = data.series("groups/in_flight")
+    found = [
+        (name, data.at(f"groups/{key}", steps), colour)
+        for key, name, colour in (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
+    ]  # fmt: skip
+    # the synchronous loop ends its steps with none alive
+    found = [each for each in found if each[1].any()] or found[:1]
+    ends.append(
+        _stack(axes, data, [(f"{name}  ⌀ {short(num.mean())}", num, colour) for name, num, colour in found], steps)
+    )
+    name_ends(*ends)
+    return figure
+
+
+def queues_caption(data: RlData) -> str:
+    text = f"On average {short(data.mean('groups/ready'))} groups were ready when a step ended"
+    slots = data.values("groups/free_slots")
+    return text + (f", and {short(float(np.mean(slots)))} slots were free." if slots else ".")
+
+
+def endings(data: RlData) -> Figure:
+    """How groups ended, summed up over the run, and all that was thrown away or done again."""
+    figure, (left, right) = grid(2)
+    dress(left, "Groups that ended", "Step", "")
+    subtitle(left, ["since the start"], _NOTE_CHARS)
+    steps, _ = data.series("groups/trained")
+    ways = (("trained", "trained", BLUE), ("filtered", "dropped", PALE), ("stale", "too old", ORANGE),
+            ("failed", "given up", PINK), ("cancelled", "cancelled", SAND))  # fmt: skip
+    found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in ways]
+    parts = [(f"{name}  {values[-1]:,.0f}", values, colour) for name, values, colour in found if values.any()]
+    ends = _stack(left, data, parts, steps) if parts else (left, [])
+    _losses(right, data)
+    name_ends(ends)
+    return figure
+
+
+def _losses(axes: Axes, data: RlData) -> None:
+    """Bars of what was thrown away or done again; log scale, since a filter drops thousands and a crash one."""
+    counts = {"filtered": "groups, equal rewards", "stale": "groups, too old", "failed": "groups, given up",
+              "failed_attempts": "failed attempts", "expired": "leases run out", "late": "late reports"}  # fmt: skip
+    totals = {"failures/restarts": "roles restarted", "failures/steps_undone": "steps made again",
+              "failures/tokens_resumed": "tokens taken up again"}  # fmt: skip
+    for name in data.named("discarded/"):
+        totals[f"discarded/{name}"] = f"tokens, {name.removesuffix('_tokens')}"
+    known = [(name, value) for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None]
+    known += [(name, data.total(metric)) for metric, name in totals.items() if data.has(metric)]
+    dress(axes, "Lost or repeated", "", "", grid=None)
+    subtitle(axes, ["over the run", "length of a bar: log scale"], _NOTE_CHARS)
+    lengths = np.log10([value + 1 for _, value in known])
+    axes.barh(range(len(known)), lengths, color=SKY, height=0.62, zorder=2)
+    for place, (length, (_, value)) in enumerate(zip(lengths, known, strict=True)):
+        write(axes, f"{value:,.0f}", (length, place), (6, 0), va="center", fontsize=11.5, color=INK if value else MUTED)
+    axes.set_yticks(range(len(known)), [name for name, _ in known], fontsize=11.0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([1.0, *lengths]) * 1.25)
+    axes.set_xticks([])
+
+
+def endings_caption(data: RlData) -> str:
+    ways = {
+        "trained": "trained",
+        "filtered": "dropped because all rewards were equal",
+        "stale": "too old",
+        "failed": "given up",
+    }
+    parts = [f"{value:,.0f} {words}" for key, words in ways.items() if (value := data.last(f"groups/{key}"))]
+    return f"Groups: {listed(parts)}." if parts else "No group has ended."
+
+
+def throughput(data: RlData) -> Figure:
+    """What was trained in a second, what a step took, and how the engines did."""
+    tokens = [Line("speed/tokens_per_s", "trained"), Line("engines/tokens_per_s", "sampled")]
+    parts = [("wall", "whole"), ("update", "update"), ("recompute", "recompute"), ("load", "load")]
+    activate, cache = ["reading, checking, taking over"], ["prompt tokens cached", "requests' time in queue"]
+    cached = [Line("engines/cached_share", "cached"), Line("wait/engine_queue_share", "queued")]
+    return panels(
+        data,
+        Panel("Tokens a second", tokens),
+        Panel("Samples a second", [Line("speed/samples_per_s", "trained")]),
+        Panel("Time of a step", [Line(f"time/{key}_s", name) for key, name in parts], seconds),
+        Panel("Weights into an engine", [Line("time/activate_s", "activate")], seconds, activate),
+        Panel("Cache and queue", cached, percent, cache, top=0.1),
+    )
+
+
+def throughput_caption(data: RlData) -> str:
+    wall = sorted(data.values("time/wall_s"))
+    return f"A step took {seconds(wall[len(wall) // 2])} in the median, from one report to the next."
