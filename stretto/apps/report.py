@@ -27,8 +27,9 @@ from stretto.model.parallel import device_name, join
 from stretto.model.presets import named_subnets
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.report.cost import family_sentence, family_table, ledger_table
+from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
-from stretto.report.training import Curve, ReportData, Size, headline, size_table, write_report
+from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.search.latency import LatencyTable
 from stretto.train.recipe import ElasticConfig, Recipe
 
@@ -50,7 +51,7 @@ class Healed:
 def report_command(run: Path, quiet: bool = True) -> Path:
     """Write ``report/`` into the run folder; returns the page. Prints the tables unless ``quiet``."""
     data = gather(run)
-    page = write_report(data, run)
+    page = write_page(report_page(data), run)
     if not quiet:
         rich.print(headline(data), size_table(data).on_console())
         if data.ledger is not None:

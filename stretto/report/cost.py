@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
 from stretto.base.receipt import Family, Ledger
 from stretto.base.records import Receipt
+from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table
-from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT, blank, dress, ticks
+from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
 
 
 def ledger_table(ledger: Ledger) -> Table:
@@ -86,39 +85,33 @@ def family_sentence(family: Family) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the picture shows; one of them at least."""
-
-    ledger: Ledger | None
-    family: Family | None
-
-
 _PARENT, _OWN = "#56616f", (ORANGE, GREEN, SKY, PINK, SAND)
 
 
-def cost_bars(cost: Cost) -> Figure:
+def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     """FLOPs of every stage: this model alone and with its parent, and a family of sizes against training each alone."""
     bars: list[tuple[str, list[tuple[str, int, str]]]] = []  # name; label, FLOPs and colour of each part
-    if cost.ledger is not None:
-        own = [row for row in cost.ledger.rows if row.role == "own"]
+    if ledger is not None:
+        own = [row for row in ledger.rows if row.role == "own"]
         parts = [(row.receipt.stage, row.receipt.flops, _OWN[place % len(_OWN)]) for place, row in enumerate(own)]
         bars.append(("this model alone", parts))
-        parents = [(row.receipt.stage, row.receipt.flops, _PARENT) for row in cost.ledger.rows if row.role == "parent"]
+        parents = [(row.receipt.stage, row.receipt.flops, _PARENT) for row in ledger.rows if row.role == "parent"]
         if parents:
             bars.append(("with its parent", parents + parts))
-    if cost.family is not None:
-        num, rows = numbers.counted(len(cost.family.rows), "size"), list(enumerate(cost.family.rows))
-        shades, computed = (BLUE, SKY), "" if cost.family.basis == "measured" else "\n(computed)"
+    if family is not None:
+        num, rows = numbers.counted(len(family.rows), "size"), list(enumerate(family.rows))
+        shades, computed = (BLUE, SKY), "" if family.basis == "measured" else "\n(computed)"
         parts = [(row.name, row.own_flops, shades[place % 2]) for place, row in rows]
-        bars.append((f"{num} out of\none parent", [("parent", cost.family.parent_flops, _PARENT), *parts]))
+        bars.append((f"{num} out of\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
         parts = [(row.name, row.alone.flops, shades[place % 2]) for place, row in rows]
         bars.append((f"{num},\neach trained alone{computed}", parts))
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))
     largest = max(totals) / factor
     title = "What it cost, with and without the parent"
-    axes = dress(blank(10.0, 1.9 + 0.95 * len(bars)).subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
+    axes = style.dress(
+        style.blank(10.0, 1.9 + 0.95 * len(bars)).subplots(), title, f"{prefix}FLOPs executed", "", grid="x"
+    )
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
         left = 0.0
         for label, flops, colour in parts:
@@ -134,15 +127,15 @@ def cost_bars(cost: Cost) -> Figure:
     axes.spines["left"].set_visible(False)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * largest if largest else 1.0)
-    ticks(axes.xaxis, numbers.short, 6)
+    style.ticks(axes.xaxis, numbers.short, 6)
     return axes.figure  # type: ignore[return-value]
 
 
-def cost_caption(cost: Cost) -> str:
+def cost_caption(ledger: Ledger | None, family: Family | None) -> str:
     text = []
-    if cost.ledger is not None:
-        alone, whole = cost.ledger.alone.flops, cost.ledger.with_parents.flops
-        if _has_parent(cost.ledger):
+    if ledger is not None:
+        alone, whole = ledger.alone.flops, ledger.with_parents.flops
+        if _has_parent(ledger):
             share = f", {numbers.percent(alone / whole)} of it" if whole else ""
             text.append(
                 f"With its parent this model cost {numbers.si(whole, 'FLOPs')}; what came after the parent cost "
@@ -150,6 +143,6 @@ def cost_caption(cost: Cost) -> str:
             )
         else:
             text.append(f"This model cost {numbers.si(alone, 'FLOPs')}; it has no parent.")
-    if cost.family is not None:
-        text.append(family_sentence(cost.family))
+    if family is not None:
+        text.append(family_sentence(family))
     return " ".join(text)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,29 +20,10 @@ from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import read_json
 from stretto.base.records import git_commit, read_lineage
 from stretto.base.track import progress, read_metrics
+from stretto.report import style
 from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
 from stretto.report.rl_timeline import timeline, timeline_caption
-from stretto.report.style import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PALE,
-    PINK,
-    SAND,
-    SERIES,
-    SKY,
-    Ends,
-    Form,
-    Label,
-    blank,
-    dress,
-    name_ends,
-    subtitle,
-    ticks,
-    write,
-)
+from stretto.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, SAND, SERIES, SKY, Ends, Form, Label
 from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import CHECKPOINT
@@ -253,20 +235,23 @@ class Line:
     name: str
     colour: str = ""
     """Without one, that of its place in the house's series."""
-    is_smooth: bool = True
-    """Draw a running mean, and the values themselves faintly."""
+    kind: Literal["smooth", "plain", "points"] = "smooth"
+    """``smooth``: bold is the running mean, the values themselves are faint. ``points``: diamonds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves over steps, faint as measured and bold as smoothed, named at their ends."""
+    """Curves over steps, or areas on top of each other, named at their ends."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Line] = ()
     form: Form = short
     """How a value is written, on the axis and at the end of its curve."""
     notes: Sequence[str] = ()
     """How to read it, between title and axes."""
+    areas: Mapping[str, tuple[np.ndarray, str]] = field(default_factory=dict)
+    """By name: values at ``steps``, and colour."""
+    steps: Sequence[float] = ()
     zero: bool = True
     """The axis begins at 0."""
     log: bool = False
@@ -276,46 +261,43 @@ class Panel:
     """A dashed line that no curve may cross; ticks are whole numbers then."""
 
 
-def grid(num: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``num`` panels, two a row."""
-    columns = min(num, 2)
+def panels(data: RlData, *found: Panel, columns: int = 2) -> Figure:
+    """A figure with those panels of which anything was logged."""
+    shown = [panel for panel in found if panel.areas or data.has(*(line.metric for line in panel.lines))]
+    figure, places = grid(len(shown), columns)
+    style.name_ends(*(plot(axes, data, panel) for axes, panel in zip(places, shown, strict=True)))
+    return figure
+
+
+def grid(num: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
+    """A figure with ``num`` panels, at most ``columns`` a row."""
+    columns = min(num, columns)
     rows = -(-num // columns)
-    figure = blank(10.0, 1.0 + 3.7 * rows if columns > 1 else 5.6)
-    places = [axes for row in figure.subplots(rows, columns, squeeze=False) for axes in row]
+    figure = style.blank(10.0, 1.8 + 3.8 * rows if columns == 1 else 1.0 + 3.7 * rows)
+    places = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for axes in places[num:]:
         axes.set_visible(False)
     return figure, places[:num]
 
 
-def panels(data: RlData, *found: Panel) -> Figure:
-    """A figure with those panels of which anything was logged."""
-    shown = [panel for panel in found if data.has(*(line.metric for line in panel.lines))]
-    figure, places = grid(len(shown))
-    name_ends(*(plot(axes, data, panel) for axes, panel in zip(places, shown, strict=True)))
-    return figure
-
-
 def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
-    """Draw those of the panel's curves that were logged."""
-    dress(axes, panel.title, "Step", "")
-    found = [
-        (line, line.colour or SERIES[place % len(SERIES)], *data.series(line.metric))
-        for place, line in enumerate(panel.lines)
-        if data.has(line.metric)
-    ]
+    """Draw the areas, and those of the curves that were logged."""
+    style.dress(axes, panel.title, "Step", "")
+    notes = [*panel.notes]
+    shown = [(line, line.colour or SERIES[place % len(SERIES)]) for place, line in enumerate(panel.lines)]
+    found = [(line, colour, *data.series(line.metric)) for line, colour in shown if data.has(line.metric)]
     values = [value for *_, each in found for value in each]
     floor = 0.0
-    if panel.log and any(value > 0 for value in values):
+    if panel.log and max(values) > 0:
         axes.set_yscale("log")
         floor = min(value for value in values if value > 0) / 3  # zeros are drawn a little below all others
     if panel.bound is not None:
         axes.axhline(panel.bound, color=INK, linewidth=1.3, linestyle=(0, (5, 3)), zorder=2)
-    labels = []
+    labels = _stack(axes, panel)
     for line, colour, steps, each in found:
-        end = _curve(axes, line, colour, steps, each, floor)
-        shown = each[-1] if floor and end <= floor else end
-        labels.append(Label(steps[-1], end, f"{line.name}  {panel.form(shown)}", colour))
-    notes = [*panel.notes]
+        end = _curve(axes, line.kind, colour, steps, np.maximum(each, floor) if floor else np.array(each))
+        text = f"{line.name}  {panel.form(each[-1] if floor and end <= floor else end)}"
+        labels.append(Label(steps[-1], end, text, colour, bold=line.kind == "points"))
     if floor:
         low, high = axes.get_ylim()
         if high / low < 10:  # a decade at least, or there would be no tick
@@ -323,60 +305,56 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
             axes.set_ylim(middle / 3.3, middle * 3.3)
         axes.yaxis.set_major_locator(LogLocator(numticks=7))
         axes.yaxis.set_minor_locator(NullLocator())
-        ticks(axes.yaxis, panel.form)
+        style.ticks(axes.yaxis, panel.form)
         notes += ["at the foot: exactly 0"] if min(values) <= 0 else []
     elif panel.log:
         axes.set_yticks([0.0], ["0"])
-        notes += ["exactly 0 in every step"] if values else []
+        notes.append("exactly 0 in every step")
     else:
-        ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 2.5, 5, 10], integer=panel.bound is not None)
+        style.ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 2.5, 5, 10], integer=panel.bound is not None)
         if panel.zero and min(values, default=0.0) >= 0:
             axes.set_ylim(bottom=0.0)
         if panel.top is not None:
             axes.set_ylim(top=max(panel.top, 1.08 * max(values, default=0.0)))
-    _step_axis(axes, data)
-    subtitle(axes, notes, _NOTE_CHARS)
+    axes.set_xlim(0, max([1, *(row["step"] for row in data.rows)]))
+    style.ticks(axes.xaxis, si, 6, integer=True)
+    style.subtitle(axes, notes, _NOTE_CHARS)
     return axes, labels
 
 
-def _curve(axes: Axes, line: Line, colour: str, steps: list[float], values: list[float], floor: float) -> float:
+def _curve(axes: Axes, kind: str, colour: str, steps: Sequence[float], values: np.ndarray) -> float:
     """Draw it; returns where it ends."""
-    shown = np.maximum(values, floor) if floor else np.asarray(values)
+    if kind == "points":
+        axes.plot(steps, values, color=colour, linewidth=1.4, alpha=0.6, zorder=4)
+        axes.plot(steps, values, "D", color=colour, markersize=8.5, markeredgecolor="white", zorder=5, clip_on=False)
+        return float(values[-1])
+    width = 1.9
+    if kind == "smooth":
+        axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.28, zorder=2)
+        # on a logarithmic axis the mean of logarithms is what the eye smooths too
+        values = np.exp(smoothed(np.log(values))) if axes.get_yscale() == "log" else smoothed(values)
+        width = 2.3
     marker = "o" if len(values) <= _FEW else ""
-    if not line.is_smooth:
-        axes.plot(steps, shown, color=colour, linewidth=1.9, marker=marker, markersize=4, zorder=3)
-        return float(shown[-1])
-    # on a logarithmic axis the mean of logarithms is what the eye smooths too
-    curve = np.exp(smoothed(np.log(shown))) if floor else smoothed(shown)
-    axes.plot(steps, shown, color=colour, linewidth=0.9, alpha=0.28, zorder=2)
-    axes.plot(steps, curve, color=colour, linewidth=2.3, marker=marker, markersize=4.5, zorder=3)
-    return float(curve[-1])
+    axes.plot(steps, values, color=colour, linewidth=width, marker=marker, markersize=4.5, zorder=3)
+    return float(values[-1])
+
+
+def _stack(axes: Axes, panel: Panel) -> list[Label]:
+    """Areas on top of each other, smoothed over steps; returns what to write beside them."""
+    labels, bottom = [], np.zeros(len(panel.steps))
+    for name, (values, colour) in panel.areas.items():
+        top = bottom + smoothed(values)
+        axes.fill_between(panel.steps, bottom, top, color=colour, edgecolor="white", linewidth=0.8, zorder=2)
+        ink = MUTED if colour == PALE else colour
+        labels.append(Label(panel.steps[-1], float(bottom[-1] + top[-1]) / 2, name, ink))
+        bottom = top
+    return labels
 
 
 def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Centred running mean; at the ends, of what there is."""
     window = np.ones(2 * int(len(values) * _SMOOTH_SHARE / 2) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
-
-
-def _step_axis(axes: Axes, data: RlData) -> None:
-    """The run's steps, whole ones."""
-    axes.set_xlim(0, max([1, *(row["step"] for row in data.rows)]))
-    ticks(axes.xaxis, si, 6, integer=True)
-
-
-def _stack(axes: Axes, data: RlData, parts: Sequence[tuple[str, np.ndarray, str]], steps: Sequence[float]) -> Ends:
-    """Areas on top of each other, smoothed over steps: name, values and colour of each."""
-    means = [smoothed(values) for _, values, _ in parts]
-    axes.stackplot(steps, *means, colors=[colour for *_, colour in parts], edgecolor="white", linewidth=0.8, zorder=2)
-    _step_axis(axes, data)
-    axes.set_ylim(bottom=0)
-    tops = np.cumsum([mean[-1] for mean in means])
-    labels = [
-        Label(steps[-1], float(top - mean[-1] / 2), name, MUTED if colour == PALE else colour)
-        for (name, _, colour), mean, top in zip(parts, means, tops, strict=True)
-    ]
-    return axes, labels
 
 
 def seconds(value: float) -> str:
@@ -386,23 +364,11 @@ def seconds(value: float) -> str:
 
 def reward(data: RlData) -> Figure:
     """Mean reward of what was trained and of held-out problems; of every source where there are several."""
-    sources = data.named("reward/source/")
-    num = 1 if len(sources) < 2 else 2
-    figure = blank(10.0, 1.8 + 3.8 * num)
-    places = figure.subplots(num, 1, squeeze=False)[:, 0]
-    zero = min(data.values("reward/mean")) >= 0
-    axes, labels = plot(places[0], data, Panel("Reward", [Line("reward/mean", "trained on")], zero=zero))
-    steps, values = data.series("eval/reward")
-    if steps:
-        axes.plot(steps, values, "-", color=ORANGE, linewidth=1.4, alpha=0.6, zorder=4)
-        axes.plot(steps, values, "D", color=ORANGE, markersize=8.5, markeredgecolor="white", zorder=5, clip_on=False)
-        labels = [*labels, Label(steps[-1], values[-1], f"held-out  {short(values[-1])}", ORANGE, bold=True)]
-    subtitle(axes, ["mean of a step, and its running mean", *(["diamonds: held-out problems"] if steps else [])])
-    ends: list[Ends] = [(axes, labels)]
-    if num > 1:
-        ends.append(plot(places[1], data, Panel("By source", _each(data, "reward/source/"), zero=zero)))
-    name_ends(*ends)
-    return figure
+    lines = [Line("reward/mean", "trained on"), Line("eval/reward", "held-out", ORANGE, "points")]
+    notes = ["mean of a step, and its running mean", *(["diamonds: held-out"] if data.has("eval/reward") else [])]
+    sources = _each(data, "reward/source/")
+    by_source = [Panel("By source", sources)] if len(sources) > 1 else []
+    return panels(data, Panel("Reward", lines, notes=notes), *by_source, columns=1)
 
 
 def _each(data: RlData, prefix: str) -> list[Line]:
@@ -423,7 +389,7 @@ def reward_caption(data: RlData) -> str:
 
 def staleness(data: RlData) -> Figure:
     """Age of the trained tokens against the bound, and under how many versions a sample was written."""
-    ages = [Line("staleness/max", "oldest", ORANGE, is_smooth=False), Line("staleness/mean", "mean", BLUE)]
+    ages = [Line("staleness/max", "oldest", ORANGE, "plain"), Line("staleness/mean", "mean", BLUE)]
     notes = ["of the trained tokens", f"dashed: the bound, {data.bound}"]
     versions = [Line("staleness/versions_per_sample", "versions", GREEN)]
     return panels(
@@ -470,7 +436,7 @@ def mismatch_caption(data: RlData) -> str:
 def policy(data: RlData) -> Figure:
     """How far the trained policy is from the one that sampled, and what was cut off for it."""
     cut = [Line("policy/clip_fraction", "clipped"), Line("policy/correction_fraction", "corrected")]
-    ratios = [Line("policy/ratio_max", "largest", ORANGE, False), Line("policy/correction_mean", "correction", GREEN)]
+    ratios = [Line("policy/ratio_max", "largest", ORANGE, "plain"), Line("policy/correction_mean", "correction", GREEN)]
     return panels(
         data,
         Panel("Effective samples", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
@@ -544,34 +510,27 @@ def samples_caption(data: RlData) -> str:
     return text
 
 
-def _half(data: RlData, title: str, notes: Sequence[str], beside: Panel) -> tuple[Figure, Axes, list[Ends]]:
-    """A figure whose left panel is yet to be drawn; on the right ``beside``, where anything of it was logged."""
-    has_right = data.has(*(line.metric for line in beside.lines))
-    figure, places = grid(2 if has_right else 1)
-    dress(places[0], title, "Step", "")
-    subtitle(places[0], notes, _NOTE_CHARS)
-    return figure, places[0], [plot(places[1], data, beside)] if has_right else []
-
-
 def waits(data: RlData) -> Figure:
     """What the trainer's time went into, and how much of theirs the roles had nothing to do."""
-    bubbles = _each(data, "bubble/")[: len(SERIES)]
-    beside = Panel("Bubble of each role", bubbles, percent, ["share of time with nothing to do"], top=1.0)
-    figure, axes, ends = _half(data, "The trainer's time", ["shares of the time from step to step"], beside)
     steps, wall = data.series("time/wall_s")
-    found = [
-        (name, data.at(f"busy/trainer/{name}_s", steps) / wall, colour)
-        for name, colour in (("step", BLUE), ("publish", GREEN), ("snapshot", SAND))
-    ]
-    found.append(("waits", data.at("wait/trainer_s", steps) / wall, ORANGE))
-    rest = 1.0 - sum((shares for _, shares, _ in found), np.zeros(len(steps)))
-    found.append(("other", np.maximum(0.0, rest), PALE))
-    parts = [(f"{name}  {percent(shares.mean())}", shares, colour) for name, shares, colour in found if shares.any()]
-    ends.append(_stack(axes, data, parts, steps))
-    axes.set_ylim(0, 1)
-    ticks(axes.yaxis, percent)
-    name_ends(*ends)
-    return figure
+    times = (("step", "busy/trainer/step_s", BLUE), ("publish", "busy/trainer/publish_s", GREEN),
+             ("snapshot", "busy/trainer/snapshot_s", SAND), ("waits", "wait/trainer_s", ORANGE))  # fmt: skip
+    shares = [(name, data.at(metric, steps) / wall, colour) for name, metric, colour in times]
+    used = sum((values for _, values, _ in shares), np.zeros(len(steps)))
+    shares.append(("other", np.maximum(0.0, 1.0 - used), PALE))
+    areas = {f"{name}  {percent(values.mean())}": (values, colour) for name, values, colour in shares if values.any()}
+    notes = ["shares of the time from step to step"]
+    return panels(
+        data,
+        Panel("The trainer's time", (), percent, notes, areas, steps, top=1.0),
+        Panel(
+            "Bubble of each role",
+            _each(data, "bubble/")[: len(SERIES)],
+            percent,
+            ["share of time with nothing to do"],
+            top=1.0,
+        ),
+    )
 
 
 def waits_caption(data: RlData) -> str:
@@ -585,21 +544,18 @@ def waits_caption(data: RlData) -> str:
 
 def queues(data: RlData) -> Figure:
     """Groups by state at the end of each step, and requests that wait for an engine or a verifier."""
-    depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
-    beside = Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"])
-    figure, axes, ends = _half(data, "Groups alive", ["when a step ended", "⌀: mean of the run"], beside)
     steps, _ = data.series("groups/in_flight")
-    found = [
-        (name, data.at(f"groups/{key}", steps), colour)
-        for key, name, colour in (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
-    ]  # fmt: skip
+    states = (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
+    found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in states]
     # the synchronous loop ends its steps with none alive
     found = [each for each in found if each[1].any()] or found[:1]
-    ends.append(
-        _stack(axes, data, [(f"{name}  ⌀ {short(num.mean())}", num, colour) for name, num, colour in found], steps)
+    areas = {f"{name}  ⌀ {short(num.mean())}": (num, colour) for name, num, colour in found}
+    depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
+    return panels(
+        data,
+        Panel("Groups alive", (), short, ["when a step ended", "⌀: mean of the run"], areas, steps),
+        Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"]),
     )
-    name_ends(*ends)
-    return figure
 
 
 def queues_caption(data: RlData) -> str:
@@ -611,16 +567,14 @@ def queues_caption(data: RlData) -> str:
 def endings(data: RlData) -> Figure:
     """How groups ended, summed up over the run, and all that was thrown away or done again."""
     figure, (left, right) = grid(2)
-    dress(left, "Groups that ended", "Step", "")
-    subtitle(left, ["since the start"], _NOTE_CHARS)
     steps, _ = data.series("groups/trained")
     ways = (("trained", "trained", BLUE), ("filtered", "dropped", PALE), ("stale", "too old", ORANGE),
             ("failed", "given up", PINK), ("cancelled", "cancelled", SAND))  # fmt: skip
     found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in ways]
-    parts = [(f"{name}  {values[-1]:,.0f}", values, colour) for name, values, colour in found if values.any()]
-    ends = _stack(left, data, parts, steps) if parts else (left, [])
+    areas = {f"{name}  {values[-1]:,.0f}": (values, colour) for name, values, colour in found if values.any()}
+    ends = plot(left, data, Panel("Groups that ended", (), short, ["since the start"], areas, steps))
     _losses(right, data)
-    name_ends(ends)
+    style.name_ends(ends)
     return figure
 
 
@@ -634,12 +588,20 @@ def _losses(axes: Axes, data: RlData) -> None:
         totals[f"discarded/{name}"] = f"tokens, {name.removesuffix('_tokens')}"
     known = [(name, value) for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None]
     known += [(name, data.total(metric)) for metric, name in totals.items() if data.has(metric)]
-    dress(axes, "Lost or repeated", "", "", grid=None)
-    subtitle(axes, ["over the run", "length of a bar: log scale"], _NOTE_CHARS)
+    style.dress(axes, "Lost or repeated", "", "", grid=None)
+    style.subtitle(axes, ["over the run", "length of a bar: log scale"], _NOTE_CHARS)
     lengths = np.log10([value + 1 for _, value in known])
     axes.barh(range(len(known)), lengths, color=SKY, height=0.62, zorder=2)
     for place, (length, (_, value)) in enumerate(zip(lengths, known, strict=True)):
-        write(axes, f"{value:,.0f}", (length, place), (6, 0), va="center", fontsize=11.5, color=INK if value else MUTED)
+        style.write(
+            axes,
+            f"{value:,.0f}",
+            (length, place),
+            (6, 0),
+            va="center",
+            fontsize=11.5,
+            color=INK if value else MUTED,
+        )
     axes.set_yticks(range(len(known)), [name for name, _ in known], fontsize=11.0)
     axes.invert_yaxis()
     axes.set_xlim(0, max([1.0, *lengths]) * 1.25)

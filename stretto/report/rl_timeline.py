@@ -12,25 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from stretto.base.numbers import counted, duration, listed, percent, short
-from stretto.report.style import (
-    ABSENT,
-    BLUE,
-    GREEN,
-    HALO,
-    INK,
-    MUTED,
-    ORANGE,
-    PALE,
-    SAND,
-    SERIES,
-    SKY,
-    Label,
-    blank,
-    dress,
-    name_ends,
-    subtitle,
-    ticks,
-)
+from stretto.report import style
+from stretto.report.style import ABSENT, BLUE, GREEN, HALO, INK, MUTED, ORANGE, PALE, SAND, SERIES, SKY, Label
 from stretto.rl.trace import Span
 
 _CLOSE_STEPS = 5
@@ -66,7 +49,7 @@ def timeline(spans: Sequence[Span]) -> Figure:
     """The trainer's time and the groups in flight over the whole run; below, what each did in a few steps."""
     spans, cuts = without_gaps(spans)
     steps = [span for span in spans if span.role == "trainer" and span.name == "step"]
-    figure = blank(10.0, 11.0 if steps else 4.6)
+    figure = style.blank(10.0, 11.0 if steps else 4.6)
     heights = [1, 1.25, 4.2] if steps else [1, 1.25]
     trainer, groups, *close = figure.subplots(len(heights), 1, height_ratios=heights)
     if steps:
@@ -75,20 +58,20 @@ def timeline(spans: Sequence[Span]) -> Figure:
     edges = np.linspace(0.0, max(end_s, 1e-6), _BINS + 1)
     labels = _trainer_strip(trainer, spans, edges)
     num_groups = covered([span for span in spans if span.role == "agents"], edges) / np.diff(edges)
-    dress(groups, "Groups in flight", "Time since the start", "")
+    style.dress(groups, "Groups in flight", "Time since the start", "")
     groups.stairs(num_groups, edges, fill=True, color=SKY, linewidth=0, alpha=0.85, zorder=2)
     groups.set_ylim(0, max(1.0, num_groups.max()) * 1.08)
     groups.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     mean = Label(end_s, float(num_groups.mean()), f"⌀ {short(num_groups.mean())}", SKY)
     for axes in (trainer, groups):
         axes.set_xlim(0, end_s)
-        ticks(axes.xaxis, lambda value: _clock(value, end_s), 8, steps=[1, 2, 3, 6, 10])
+        style.ticks(axes.xaxis, lambda value: _clock(value, end_s), 8, steps=[1, 2, 3, 6, 10])
         for cut in cuts:
             axes.axvline(cut.at_s, color=INK, linewidth=1.2, linestyle=(0, (2, 2)), zorder=5)
     if cuts:
         stops = listed([duration(cut.seconds) for cut in cuts])
-        subtitle(groups, [f"dotted: the run was stopped, for {stops}"])
-    name_ends((trainer, labels), (groups, [mean]))
+        style.subtitle(groups, [f"dotted: the run was stopped, for {stops}"])
+    style.name_ends((trainer, labels), (groups, [mean]))
     return figure
 
 
@@ -119,7 +102,7 @@ def without_gaps(spans: Sequence[Span]) -> tuple[list[Span], list[Cut]]:
 
 def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list[Label]:
     """Shares of each bin of the run's time."""
-    dress(axes, "The trainer", "", "")
+    style.dress(axes, "The trainer", "", "")
     labels, bottom = [], np.zeros(_BINS)
     for name, colour in _TRAINER.items():
         share = covered([each for each in spans if (each.role, each.name) == ("trainer", name)], edges) / np.diff(edges)
@@ -130,7 +113,7 @@ def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list
             labels.append(Label(edges[-1], middle, f"{words}  {percent(share.mean())}", colour))
         bottom = bottom + share
     axes.set_ylim(0, 1)
-    ticks(axes.yaxis, percent, 2)
+    style.ticks(axes.yaxis, percent, 2)
     return labels
 
 
@@ -163,13 +146,13 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
         elif span.role in rows:
             y = rows[span.role]
             axes.broken_barh(bar, (y, thick * 0.7), facecolor=INK, zorder=3)
-            style: dict[str, Any] = {"va": "center", "fontsize": 9.5, "color": MUTED, "clip_on": True}
-            axes.text(span.finished_s, y + thick * 0.35, f" v{_fact(span, 'version')}", **style)
+            look: dict[str, Any] = {"va": "center", "fontsize": 9.5, "color": MUTED, "clip_on": True}
+            axes.text(span.finished_s, y + thick * 0.35, f" v{_fact(span, 'version')}", **look)
         elif span.lane < num_lanes:
             step = owner.get(_fact(span, "ordinal"))
             face, edge = (ABSENT, PALE) if step is None else (colour.get(step, PALE), "none")
             axes.broken_barh(bar, (-span.lane - 0.9, 0.8), facecolor=face, edgecolor=edge, linewidth=0.7, zorder=2)
-    dress(axes, f"Steps {_step(shown[0])} to {_step(shown[-1])}, close up", "Time since the start", "", grid="x")
+    style.dress(axes, f"Steps {_step(shown[0])} to {_step(shown[-1])}, close up", "Time since the start", "", grid="x")
     axes.set_xlim(low, high)
     axes.set_ylim(-num_lanes - 0.4, top + 1.5 * thick)
     names = {
@@ -178,20 +161,20 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
         "trainer": top + thick * 0.6,
     }
     axes.set_yticks(list(names.values()), list(names), fontsize=11.5, color=INK)
-    ticks(axes.xaxis, lambda value: _clock(value, high - low), 7)
-    subtitle(axes, ["a bar is a group, coloured like the step that trains it", "grey: trained in another step",
+    style.ticks(axes.xaxis, lambda value: _clock(value, high - low), 7)
+    style.subtitle(axes, ["a bar is a group, coloured like the step that trains it", "grey: trained in another step",
                     "hollow: dropped, or not trained yet", "v: weights that an engine takes over"])  # fmt: skip
 
 
 def _trainer_bar(axes: Axes, span: Span, colour: dict[int | None, str], row: tuple[float, float]) -> None:
     bar = [(span.started_s, span.seconds)]
     if span.name == "step":
-        style: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.2, "zorder": 3}
-        axes.broken_barh(bar, row, facecolor=colour.get(_step(span), PALE), **style)
+        look: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.2, "zorder": 3}
+        axes.broken_barh(bar, row, facecolor=colour.get(_step(span), PALE), **look)
         if _step(span) in colour:
-            style = {"ha": "center", "va": "center", "fontsize": 10.5, "color": INK, "fontweight": "bold"}
+            look = {"ha": "center", "va": "center", "fontsize": 10.5, "color": INK, "fontweight": "bold"}
             middle = (span.started_s + span.seconds / 2, row[0] + row[1] / 2)
-            axes.text(*middle, f"step {_step(span)}", path_effects=[HALO], clip_on=True, zorder=4, **style)
+            axes.text(*middle, f"step {_step(span)}", path_effects=[HALO], clip_on=True, zorder=4, **look)
     elif span.name == "wait":
         axes.broken_barh(bar, row, facecolor=ABSENT, hatch="////", edgecolor=MUTED, linewidth=0.0, zorder=3)
     elif span.name in _TRAINER:

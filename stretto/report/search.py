@@ -15,24 +15,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from stretto.base import numbers
-from stretto.report.style import (
-    ABSENT,
-    BLUE,
-    FAINT,
-    INK,
-    LOAD_COLOURS,
-    MUTED,
-    TEXT_PT,
-    TIME_COLOURS,
-    Label,
-    blank,
-    colour_bar,
-    dress,
-    place_labels,
-    subtitle,
-    ticks,
-    write,
-)
+from stretto.report import style
+from stretto.report.style import ABSENT, BLUE, FAINT, INK, LOAD_COLOURS, MUTED, TEXT_PT, TIME_COLOURS, Label
 from stretto.search.frontier import SearchResult
 from stretto.search.space import Candidate
 
@@ -80,16 +64,16 @@ def pareto_front(search: SearchResult) -> Figure:
     points = _points(search)
     times = [point.candidate.latency_ms for point in points if point.candidate.latency_ms is not None]
     is_timed = len(times) == len(points)
-    figure = blank(10.0, 6.6)
+    figure = style.blank(10.0, 6.6)
     title = "The front of the search: loss, memory, latency" if is_timed else "The front of the search"
-    axes = dress(figure.subplots(), title, "Memory, total parameters", "Held-out loss, nats per token")
-    ticks(axes.xaxis, numbers.params)
+    axes = style.dress(figure.subplots(), title, "Memory, total parameters", "Held-out loss, nats per token")
+    style.ticks(axes.xaxis, numbers.params)
     top = _highest_shown(points)
     shown = [point for point in points if point.nll <= top]
     front = sorted((point for point in shown if point.on_front), key=lambda point: (point.x, point.nll))
     best = np.minimum.accumulate([point.nll for point in front] or [top])[: len(front)]
-    style: dict[str, Any] = {"color": "#aab1ba", "linewidth": 2, "drawstyle": "steps-post", "zorder": 1}
-    axes.plot([point.x for point in front], best, **style)
+    look: dict[str, Any] = {"color": "#aab1ba", "linewidth": 2, "drawstyle": "steps-post", "zorder": 1}
+    axes.plot([point.x for point in front], best, **look)
     scale = Normalize(min(times), max(max(times), 1.01 * min(times) + 1e-9)) if is_timed else None
     if scale is not None:
         _time_bar(axes, search, scale)
@@ -98,8 +82,8 @@ def pareto_front(search: SearchResult) -> Figure:
         own = BLUE if scale is None else TIME_COLOURS(scale(point.candidate.latency_ms or 0.0))
         face, edge, width = (own, "white", 0.8) if point.within else ("white", own, 1.8)
         alpha = 1.0 if point.on_front or point.chosen else 0.55
-        style = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": width, "alpha": alpha}
-        axes.plot(point.x, point.nll, "o", markersize=2 * point.radius_pt, zorder=3, **style)
+        look = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": width, "alpha": alpha}
+        axes.plot(point.x, point.nll, "o", markersize=2 * point.radius_pt, zorder=3, **look)
         marks.append((point.x, point.nll, point.radius_pt))
         if point.candidate.healed_nll is not None:
             marks += [(point.x, y, 4.0) for y in np.linspace(point.nll, point.candidate.healed_nll, 12)]
@@ -117,8 +101,8 @@ def pareto_front(search: SearchResult) -> Figure:
         parts.append(f"hollow: outside the limits ({', '.join(_limits(search))})")
     if any(point.candidate.healed_nll is not None for point in points):
         parts.append("diamond: healed")
-    subtitle(axes, parts)
-    place_labels(axes, _named(axes, shown), marks)
+    style.subtitle(axes, parts)
+    style.place_labels(axes, _named(axes, shown), marks)
     return figure
 
 
@@ -156,12 +140,12 @@ def _highest_shown(points: Sequence[_Point]) -> float:
 def _time_bar(axes: Axes, search: SearchResult, scale: Normalize) -> None:
     """Which colour is which latency, and where the limit lies."""
     of = f" ({search.workload.label()})" if search.workload else ""
-    bar = colour_bar(axes, scale, TIME_COLOURS, f"Latency, ms a step{of}")
+    bar = style.colour_bar(axes, scale, TIME_COLOURS, f"Latency, ms a step{of}")
     limit = search.limits.max_latency_ms
     if limit is not None and scale.vmin <= limit <= scale.vmax:  # type: ignore[operator]
         bar.axhline(limit, color=INK, linewidth=2)
-        style = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": TEXT_PT - 1}
-        write(bar, "limit", (0, limit), (-4, 0), **style)
+        look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": TEXT_PT - 1}
+        style.write(bar, "limit", (0, limit), (-4, 0), **look)
 
 
 def _limit_line(axes: Axes, search: SearchResult) -> None:
@@ -173,8 +157,8 @@ def _limit_line(axes: Axes, search: SearchResult) -> None:
     axes.set_xlim(min(low, limit - 0.04 * (high - low)), max(high, limit + 0.04 * (high - low)))
     axes.axvline(limit, color=INK, linewidth=1.3, linestyle=(0, (5, 4)), zorder=1)
     side, align = (6, "left") if limit < sum(axes.get_xlim()) / 2 else (-6, "right")
-    style = {"xycoords": ("data", "axes fraction"), "ha": align, "va": "top"}
-    write(axes, f"memory limit, {numbers.percent(share)}", (limit, 1.0), (side, -4), **style)
+    look = {"xycoords": ("data", "axes fraction"), "ha": align, "va": "top"}
+    style.write(axes, f"memory limit, {numbers.percent(share)}", (limit, 1.0), (side, -4), **look)
 
 
 def _limits(search: SearchResult) -> list[str]:
@@ -228,9 +212,9 @@ class Kept:
 def kept_grid(kept: Kept) -> Figure:
     """Which layers, and which experts of each, the chosen Subnet keeps."""
     num_layers, num_experts = len(kept.layers), max([1, *map(len, kept.experts)])
-    figure = blank(10.0, _height(num_layers))
-    axes = dress(figure.subplots(), "Layers and experts that were kept", "Expert", "Layer", grid=None)
-    subtitle(axes, ["filled: kept", "pale: dropped", "first column: the layer itself (attention and norms)"])
+    figure = style.blank(10.0, _height(num_layers))
+    axes = style.dress(figure.subplots(), "Layers and experts that were kept", "Expert", "Layer", grid=None)
+    style.subtitle(axes, ["filled: kept", "pale: dropped", "first column: the layer itself (attention and norms)"])
     # the layer itself, a gap as wide, then the experts; NaN is drawn as nothing
     side = max(1, num_experts // 16)
     first = 2 * side
@@ -285,22 +269,24 @@ class Load:
 
 def expert_load(loads: Sequence[Load]) -> Figure:
     """How evenly held-out tokens spread over the experts, in each size."""
-    figure = blank(10.0, _height(max(len(load.shares) for load in loads)) + 0.5)
+    figure = style.blank(10.0, _height(max(len(load.shares) for load in loads)) + 0.5)
     panels = list(figure.subplots(1, len(loads), squeeze=False)[0])
     scale = LogNorm(1 / _MAX_OVERLOAD, _MAX_OVERLOAD)
     for axes, load in zip(panels, loads, strict=True):
-        dress(axes, f"Expert load, {load.name}", "Expert", "Layer" if axes is panels[0] else "", grid=None)
+        style.dress(axes, f"Expert load, {load.name}", "Expert", "Layer" if axes is panels[0] else "", grid=None)
         num_experts = max(map(len, load.shares), default=0)
         cells = np.full((len(load.shares), num_experts), math.nan)
         for layer, row in enumerate(load.relative):
             cells[layer, : len(row)] = row
         if np.isnan(cells).any():
             axes.patch.set(hatch="////", edgecolor=FAINT)
-        subtitle(axes, ["hatched: not in this size" if np.isnan(cells).any() else "1×: an even share of the tokens"])
+        style.subtitle(
+            axes, ["hatched: not in this size" if np.isnan(cells).any() else "1×: an even share of the tokens"]
+        )
         # an expert that is there and got no token is no gap: it takes the coldest colour
         _grid(axes, np.clip(cells, 1 / _MAX_OVERLOAD, _MAX_OVERLOAD), LOAD_COLOURS, norm=scale)
         _number(axes, load.layers, num_experts, most=16 if len(loads) == 1 else 8)
-    bar = colour_bar(panels, scale, LOAD_COLOURS, "Load over perfect balance").yaxis
+    bar = style.colour_bar(panels, scale, LOAD_COLOURS, "Load over perfect balance").yaxis
     bar.set_major_locator(FixedLocator([1 / 3, 0.5, 1, 2, 3]))
     bar.set_minor_locator(NullLocator())
     bar.set_minor_formatter(NullFormatter())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,8 +12,9 @@ from matplotlib.figure import Figure
 
 from stretto.base import numbers
 from stretto.base.receipt import Family, Ledger
-from stretto.report.cost import Cost, cost_bars, cost_caption, family_table, ledger_table
-from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured, write_page
+from stretto.report import style
+from stretto.report.cost import cost_bars, cost_caption, family_table, ledger_table
+from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
 from stretto.report.search import (
     Kept,
     Load,
@@ -25,18 +25,7 @@ from stretto.report.search import (
     pareto_front,
     search_caption,
 )
-from stretto.report.style import (
-    MUTED,
-    Label,
-    blank,
-    colours,
-    dress,
-    log_ticks,
-    name_ends,
-    place_labels,
-    subtitle,
-    ticks,
-)
+from stretto.report.style import MUTED, Label
 from stretto.search.frontier import SearchResult
 
 _EDGE_SHARE = 0.15
@@ -136,19 +125,9 @@ class ReportData:
         return [curve for curve in (self.pretraining, *self.healing) if curve is not None and curve.held_out()]
 
 
-def write_report(data: ReportData, folder: Path | str) -> Path:
-    """Write ``report/`` in the run folder ``folder``, all of it or nothing, and return its page.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    return write_page(report_page(data), folder)
-
-
 def report_page(data: ReportData) -> Page:
     """The page, its pictures not drawn yet."""
     samples = tuple((size.name, data.prompt, size.sample) for size in data.sizes if size.sample is not None)
-    has_cost = data.ledger is not None or data.family is not None
     mixture = [mixture_table(data)] if data.mixture_drawn or data.mixture_configured else []
     sections = (
         Section("sizes", "Sizes", tables=(size_table(data),)),
@@ -180,7 +159,8 @@ def report_page(data: ReportData) -> Page:
         ),
         pictured(
             "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
-            Cost(data.ledger, data.family) if has_cost else None, "No cost was measured.", cost_bars, cost_caption,
+            data if data.ledger or data.family else None, "No cost was measured.",
+            lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family),
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
         Section("samples", "What each size writes", "" if samples else "No text was generated.", samples=samples),
@@ -255,12 +235,12 @@ def loss_against_compute(data: ReportData) -> Figure:
     """Held-out loss of every size over its forward FLOPs a token; healed sizes beside."""
     shown = [size for size in data.sizes if size.best_nll is not None]
     assert shown, "no size has a loss"
-    figure = blank(10.0, 6.0)
+    figure = style.blank(10.0, 6.0)
     title, x_name = "Held-out loss against compute", "Forward compute, FLOPs per token (log scale)"
-    axes = dress(figure.subplots(), title, x_name, "Held-out loss, nats per token")
-    colour = colours(size.name for size in data.sizes)
+    axes = style.dress(figure.subplots(), title, x_name, "Held-out loss, nats per token")
+    colour = style.colours(size.name for size in data.sizes)
     flops = [size.flops_per_token for size in shown]
-    log_ticks(axes, min(flops), max(flops))
+    style.log_ticks(axes, min(flops), max(flops))
     labels: list[Label] = []
     marks: list[tuple[float, float, float]] = []
     for size in shown:
@@ -283,8 +263,8 @@ def loss_against_compute(data: ReportData) -> Figure:
         "circle: zero-shot, inside the elastic network": any(size.nll is not None for size in shown),
         "diamond: healed": any(size.healed_nll is not None for size in shown),
     }
-    subtitle(axes, [kind for kind, is_shown in kinds.items() if is_shown])
-    place_labels(axes, labels, marks)
+    style.subtitle(axes, [kind for kind, is_shown in kinds.items() if is_shown])
+    style.place_labels(axes, labels, marks)
     return figure
 
 
@@ -311,22 +291,24 @@ def training_curves(data: ReportData) -> Figure:
     """Held-out loss of the full network and every anchor over pre-training; of every healed size in a panel beside."""
     curves = data.curves()
     assert curves, "no held-out loss was logged"
-    colour = colours([*(size.name for size in data.sizes), *(name for curve in curves for name in curve.held_out())])
+    colour = style.colours(
+        [*(size.name for size in data.sizes), *(name for curve in curves for name in curve.held_out())]
+    )
     pretraining = data.pretraining if data.pretraining in curves else None
     healing = [curve for curve in curves if curve is not pretraining]
     widths = [1.55, 1.0] if pretraining and healing else [1.0]
-    figure = blank(10.0, 5.8)
+    figure = style.blank(10.0, 5.8)
     places = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
     if pretraining is not None:
-        axes = dress(places.pop(0), "Pre-training", "Training tokens", "Held-out loss, nats per token")
+        axes = style.dress(places.pop(0), "Pre-training", "Training tokens", "Held-out loss, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
-        subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
+        style.subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
-        axes = dress(places.pop(0), "Healing", "Training tokens", y_name)
+        axes = style.dress(places.pop(0), "Healing", "Training tokens", y_name)
         _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
-        subtitle(axes, ["extracted sizes, trained by themselves"])
+        style.subtitle(axes, ["extracted sizes, trained by themselves"])
     return figure
 
 
@@ -345,8 +327,8 @@ def _plot(
     room = max(top - low, 1e-3)
     axes.set_ylim(low - 0.08 * room, top + 0.08 * room)
     axes.margins(x=0.02)
-    ticks(axes.xaxis, numbers.si)
-    name_ends((axes, labels))
+    style.ticks(axes.xaxis, numbers.si)
+    style.name_ends((axes, labels))
     return max(max(y) for *_, y in lines) > axes.get_ylim()[1]
 
 

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
 from stretto.base.records import Lineage, Receipt, new_lineage
-from stretto.report.cost import Cost, cost_bars, family_sentence, family_table, ledger_table
+from stretto.report.cost import cost_bars, family_sentence, family_table, ledger_table
 from stretto.report.page import Table
 
 
@@ -64,7 +64,7 @@ def test_cost_bars_add_up() -> None:
     rows = (LedgerRow("p", "parent", receipt("pretrain", 900)), LedgerRow("h", "own", receipt("heal", 100)))
     ledger = Ledger(rows, receipt("heal", 100), receipt("pretrain + heal", 1_000))
     family = Family((FamilyRow("h", 100, Alone(700, "computed")),), 900, "computed")
-    figure = cost_bars(Cost(ledger, family))
+    figure = cost_bars(ledger, family)
     ends: dict[float, float] = {}
     for bar in figure.axes[0].patches:
         place = round(bar.get_y() + bar.get_height() / 2)
@@ -76,5 +76,5 @@ def test_cost_bars_add_up() -> None:
 
 def test_a_model_without_a_parent_has_one_bar() -> None:
     alone = receipt("pretrain", 900)
-    figure = cost_bars(Cost(Ledger((LedgerRow("p", "own", alone),), alone, alone), None))
+    figure = cost_bars(Ledger((LedgerRow("p", "own", alone),), alone, alone), None)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["this model alone"]

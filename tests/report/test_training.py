@@ -17,7 +17,7 @@ from rich.console import Console
 from stretto.base.errors import UserError
 from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
 from stretto.base.records import Lineage, Receipt, new_lineage
-from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png
+from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import (
     Curve,
@@ -29,7 +29,6 @@ from stretto.report.training import (
     report_page,
     size_table,
     training_curves,
-    write_report,
 )
 from tests.report.searches import Point, searched
 from tests.report.test_search import POINTS, marks, texts
@@ -83,7 +82,7 @@ def data() -> ReportData:
 
 @pytest.fixture(scope="module")
 def page(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(data, tmp_path_factory.mktemp("run"))
+    return write_page(report_page(data), tmp_path_factory.mktemp("run"))
 
 
 class Reader(HTMLParser):
@@ -169,12 +168,12 @@ def test_samples_and_recipe_are_shown_as_written(page: Path) -> None:
 
 def test_same_data_gives_the_same_bytes(tmp_path: Path) -> None:
     data = ReportData("demo", (FULL, CORNER))
-    first, second = (write_report(data, tmp_path / name).read_bytes() for name in ("a", "b"))
+    first, second = (write_page(report_page(data), tmp_path / name).read_bytes() for name in ("a", "b"))
     assert first == second
 
 
 def test_a_network_alone_gets_sentences_instead_of_pictures(tmp_path: Path) -> None:
-    page = write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path)
+    page = write_page(report_page(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),))), tmp_path)
     assert list(page.parent.glob("*.png")) == []
     reader = Reader(page.read_text(encoding="utf-8"))
     assert "img" not in {tag for tag, _ in reader.tags}
@@ -238,9 +237,9 @@ def test_hostile_text_stays_text(data: ReportData) -> None:
 
 def test_a_second_report_replaces_the_first_whole(data: ReportData, tmp_path: Path) -> None:
     alone = ReportData("demo", (Size("full", "1 layer", 10, 10, 20, 4),))
-    write_report(replace(alone, kept=data.kept), tmp_path)
+    write_page(report_page(replace(alone, kept=data.kept)), tmp_path)
     assert (tmp_path / REPORT_FOLDER / "kept.png").exists()
-    page = write_report(alone, tmp_path)
+    page = write_page(report_page(alone), tmp_path)
     assert [path.name for path in page.parent.iterdir()] == [PAGE]
     assert [path.name for path in tmp_path.iterdir()] == [REPORT_FOLDER]
 
@@ -248,7 +247,7 @@ def test_a_second_report_replaces_the_first_whole(data: ReportData, tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path / "file")
+        write_page(report_page(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),))), tmp_path / "file")
 
 
 @pytest.mark.parametrize(
