@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
@@ -45,26 +47,15 @@ def _flops(flops: int, note: str = "") -> Cell:
 def family_table(family: Family) -> Table:
     """Several sizes out of one parent against training each alone."""
 
-    def share(part: int, whole: int) -> Cell:
-        return Cell(numbers.percent(part / whole), part / whole) if whole else NOTHING
+    def line(name: str, own: int, alone: int, basis: str) -> tuple[Cell, ...]:
+        share = Cell(numbers.percent(own / alone), own / alone) if alone else NOTHING
+        return Cell(name), _flops(own), _flops(alone, basis), share
 
-    rows = tuple(
-        (
-            Cell(row.name),
-            _flops(row.own_flops),
-            _flops(row.alone.flops, row.alone.basis),
-            share(row.own_flops, row.alone.flops),
-        )
-        for row in family.rows
-    )
+    rows = tuple(line(row.name, row.own_flops, row.alone.flops, row.alone.basis) for row in family.rows)
+    whole = f"All {len(rows)} together" if len(rows) > 1 else "Together"
     totals = (
         (Cell("The parent, once"), _flops(family.parent_flops), NOTHING, NOTHING),
-        (
-            Cell(f"All {len(family.rows)} together" if len(family.rows) > 1 else "Together"),
-            _flops(family.family_flops),
-            _flops(family.alone_flops, family.basis),
-            share(family.family_flops, family.alone_flops),
-        ),
+        line(whole, family.family_flops, family.alone_flops, family.basis),
     )
     columns = ("Size", "Out of the parent", "Trained alone", "Share")
     return Table("Several sizes out of one parent", columns, rows, totals)
@@ -109,18 +100,16 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     factor, prefix = numbers.scale_of(max(totals))
     largest = max(totals) / factor
     title = "What it cost, with and without the parent"
-    axes = style.dress(
-        style.blank(10.0, 1.9 + 0.95 * len(bars)).subplots(), title, f"{prefix}FLOPs executed", "", grid="x"
-    )
+    figure = style.blank(10.0, 1.9 + 0.95 * len(bars))
+    axes = style.dress(figure.subplots(), title, f"{prefix}FLOPs executed", "", grid="x")
     for place, ((_, parts), total) in enumerate(zip(bars, totals, strict=True)):
         left = 0.0
         for label, flops, colour in parts:
             width = flops / factor
             bar = axes.barh(place, width, left=left, height=0.56, color=colour, edgecolor="white", linewidth=1.5)
             if width > 0.0145 * largest * len(label):  # room for the text inside
-                axes.bar_label(
-                    bar, [label], label_type="center", color="white", fontsize=TEXT_PT - 0.5, parse_math=False
-                )
+                look: dict[str, Any] = {"color": "white", "fontsize": TEXT_PT - 0.5, "parse_math": False}
+                axes.bar_label(bar, [label], label_type="center", **look)
             left += width
         axes.text(left + 0.012 * largest, place, numbers.si(total, "FLOPs"), va="center", fontsize=TEXT_PT, color=INK)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=TEXT_PT, color=INK, parse_math=False)
@@ -128,7 +117,7 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * largest if largest else 1.0)
     style.ticks(axes.xaxis, numbers.short, 6)
-    return axes.figure  # type: ignore[return-value]
+    return figure
 
 
 def cost_caption(ledger: Ledger | None, family: Family | None) -> str:

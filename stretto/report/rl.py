@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,6 @@ _SMOOTH_SHARE = 1 / 15
 """Of a run's steps that one point of a bold curve is the mean of."""
 _FEW = 30
 """Points up to which each is marked."""
-_NOTE_CHARS = 58
-"""Of a note's line above a panel of half the width."""
 
 fine = partial(short, digits=5)
 """For what stays near 1."""
@@ -143,45 +141,37 @@ def report_rl_run(run: Path) -> Path:
 
 def rl_page(data: RlData) -> Page:
     """The page, its pictures not drawn yet."""
-
-    def section(
-        slug: str,
-        heading: str,
-        alt: str,
-        metric: str,
-        draw: Callable[[RlData], Figure],
-        caption: Callable[[RlData], str],
-        absent: str = "It was not logged.",
-    ) -> Section:
-        return pictured(slug, heading, alt, data if data.has(metric) else None, absent, draw, caption)
-
-    sections = (
-        Section("summary", "In numbers", tables=(summary(data),)),
-        section("reward", "Reward", "Mean reward of each step, and of held-out problems, over steps.", "reward/mean",
-                reward, reward_caption, "No step was made."),
-        pictured("timeline", "Who was busy when",
-                 "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
-                 data.spans or None, "No spans were recorded.", timeline, timeline_caption),
-        section("staleness", "Staleness", "Mean and largest age of the trained tokens, in versions, against the bound.",
-                "staleness/max", staleness, staleness_caption),
-        section("mismatch", "Mismatch", "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
-                "mismatch/same_share", mismatch, mismatch_caption),
-        section("policy", "Off-policy", "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
-                "policy/ess", policy, policy_caption),
-        section("health", "Policy", "Entropy, gradient norm, route flips, and the busiest expert.",
-                "policy/entropy", health, health_caption),
-        section("samples", "Samples", "Tokens a sample, truncations, verdicts and their latency.",
-                "samples/tokens_mean", samples, samples_caption),
-        section("waits", "Waits", "Shares of the trainer's time, and the share of time each role had nothing to do.",
-                "time/wall_s", waits, waits_caption),
-        section("queues", "Queues", "Groups by state, and requests that wait, over steps.",
-                "groups/ready", queues, queues_caption),
-        section("endings", "Endings", "Groups by how they ended, and what was thrown away or done again.",
-                "groups/trained", endings, endings_caption),
-        section("throughput", "Throughput", "Tokens and samples a second, and the parts of a step's time.",
-                "speed/tokens_per_s", throughput, throughput_caption),
+    absent = "It was not logged." if data.rows else "No step was made."
+    sections = [
+        pictured(slug, heading, alt, data if data.has(metric) else None, absent, draw, caption)
+        for slug, heading, alt, metric, draw, caption in (
+            ("reward", "Reward", "Mean reward of each step, and of held-out problems, over steps.", "reward/mean", reward, reward_caption),
+            ("staleness", "Staleness", "Mean and largest age of the trained tokens, in versions, against the bound.",
+             "staleness/max", staleness, staleness_caption),
+            ("mismatch", "Mismatch", "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
+             "mismatch/same_share", mismatch, mismatch_caption),
+            ("policy", "Off-policy", "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
+             "policy/ess", policy, policy_caption),
+            ("health", "Policy", "Entropy, gradient norm, route flips, and the busiest expert.", "policy/entropy", health, health_caption),
+            ("samples", "Samples", "Tokens a sample, truncations, verdicts and their latency.",
+             "samples/tokens_mean", samples, samples_caption),
+            ("waits", "Waits", "Shares of the trainer's time, and the share of time each role had nothing to do.",
+             "time/wall_s", waits, waits_caption),
+            ("queues", "Queues", "Groups by state, and requests that wait, over steps.", "groups/ready", queues, queues_caption),
+            ("endings", "Endings", "Groups by how they ended, and what was thrown away or done again.",
+             "groups/trained", endings, endings_caption),
+            ("throughput", "Throughput", "Tokens and samples a second, and the parts of a step's time.",
+             "speed/tokens_per_s", throughput, throughput_caption),
+        )
+    ]  # fmt: skip
+    who = pictured(
+        "timeline", "Who was busy when",
+        "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
+        data.spans or None, "No spans were recorded.", timeline, timeline_caption,
     )  # fmt: skip
-    return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
+    numbers = Section("summary", "In numbers", tables=(summary(data),))
+    found = (numbers, sections[0], who, *sections[1:])
+    return Page(data.name, headline(data), data.shape, found, data.environment, data.recipe)
 
 
 def headline(data: RlData) -> str:
@@ -206,14 +196,10 @@ def summary(data: RlData) -> Table:
     wall_s, waited_s = math.fsum(wall), data.total("wait/trainer_s")
     rows = [("time in steps", Cell(duration(wall_s), wall_s))]
     if wall_s:
-        num_samples, num_tokens = (
-            float(data.at(f"speed/{kind}_per_s", steps) @ wall) for kind in ("samples", "tokens")
-        )
-        rows += [
-            ("samples trained", Cell(f"{num_samples:,.0f}", round(num_samples), f"{short(num_samples / wall_s)} a second")),
-            ("tokens trained", Cell(si(num_tokens), round(num_tokens), f"{short(num_tokens / wall_s)} a second")),
-            ("the trainer waited", Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))),
-        ]  # fmt: skip
+        for kind in ("samples", "tokens"):
+            num = float(data.at(f"speed/{kind}_per_s", steps) @ wall)
+            rows.append((f"{kind} trained", Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")))
+        rows.append(("the trainer waited", Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))))
     given_up = [value for name in ("stale", "failed") if (value := data.last(f"groups/{name}")) is not None]
     known = (
         ("largest staleness, versions", max(data.values("staleness/max"), default=None)),
@@ -318,7 +304,7 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
             axes.set_ylim(top=max(panel.top, 1.08 * max(values, default=0.0)))
     axes.set_xlim(0, max([1, *(row["step"] for row in data.rows)]))
     style.ticks(axes.xaxis, si, 6, integer=True)
-    style.subtitle(axes, notes, _NOTE_CHARS)
+    style.subtitle(axes, notes)
     return axes, labels
 
 
@@ -365,7 +351,10 @@ def seconds(value: float) -> str:
 def reward(data: RlData) -> Figure:
     """Mean reward of what was trained and of held-out problems; of every source where there are several."""
     lines = [Line("reward/mean", "trained on"), Line("eval/reward", "held-out", ORANGE, "points")]
-    notes = ["mean of a step, and its running mean", *(["diamonds: held-out"] if data.has("eval/reward") else [])]
+    notes = [
+        "mean of a step, and its running mean",
+        *(["diamonds: held-out problems"] if data.has("eval/reward") else []),
+    ]
     sources = _each(data, "reward/source/")
     by_source = [Panel("By source", sources)] if len(sources) > 1 else []
     return panels(data, Panel("Reward", lines, notes=notes), *by_source, columns=1)
@@ -447,14 +436,9 @@ def policy(data: RlData) -> Figure:
 
 
 def policy_caption(data: RlData) -> str:
-    parts = [
-        f"{percent(data.mean(metric))} of the tokens were {words}"
-        for metric, words in (
-            ("policy/clip_fraction", "clipped by the trust region"),
-            ("policy/correction_fraction", "cut off or left out by the correction"),
-        )
-        if data.has(metric)
-    ]
+    ways = {"clip": "clipped by the trust region", "correction": "cut off or left out by the correction"}
+    known = {words: f"policy/{key}_fraction" for key, words in ways.items() if data.has(f"policy/{key}_fraction")}
+    parts = [f"{percent(data.mean(metric))} of the tokens were {words}" for words, metric in known.items()]
     text = f"The least effective share of samples was {min(data.values('policy/ess')):.3f}. "
     return text + (f"On average {listed(parts)}." if parts else "")
 
@@ -519,17 +503,11 @@ def waits(data: RlData) -> Figure:
     used = sum((values for _, values, _ in shares), np.zeros(len(steps)))
     shares.append(("other", np.maximum(0.0, 1.0 - used), PALE))
     areas = {f"{name}  {percent(values.mean())}": (values, colour) for name, values, colour in shares if values.any()}
-    notes = ["shares of the time from step to step"]
+    bubbles = _each(data, "bubble/")[: len(SERIES)]
     return panels(
         data,
-        Panel("The trainer's time", (), percent, notes, areas, steps, top=1.0),
-        Panel(
-            "Bubble of each role",
-            _each(data, "bubble/")[: len(SERIES)],
-            percent,
-            ["share of time with nothing to do"],
-            top=1.0,
-        ),
+        Panel("The trainer's time", (), percent, ["shares of the time from step to step"], areas, steps, top=1.0),
+        Panel("Bubble of each role", bubbles, percent, ["share of time with nothing to do"], top=1.0),
     )
 
 
@@ -564,13 +542,15 @@ def queues_caption(data: RlData) -> str:
     return text + (f", and {short(float(np.mean(slots)))} slots were free." if slots else ".")
 
 
+_ENDINGS = {"trained": ("trained", BLUE), "filtered": ("dropped", PALE), "stale": ("too old", ORANGE),
+            "failed": ("given up", PINK), "cancelled": ("cancelled", SAND)}  # fmt: skip
+
+
 def endings(data: RlData) -> Figure:
     """How groups ended, summed up over the run, and all that was thrown away or done again."""
     figure, (left, right) = grid(2)
     steps, _ = data.series("groups/trained")
-    ways = (("trained", "trained", BLUE), ("filtered", "dropped", PALE), ("stale", "too old", ORANGE),
-            ("failed", "given up", PINK), ("cancelled", "cancelled", SAND))  # fmt: skip
-    found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in ways]
+    found = [(name, data.at(f"groups/{key}", steps), colour) for key, (name, colour) in _ENDINGS.items()]
     areas = {f"{name}  {values[-1]:,.0f}": (values, colour) for name, values, colour in found if values.any()}
     ends = plot(left, data, Panel("Groups that ended", (), short, ["since the start"], areas, steps))
     _losses(right, data)
@@ -589,19 +569,10 @@ def _losses(axes: Axes, data: RlData) -> None:
     known = [(name, value) for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None]
     known += [(name, data.total(metric)) for metric, name in totals.items() if data.has(metric)]
     style.dress(axes, "Lost or repeated", "", "", grid=None)
-    style.subtitle(axes, ["over the run", "length of a bar: log scale"], _NOTE_CHARS)
+    style.subtitle(axes, ["over the run", "length of a bar: log scale"])
     lengths = np.log10([value + 1 for _, value in known])
-    axes.barh(range(len(known)), lengths, color=SKY, height=0.62, zorder=2)
-    for place, (length, (_, value)) in enumerate(zip(lengths, known, strict=True)):
-        style.write(
-            axes,
-            f"{value:,.0f}",
-            (length, place),
-            (6, 0),
-            va="center",
-            fontsize=11.5,
-            color=INK if value else MUTED,
-        )
+    bars = axes.barh(range(len(known)), lengths, color=SKY, height=0.62, zorder=2)
+    axes.bar_label(bars, [f"{value:,.0f}" for _, value in known], padding=6, fontsize=11.5, color=INK)
     axes.set_yticks(range(len(known)), [name for name, _ in known], fontsize=11.0)
     axes.invert_yaxis()
     axes.set_xlim(0, max([1.0, *lengths]) * 1.25)
@@ -609,13 +580,8 @@ def _losses(axes: Axes, data: RlData) -> None:
 
 
 def endings_caption(data: RlData) -> str:
-    ways = {
-        "trained": "trained",
-        "filtered": "dropped because all rewards were equal",
-        "stale": "too old",
-        "failed": "given up",
-    }
-    parts = [f"{value:,.0f} {words}" for key, words in ways.items() if (value := data.last(f"groups/{key}"))]
+    ended = ((name, data.last(f"groups/{key}")) for key, (name, _) in _ENDINGS.items())
+    parts = [f"{value:,.0f} {name}" for name, value in ended if value]
     return f"Groups: {listed(parts)}." if parts else "No group has ended."
 
 

@@ -163,30 +163,24 @@ def _limit_line(axes: Axes, search: SearchResult) -> None:
 
 def _limits(search: SearchResult) -> list[str]:
     """The limits that were asked for, in words."""
-    asked = search.limits
-    latency = None if asked.max_latency_ms is None else asked.max_latency_ms / 1e3
-    forms = (("total", asked.max_total, numbers.percent), ("active", asked.max_active, numbers.percent))
-    return [
-        f"{name} ≤ {form(value)}"
-        for name, value, form in (*forms, ("latency", latency, numbers.duration))
-        if value is not None
-    ]
+    shares = {"total": search.limits.max_total, "active": search.limits.max_active}
+    asked = [f"{name} ≤ {numbers.percent(share)}" for name, share in shares.items() if share is not None]
+    latency_ms = search.limits.max_latency_ms
+    return asked if latency_ms is None else [*asked, f"latency ≤ {numbers.duration(latency_ms / 1e3)}"]
 
 
 def search_caption(search: SearchResult) -> str:
-    points, asked = _points(search), _limits(search)
+    points, asked, best = _points(search), _limits(search), search.chosen
+    assert best.nll is not None
+    latency = "" if best.latency_ms is None else f", {numbers.duration(best.latency_ms / 1e3)} a step"
     within = sum(point.within for point in points)
     meeting = f"{within:,} of those meet the limits ({', '.join(asked)})" if asked else "no limit was set"
     text = (
         f"{search.num_predicted:,} candidates were predicted and {len(points):,} evaluated; {meeting}, "
-        f"and {sum(point.on_front for point in points):,} are on the front."
+        f"and {sum(point.on_front for point in points):,} are on the front. "
+        f"The chosen one has {numbers.params(best.total_params)} parameters, "
+        f"{numbers.params(best.active_params)} active{latency}, at loss {numbers.loss(best.nll)}."
     )
-    for best in (point.candidate for point in points if point.chosen):
-        latency = "" if best.latency_ms is None else f", {numbers.duration(best.latency_ms / 1e3)} a step"
-        text += (
-            f" The chosen one has {numbers.params(best.total_params)} parameters, "
-            f"{numbers.params(best.active_params)} active{latency}, at loss {numbers.loss(best.nll or 0.0)}."
-        )
     ranks = {
         "predicted and evaluated loss": search.correlations.predicted_true,
         "the same within the limits": search.correlations.predicted_true_within,
@@ -204,9 +198,6 @@ class Kept:
     """By layer."""
     experts: tuple[tuple[bool, ...], ...]
     """By layer and expert; an empty row is a dense layer, a dropped layer's experts are all False."""
-
-    def __post_init__(self) -> None:
-        assert len(self.layers) == len(self.experts), f"{len(self.layers)} layers, {len(self.experts)} rows of experts"
 
 
 def kept_grid(kept: Kept) -> Figure:

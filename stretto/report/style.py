@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
@@ -81,9 +81,11 @@ def write(axes: Axes, text: str, at: tuple[float, float], offset_pt: tuple[float
     return axes.annotate(text, at, xytext=offset_pt, textcoords="offset points", **options)
 
 
-def subtitle(axes: Axes, parts: Sequence[str], line_chars: int = 114) -> None:
+def subtitle(axes: Axes, parts: Sequence[str]) -> None:
     """Quieter lines between the title and the axes: how to read the picture."""
-    lines = [""]
+    place = axes.get_subplotspec()
+    assert place is not None
+    lines, line_chars = [""], 118 // place.get_gridspec().ncols
     for part in parts:
         joined = f"{lines[-1]}  ·  {part}" if lines[-1] else part
         lines[-1:] = [joined] if len(joined) <= line_chars else [lines[-1], part]
@@ -165,26 +167,26 @@ def place_labels(axes: Axes, labels: Sequence[Label], marks: Sequence[tuple[floa
         taken.append(Bbox([centre - radius * pixels, centre + radius * pixels]))
     for label in labels:
         arrow = {"arrowstyle": "-", "color": label.colour, "linewidth": 0.9, "shrinkA": 1, "shrinkB": 7}
-        style = label.style | {"zorder": 6, "path_effects": [HALO], "arrowprops": arrow}
-        note = write(axes, label.text, (label.x, label.y), (0, 0), **style)
+        look = label.style | {"zorder": 6, "path_effects": [HALO], "arrowprops": arrow}
+        note = write(axes, label.text, (label.x, label.y), (0, 0), **look)
         note.set_in_layout(False)
+        boxes = [_move(note, offset, renderer).padded(2 * pixels) for offset in _TRIES]
+        is_inside = [np.all(box.min >= frame.min) and np.all(box.max <= frame.max) for box in boxes]
+        hidden = [box.count_overlaps(taken) + 100 * (not fits) for box, fits in zip(boxes, is_inside, strict=True)]
+        place = int(np.argmin(hidden))
+        _move(note, _TRIES[place], renderer)
+        taken.append(boxes[place])
 
-        def moved(offset: tuple[float, float], note: Annotation = note) -> Bbox:
-            """Where the words are once they stand at ``offset``, aligned so that they grow away from their point."""
-            dx, dy = offset
-            across = "left" if dx > 0 else "right" if dx < 0 else "center"
-            note.set(position=offset, ha=across, va="center" if dy == 0 else "bottom" if dy > 0 else "top")
-            assert note.arrow_patch is not None
-            note.arrow_patch.set_visible(math.hypot(dx, dy) > _LEADER_PT)
-            note.update_positions(renderer)
-            return Text.get_window_extent(note, renderer).padded(2 * pixels)  # of the words, without the leader
 
-        def num_hidden(offset: tuple[float, float], moved: Callable[..., Bbox] = moved) -> int:
-            box = moved(offset)
-            is_outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            return box.count_overlaps(taken) + 100 * is_outside
-
-        taken.append(moved(min(_TRIES, key=num_hidden)))
+def _move(note: Annotation, offset: tuple[float, float], renderer: RendererAgg) -> Bbox:
+    """Put the words at an offset in points, aligned so that they grow away from their point; returns where they are."""
+    dx, dy = offset
+    across = "left" if dx > 0 else "right" if dx < 0 else "center"
+    note.set(position=offset, ha=across, va="center" if dy == 0 else "bottom" if dy > 0 else "top")
+    assert note.arrow_patch is not None
+    note.arrow_patch.set_visible(math.hypot(dx, dy) > _LEADER_PT)
+    note.update_positions(renderer)
+    return Text.get_window_extent(note, renderer)  # of the words, without the leader
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:

@@ -113,9 +113,6 @@ class ReportData:
     recipe: str = ""
     """The complete recipe, as text."""
 
-    def __post_init__(self) -> None:
-        assert self.sizes, "a report needs at least the full network"
-
     @property
     def full(self) -> Size:
         return self.sizes[0]
@@ -234,7 +231,6 @@ def mixture_table(data: ReportData) -> Table:
 def loss_against_compute(data: ReportData) -> Figure:
     """Held-out loss of every size over its forward FLOPs a token; healed sizes beside."""
     shown = [size for size in data.sizes if size.best_nll is not None]
-    assert shown, "no size has a loss"
     figure = style.blank(10.0, 6.0)
     title, x_name = "Held-out loss against compute", "Forward compute, FLOPs per token (log scale)"
     axes = style.dress(figure.subplots(), title, x_name, "Held-out loss, nats per token")
@@ -259,10 +255,9 @@ def loss_against_compute(data: ReportData) -> Figure:
             marks.append((x, size.healed_nll, 6.0))
     axes.margins(y=0.16)
     axes.autoscale_view(scalex=False)
-    kinds = {
-        "circle: zero-shot, inside the elastic network": any(size.nll is not None for size in shown),
-        "diamond: healed": any(size.healed_nll is not None for size in shown),
-    }
+    zero_shot = any(size.nll is not None for size in shown)
+    healed = any(size.healed_nll is not None for size in shown)
+    kinds = {"circle: zero-shot, inside the elastic network": zero_shot, "diamond: healed": healed}
     style.subtitle(axes, [kind for kind, is_shown in kinds.items() if is_shown])
     style.place_labels(axes, labels, marks)
     return figure
@@ -287,13 +282,15 @@ def compute_caption(data: ReportData) -> str:
     return text + (f" Healing moves {numbers.listed(changes)}." if changes else "")
 
 
+_Named = tuple[str, list[float], list[float]]
+"""Name, tokens and losses."""
+
+
 def training_curves(data: ReportData) -> Figure:
     """Held-out loss of the full network and every anchor over pre-training; of every healed size in a panel beside."""
     curves = data.curves()
-    assert curves, "no held-out loss was logged"
-    colour = style.colours(
-        [*(size.name for size in data.sizes), *(name for curve in curves for name in curve.held_out())]
-    )
+    trained = [name for curve in curves for name in curve.held_out()]
+    colour = style.colours([*(size.name for size in data.sizes), *trained])
     pretraining = data.pretraining if data.pretraining in curves else None
     healing = [curve for curve in curves if curve is not pretraining]
     widths = [1.55, 1.0] if pretraining and healing else [1.0]
@@ -312,9 +309,7 @@ def training_curves(data: ReportData) -> Figure:
     return figure
 
 
-def _plot(
-    axes: Axes, lines: Sequence[tuple[str, list[float], list[float]]], colour: dict[str, str], edge: float
-) -> bool:
+def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> bool:
     """Curves with their names at the ends; True if values before the share ``edge`` of a curve lie above the frame."""
     lines = [line for line in lines if line[1]]
     labels, settled = [], []
