@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -222,12 +222,10 @@ def main() -> None:
         code = app(standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; a training run goes on with --resume", 130)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
-    except typer.Abort:
-        _fail("interrupted; a training run goes on with --resume", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's own errors about arguments carry one
             raise
@@ -249,7 +247,7 @@ def _say(text: str) -> None:
         sys.stdout.write(text + "\n")
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     sys.stderr.write(f"stretto: {message}\n")
     sys.exit(code)
 

@@ -297,7 +297,7 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
         axes.set_yticks([0.0], ["0"])
         notes.append("exactly 0 in every step")
     else:
-        style.ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 2.5, 5, 10], integer=panel.bound is not None)
+        style.ticks(axes.yaxis, panel.form, 6, steps=[1, 2, 5, 10], integer=panel.bound is not None)
         if panel.zero and min(values, default=0.0) >= 0:
             axes.set_ylim(bottom=0.0)
         if panel.top is not None:

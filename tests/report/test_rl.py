@@ -7,19 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES, write_json, write_text
 from stretto.report.page import Section, render, write_page
 from stretto.report.rl import (
     RlData,
     endings_caption,
     headline,
+    is_rl_run,
     mismatch_caption,
     queues,
+    read_rl_run,
     rl_page,
     smoothed,
     summary,
 )
 from stretto.report.rl_timeline import covered, timeline, without_gaps
-from stretto.rl.trace import Span
+from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.trace import Span, Trace
 
 STEPS = 12
 SOURCES = ("backward", "sums")
@@ -177,3 +184,40 @@ def test_steps_of_the_timeline_count_as_metrics_do() -> None:
     spans = [Span("trainer", "step", 10.0, 12.0, 0, {"step": 0, "ordinals": [5, 7]})]
     (*_, close_up) = timeline(spans).axes
     assert [text.get_text() for text in close_up.texts if "step 1" in text.get_text()] == ["step 1"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What a run of one step has left."""
+    recipe = read_recipe(RECIPES / "rl_gym.toml", RlRecipe, ["staleness=2", "train.steps=1"])
+    write_json(tmp_path / RECIPE_FILE, recipe.model_dump(mode="json"))
+    write_text(tmp_path / JOURNAL_FILE, "")
+    write_text(tmp_path / "metrics.jsonl", '{"step": 1, "reward/mean": 0.5, "policy/ess": null}\n')
+    with Trace(tmp_path) as trace:
+        trace.add(Span("agents", "group", 9.0, 10.0, 3, {"ordinal": 5, "attempt": 0}))
+        trace.add(Span("trainer", "step", 10.0, 12.0, 0, {"step": 0, "ordinals": [5, 7]}))
+        trace.add(Span("engine-0", "activate", 12.0, 12.5, 0, {"version": 1}))
+    return tmp_path
+
+
+def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
+    assert is_rl_run(run) and not is_rl_run(run.parent)
+    data = read_rl_run(run)
+    assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
+        2,
+        1,
+        ([1], [0.5]),
+        False,
+    )
+    group, step, activate = data.spans
+    assert (group.facts, group.lane, group.started_s) == ({"ordinal": 5, "attempt": 0}, 3, 9.0)
+    assert step.facts == {"step": 0, "ordinals": [5, 7]}
+    assert activate.facts == {"version": 1}
+    assert "problems: backward (gym)" in data.shape
+    assert '"staleness": 2' in data.recipe
+
+
+def test_a_run_that_has_logged_nothing_is_refused(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="no such file"):
+        read_rl_run(run)
