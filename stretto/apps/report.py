@@ -53,11 +53,11 @@ def report_command(run: Path, quiet: bool = True) -> Path:
     data = gather(run)
     page = write_page(report_page(data), run)
     if not quiet:
-        rich.print(headline(data), size_table(data).on_console())
+        rich.print(headline(data), size_table(data))
         if data.ledger is not None:
-            rich.print(ledger_table(data.ledger).on_console())
+            rich.print(ledger_table(data.ledger))
         if data.family is not None:
-            rich.print(family_table(data.family).on_console())
+            rich.print(family_table(data.family))
     return page
 
 
@@ -65,10 +65,10 @@ def cost_command(folders: Sequence[Path]) -> None:
     """Print the ledger of one model, or of several together as a family."""
     models = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
     for _, lineage in models:
-        rich.print(ledger_table(ledger(lineage)).on_console())
+        rich.print(ledger_table(ledger(lineage)))
     found = _family(models)
     if found is not None:
-        rich.print(family_table(found).on_console(), family_sentence(found))
+        rich.print(family_table(found), family_sentence(found))
 
 
 def gather(run: Path) -> ReportData:
@@ -78,11 +78,8 @@ def gather(run: Path) -> ReportData:
         raise UserError(f"{run}: a {info.stage} run; name the folder of the pre-training run")
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)
-    config, lineage, subnets = (
-        checkpoint.config,
-        checkpoint.lineage,
-        named_subnets(checkpoint.config, checkpoint.presets),
-    )
+    config, lineage = checkpoint.config, checkpoint.lineage
+    subnets = named_subnets(config, checkpoint.presets)
     batches = held_out(info, recipe.train, ranks)
     search = found.result if (found := read_search(run)) else None
     samples = read_samples(run)
@@ -94,9 +91,11 @@ def gather(run: Path) -> ReportData:
         shown[name] = subnets[name]
         if "best" in texts:
             texts.setdefault(name, texts["best"])
-    healed = _find_healed(run, batches, str(ranks.device))
     models = _models(run)
+    healed = _find_healed(models, batches, str(ranks.device))
+    # of one Subnet only its healed form counts in the family, which includes the cost of cutting it out
     used = {parent.run_id for _, each in models for parent in each.parents}
+    last = [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
     newest = healed[-1].lineage if healed else lineage
     mixture = lineage.config.get("mixture", {}) if lineage else {}
     total = sum(mixture.values()) or 1
@@ -116,10 +115,7 @@ def gather(run: Path) -> ReportData:
         kept=_kept(config, search.chosen.subnet) if search else None,
         loads=tuple(_load(checkpoint, name, subnet, batches) for name, subnet in shown.items()),
         ledger=ledger(newest) if newest else None,
-        # of one Subnet only its healed form counts, which includes the cost of cutting it out
-        family=_family(
-            [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
-        ),
+        family=_family(last),
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
@@ -169,10 +165,10 @@ def _models(run: Path) -> list[tuple[Path, Lineage]]:
     return list(found.values())
 
 
-def _find_healed(run: Path, batches: tuple[EvalBatch, ...], device: str) -> list[Healed]:
-    """Healed models of the run folder, oldest first."""
+def _find_healed(models: Sequence[tuple[Path, Lineage]], batches: tuple[EvalBatch, ...], device: str) -> list[Healed]:
+    """The healed ones, oldest first."""
     found: list[Healed] = []
-    for folder, lineage in _models(run):
+    for folder, lineage in models:
         cut = lineage.parents[0].config.get("subnet") if lineage.stage == "heal" and lineage.parents else None
         if cut is not None:
             model = read_checkpoint(folder, device=device).model

@@ -56,7 +56,7 @@ class Table:
         widths = {len(row) for row in (*self.rows, *self.totals)}
         assert widths <= {len(self.columns)}, f"{len(self.columns)} columns, rows of {sorted(widths)} cells"
 
-    def on_console(self) -> rich.table.Table:
+    def __rich__(self) -> rich.table.Table:
         """As rich prints it. Names are text, never markup."""
         shown = rich.table.Table(
             title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, caption=self.note,

@@ -24,7 +24,7 @@ FAMILY = family([PARENT, HEALED], [Alone(48_000, "computed"), Alone(24_000, "com
 def printed(table: Table) -> str:
     console = Console(width=160, color_system=None)
     with console.capture() as capture:
-        console.print(table.on_console())
+        console.print(table)
     return capture.get()
 
 

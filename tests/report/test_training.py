@@ -334,7 +334,7 @@ def test_console_tables_show_names_as_they_are() -> None:
     console = Console(width=160, color_system=None)
     data = ReportData("demo", (FULL, replace(CORNER, name="[red]corner")))
     with console.capture() as capture:
-        console.print(size_table(data).on_console())
+        console.print(size_table(data))
     text = capture.get()
     assert "[red]corner" in text
     for shown in ("6.41M", "34 %", "2.61M", "1.12 ms", "3.402", "+0.087"):
