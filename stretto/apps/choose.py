@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from stretto.apps.shape import read_search
+from stretto.apps.search import read_search
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -79,7 +79,7 @@ def latency(
     verify: Annotated[bool, typer.Option(help="Measure the presets and set the predictions beside them.")] = False,
 ) -> None:
     """Measure this machine's latency table for the search."""
-    from stretto.apps.shape import LATENCY_FILE, latency_command, latency_errors
+    from stretto.apps.search import LATENCY_FILE, latency_command, latency_errors
 
     table = latency_command(run, device)
     _say(
@@ -109,7 +109,7 @@ def search(
     if heal_steps:
         settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
-    from stretto.apps.shape import search_command
+    from stretto.apps.search import search_command
     from stretto.search.search import Limits, SearchOptions
 
     limits = Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
@@ -127,7 +127,7 @@ def extract(
     device: Device = "auto",
 ) -> None:
     """Cut a sub-model out as an ordinary checkpoint; refuses unless its logits are the same."""
-    from stretto.apps.shape import extract_command
+    from stretto.apps.search import extract_command
 
     done = extract_command(source, subnet, out, device)
     _say(
@@ -169,7 +169,7 @@ def export(
     """Write a checkpoint for other software: transformers, vLLM, SGLang, or llama.cpp."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {dtype}: unknown; use float32, bfloat16 or float16")
-    from stretto.apps.shape import export_command
+    from stretto.apps.search import export_command
 
     export_command(source, family, out, dtype, gguf)
     _say(f"written: {out}")
@@ -178,10 +178,10 @@ def export(
 @app.command()
 def report(run: RunFolder) -> None:
     """Draw what a run found: report.html and pictures."""
-    from stretto.apps.rl_report import is_rl_run, rl_report_command
+    from stretto.report.rl import is_rl_run, report_rl_run
 
     if is_rl_run(run):
-        _say(f"report: {rl_report_command(run)}")
+        _say(f"report: {report_rl_run(run)}")
         return
     from stretto.apps.report import report_command
 
@@ -221,12 +221,10 @@ def main() -> None:
         code = app(standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; a training run goes on with --resume", 130)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
-    except typer.Abort:
-        _fail("interrupted; a training run goes on with --resume", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's own errors about arguments carry one
             raise
@@ -248,7 +246,7 @@ def _say(text: str) -> None:
         sys.stdout.write(text + "\n")
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     sys.stderr.write(f"stretto: {message}\n")
     sys.exit(code)
 

@@ -17,8 +17,8 @@ import rich
 from rich.table import Table
 
 from stretto.apps.report import report_command
-from stretto.apps.run import learn_tokenizer, tokenise_documents
-from stretto.apps.shape import (
+from stretto.apps.run import SAMPLES_FILE, Sample, learn_tokenizer, read_samples, tokenise_documents
+from stretto.apps.search import (
     LATENCY_FILE,
     SEARCH_FILE,
     export_command,
@@ -27,14 +27,16 @@ from stretto.apps.shape import (
     search_command,
 )
 from stretto.apps.train import heal_command, pretrain_command
-from stretto.apps.write import Sample, read_samples, write_samples
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RECIPES, remove
+from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json
+from stretto.base.track import progress
 from stretto.data.demo_text import TEMPLATE, demo_documents
 from stretto.search.search import Limits, SearchOptions
 from stretto.train.recipe import HealRecipe, Recipe
 
+PROMPTS = ("def read_", "Question: ")
+NUM_NEW_TOKENS = 48
 LIMITS = Limits(max_total=0.34, max_active=0.5)
 SEARCH_HEAL_STEPS = 8
 """Enough to order candidates that lie close; the chosen one is healed properly afterwards."""
@@ -119,7 +121,7 @@ def _stages(run: Path) -> tuple[Stage, ...]:
             "model.gguf",
             lambda: export_command(run / "healed", "glm4_moe", run / "model.gguf", "float32", True),
         ),
-        Stage("let transformers write with each size", "samples.json", lambda: _write(run)),
+        Stage("let transformers write with each size", SAMPLES_FILE, lambda: _write(run)),
     )
 
 
@@ -135,8 +137,31 @@ def _extract(run: Path) -> None:
 
 
 def _write(run: Path) -> None:
+    """Let transformers load each size and continue each prompt greedily: the proof that other software reads them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # late: seconds to import
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar is enough
     sizes = {"full": run / CHECKPOINT, "half": run / "half", "best": run / "hf"}
-    write_samples(run, sizes)
+    samples = []
+    with progress("write", len(sizes) * len(PROMPTS)) as advance:
+        for size, folder in sizes.items():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            for prompt in PROMPTS:
+                inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+                ids = model.generate(  # type: ignore[misc]
+                    inputs.input_ids,
+                    attention_mask=inputs.attention_mask,
+                    max_new_tokens=NUM_NEW_TOKENS,
+                    do_sample=False,
+                    repetition_penalty=1.1,
+                    pad_token_id=tokenizer.eos_token_id,
+                )
+                text = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+                samples.append(Sample(size=size, prompt=prompt, text=text))
+                advance(1)
+    write_json(run / SAMPLES_FILE, [sample.model_dump() for sample in samples])
 
 
 def _samples_table(samples: list[Sample]) -> Table:

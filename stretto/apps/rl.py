@@ -6,10 +6,10 @@ from pathlib import Path
 
 import rich
 
-from stretto.apps.rl_report import rl_report_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
+from stretto.report.rl import report_rl_run as rl_report_command
 from stretto.rl.folder import has_begun, start_of
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import Job, Result, run_rl

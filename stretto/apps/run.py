@@ -6,6 +6,7 @@ snapshots/     what --resume goes on from
 metrics.jsonl  every scalar logged; tensorboard/ beside it
 checkpoint/    the result: an ordinary Hugging Face folder with its lineage
 latency.json, search.json, report/   written by the commands of those names
+samples.json   what each size of the demo wrote
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from stretto.data.tokenise import TOKENIZER, tokenise
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.recipe import HealRecipe, Recipe
 
+SAMPLES_FILE = "samples.json"
 VAL_FRACTION = 0.01
 """Held out where the data brings no validation split of its own (ours)."""
 TOKENIZER_CHARS = 20_000_000
@@ -57,6 +59,21 @@ def read_info(run: Path) -> RunInfo:
     if not path.is_file():
         raise UserError(f"{run}: not a run folder: it has no {RUN_FILE}; name the folder that `stretto pretrain` wrote")
     return validate(RunInfo, read_json(path), source=str(path))
+
+
+class Sample(Config):
+    """What a size wrote."""
+
+    size: str
+    prompt: str
+    text: str
+    """Greedy continuation of the prompt."""
+
+
+def read_samples(run: Path) -> list[Sample]:
+    """Samples written before; none where none were."""
+    path = run / SAMPLES_FILE
+    return [validate(Sample, row, str(path)) for row in read_json(path)] if path.is_file() else []
 
 
 def prepare_data(run: Path, data: Sequence[str], tokenizer: Path | None, vocab_size: int) -> tuple[Mixture, Path, str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stretto.apps.choose import Fit, fitting_subnet, parse_bytes
-from stretto.apps.shape import SEARCH_FILE, SearchRecord
+from stretto.apps.search import SEARCH_FILE, SearchRecord
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
 from stretto.engine.memory import cache_within, least_bytes

@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """``digits`` significant digits, thousands with separators: ``2.30``, ``12,346``."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = int(
+        f"{value:.{digits - 1}e}".partition("e")[2]
+    )  # of the rounded number: 9.996 has two decimals no longer
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def trimmed(text: str) -> str:
+    """Without the zeros that only show precision: for ticks, ``1.50M`` becomes ``1.5M``."""
+    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", r"\1", text)
+
+
+def short(value: float, digits: int = 3) -> str:
+    """Any number, as briefly as it can be read: ``2.3``, ``12,346``, and ``3.1e−7`` beyond five powers of ten; ``0`` is exact."""
+    text = trimmed(rounded(value, digits))
+    if value != 0 and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, power = f"{value:.1e}".partition("e")
+        text = f"{trimmed(mantissa)}e{int(power)}"
+    return text.replace("-", "−")
 
 
 def scale_of(value: float) -> tuple[float, str]:
@@ -19,18 +44,13 @@ def scale_of(value: float) -> tuple[float, str]:
 def si(value: float, unit: str = "") -> str:
     """Three significant digits with an SI prefix: ``12.3M``; with a unit, ``4.56 GFLOPs``."""
     factor, prefix = scale_of(value)
-    digits = f"{value:g}" if factor == 1 and value == int(value) else three(value / factor)
+    digits = f"{value:g}" if factor == 1 and value == int(value) else rounded(value / factor)
     return f"{digits}{' ' if unit else ''}{prefix}{unit}"
 
 
 def params(value: float) -> str:
     """A number of parameters: ``3.41M``, ``1.20B``."""
     return si(value).replace("G", "B")
-
-
-def trimmed(text: str) -> str:
-    """Without the zeros that only show precision: for ticks, ``1.50M`` becomes ``1.5M``."""
-    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", r"\1", text)
 
 
 def percent(share: float) -> str:
@@ -49,20 +69,18 @@ def difference(nats: float) -> str:
     return text.replace("-", "−") if float(text) else "±0.000"
 
 
-def milliseconds(value: float) -> str:
-    return f"{three(value)} ms"
-
-
 def size_in_bytes(value: float) -> str:
     """Binary units: ``768 B``, ``1.5 KiB``."""
     power = 0
     while value >= 1000 and power < 4:
         value, power = value / 1024, power + 1
-    return f"{trimmed(three(value))} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return f"{trimmed(rounded(value))} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def duration(seconds: float) -> str:
-    """``8.2 s``, ``12 min 05 s``, ``3 h 20 min``."""
+    """``3.20 ms``, ``8.2 s``, ``12 min 05 s``, ``3 h 20 min``."""
+    if 0 < seconds < 1:
+        return f"{rounded(1e3 * seconds)} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -76,14 +94,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(items: list[str]) -> str:
+def listed(items: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
-
-
-def three(value: float) -> str:
-    """Three significant digits, thousands with separators."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    exponent = int(f"{value:.2e}".partition("e")[2])  # of the rounded number: 9.996 has two decimals no longer
-    return f"{value:,.{max(0, 2 - exponent)}f}"

@@ -1,7 +1,9 @@
-"""The shaping commands: measure latency, search, extract, export."""
+"""The commands on a trained network: measure latency, search, extract, export."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +79,7 @@ def search_command(
     meter = Meter("search", device_name(ranks.device), ranks.world)
     healer = None
     if heal_recipe is not None:
-        healer = _Healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches, meter)
+        healer = _healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches, meter)
     with meter, metered(checkpoint.model, meter):
         result = search(
             checkpoint.model,
@@ -106,49 +108,50 @@ def read_search(run: Path) -> SearchRecord | None:
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 
-class _Healer:
+def _healer(
+    model: Transformer,
+    info: RunInfo,
+    recipe: HealRecipe,
+    folder: Path,
+    ranks: Ranks,
+    batches: tuple[EvalBatch, ...],
+    meter: Meter,
+) -> Callable[[Subnet], float]:
     """Heals a Subnet for a few steps and tells its loss; each in a folder of its own."""
+    numbers = itertools.count()
 
-    def __init__(
-        self,
-        model: Transformer,
-        info: RunInfo,
-        recipe: HealRecipe,
-        folder: Path,
-        ranks: Ranks,
-        batches: tuple[EvalBatch, ...],
-        meter: Meter,
-    ):
-        self.model, self.info, self.recipe = model, info, recipe
-        self.folder, self.ranks, self.batches, self.meter = folder, ranks, batches, meter
-        self.num = 0
-
-    def __call__(self, subnet: Subnet) -> float:
-        ranks = self.ranks
-        folder = self.folder / f"heal-{self.num:02d}"
-        self.num += 1
-        before = self.meter.receipt().flops
+    def healed_nll(subnet: Subnet) -> float:
+        before = meter.receipt().flops
         healed = heal(
-            self.recipe,
-            folder,
-            extract(self.model, subnet),
-            self.model if self.recipe.ce_weight < 1.0 else None,
-            open_loader(self.info, self.recipe.train, ranks),
-            self.info.data_hash,
+            recipe,
+            folder / f"heal-{next(numbers):02d}",
+            extract(model, subnet),
+            model if recipe.ce_weight < 1.0 else None,
+            open_loader(info, recipe.train, ranks),
+            info.data_hash,
             ranks,
             observe=lambda model, step: {},
         )
         # what the search's meter saw of it already are the teacher's passes through the maximum network
-        spent, seen = healed.meter.receipt(), self.meter.receipt().flops - before
-        self.meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
-        return evaluate(healed.model, healed.model.config.full(), self.batches).nll
+        spent, seen = healed.meter.receipt(), meter.receipt().flops - before
+        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
+        return evaluate(healed.model, healed.model.config.full(), batches).nll
+
+    return healed_nll
 
 
 def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:
-    """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones."""
+    """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
+
+    Args:
+        subnet_name: a preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``.
+    """
     ranks = join(device)
     checkpoint = _load(source, ranks)
-    subnet = choose_subnet(source, checkpoint, subnet_name)
+    if subnet_name == "best":
+        subnet = best_subnet(source, checkpoint.config)
+    else:
+        subnet = parse_subnet(subnet_name, checkpoint.config, checkpoint.presets)
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
@@ -178,13 +181,6 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
         lineage=lineage,
     )
     return extracted
-
-
-def choose_subnet(source: Path, checkpoint: Checkpoint, name: str) -> Subnet:
-    """A preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``."""
-    if name != "best":
-        return parse_subnet(name, checkpoint.config, checkpoint.presets)
-    return best_subnet(source, checkpoint.config)
 
 
 def best_subnet(source: Path, config: ModelConfig) -> Subnet:

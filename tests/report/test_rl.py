@@ -7,13 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto.evals import rl_captions
-from stretto.evals.page import Shown
-from stretto.evals.rl_data import RlData, Work
-from stretto.evals.rl_flow import queues
-from stretto.evals.rl_panels import smoothed, tiny
-from stretto.evals.rl_report import pictures, render, write_rl_report
-from stretto.evals.rl_timeline import covered, without_gaps
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES, write_json, write_text
+from stretto.report.page import Section, render, write_page
+from stretto.report.rl import (
+    RlData,
+    endings_caption,
+    headline,
+    is_rl_run,
+    mismatch_caption,
+    queues,
+    read_rl_run,
+    rl_page,
+    smoothed,
+    summary,
+)
+from stretto.report.rl_timeline import covered, timeline, without_gaps
+from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
+from stretto.rl.recipe import RlRecipe
+from stretto.rl.trace import Span, Trace
 
 STEPS = 12
 SOURCES = ("backward", "sums")
@@ -43,16 +56,18 @@ def row(step: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def works() -> list[Work]:
+def spans() -> list[Span]:
     """Steps of 2 s that train the groups that were drawn two steps before; one group in four is never trained."""
     found = []
     for step in range(1, STEPS + 1):
         start = 1000.0 + 2 * step
         ordinals = tuple(range(4 * step, 4 * step + 3))
-        found.append(Work("trainer", "step", start, start + 1.6, number=step, ordinals=ordinals))
-        found.append(Work("trainer", "wait", start + 1.6, start + 2.0))
-        found.append(Work("engine-0", "activate", start + 1.7, start + 1.8, number=step))
-        found += [Work("agents", "group", start - 4, start - 2.5, lane, 4 * step + lane) for lane in range(4)]
+        found.append(Span("trainer", "step", start, start + 1.6, facts={"step": step - 1, "ordinals": ordinals}))
+        found.append(Span("trainer", "wait", start + 1.6, start + 2.0))
+        found.append(Span("engine-0", "activate", start + 1.7, start + 1.8, facts={"version": step}))
+        found += [
+            Span("agents", "group", start - 4, start - 2.5, lane, {"ordinal": 4 * step + lane}) for lane in range(4)
+        ]
     return found
 
 
@@ -65,24 +80,23 @@ DATA = RlData(
     ),
     bound=4,
     num_steps=STEPS,
-    works=tuple(works()),
+    spans=tuple(spans()),
     recipe="staleness = 4",
 )
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rl_report(DATA, tmp_path_factory.mktemp("run"))
+    return write_page(rl_page(DATA), tmp_path_factory.mktemp("run"))
 
 
-def captions(data: RlData) -> list[Shown]:
-    return [
-        Shown(each.slug, each.heading, each.alt, each.absent(data) or each.caption(data), None) for each in pictures()
-    ]
+def pictures(data: RlData) -> dict[str, Section]:
+    """The sections that may have a picture."""
+    return {section.slug: section for section in rl_page(data).sections if not section.tables}
 
 
 def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
-    slugs = {picture.slug for picture in pictures()}
+    slugs = set(pictures(DATA))
     assert {file.stem for file in page.parent.glob("*.png")} == slugs
     text = page.read_text(encoding="utf-8")
     assert text.count('src="data:image/png;base64,') == len(slugs)
@@ -91,21 +105,21 @@ def test_every_picture_is_in_the_folder_and_on_the_page(page: Path) -> None:
 
 
 def test_the_numbers_are_those_of_the_rows() -> None:
-    assert rl_captions.headline(DATA).startswith("12 steps: held-out reward from 0.100 to 0.600. ")
-    assert "older than 3 versions; the bound is 4" in rl_captions.headline(DATA)
-    table = {cells[0].text: cells[1] for cells in rl_captions.summary(DATA).rows}
+    assert headline(DATA).startswith("12 steps: held-out reward from 0.100 to 0.600. ")
+    assert "older than 3 versions; the bound is 4" in headline(DATA)
+    table = {cells[0].text: cells[1] for cells in summary(DATA).rows}
     assert table["samples trained"].value == 32 * 2 * STEPS
     assert table["the trainer waited"].value == pytest.approx(0.25)
     assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
-    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in rl_captions.mismatch_caption(DATA)
-    assert "96 trained and 24 dropped" in rl_captions.endings_caption(DATA)
+    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch_caption(DATA)
+    assert "96 trained and 24 dropped" in endings_caption(DATA)
 
 
 def test_a_run_without_steps_gets_sentences_instead_of_pictures() -> None:
-    bare = replace(DATA, rows=(), works=())
-    assert all(picture.absent(bare) for picture in pictures())
-    text = render(bare, captions(bare))
+    bare = replace(DATA, rows=(), spans=())
+    assert all(section.draw is None for section in pictures(bare).values())
+    text = render(rl_page(bare), {})
     assert "No step was made." in text and "No spans were recorded." in text and "nan" not in text.lower().split()
 
 
@@ -125,11 +139,11 @@ def test_metrics_that_are_missing_leave_their_curves_out() -> None:
     old = replace(
         DATA, rows=tuple({name: value for name, value in each.items() if name.startswith(few)} for each in DATA.rows)
     )
-    for picture in pictures():
-        assert picture.absent(old) is None, picture.slug
-        if picture.slug in ("samples", "waits", "queues", "endings"):
-            assert picture.draw(old).axes
-        assert "None" not in picture.caption(old)
+    for slug, section in pictures(old).items():
+        assert section.draw is not None, slug
+        if slug in ("samples", "waits", "queues", "endings"):
+            assert section.draw().axes
+        assert "None" not in section.text
 
 
 def test_the_curve_between_the_values_is_their_running_mean() -> None:
@@ -139,19 +153,9 @@ def test_the_curve_between_the_values_is_their_running_mean() -> None:
     assert smoothed(values)[0] == pytest.approx(1.0), "at an end, of what there is"
 
 
-def test_tiny_numbers_keep_their_power_and_zero_is_exact() -> None:
-    assert [tiny(value) for value in (0.0, 2.84e-12, 0.0421, 1.0, -8.5e-4)] == [
-        "0",
-        "2.8e−12",
-        "0.0421",
-        "1",
-        "−8.5e−4",
-    ]
-
-
 def test_time_in_which_the_run_was_stopped_is_cut_out() -> None:
-    first = [Work("trainer", "step", start, start + 1.0) for start in (0.0, 1.0, 2.0)]
-    resumed = [Work("trainer", "step", 3600.0 + start, 3601.0 + start) for start in (0.0, 1.0)]
+    first = [Span("trainer", "step", start, start + 1.0) for start in (0.0, 1.0, 2.0)]
+    resumed = [Span("trainer", "step", 3600.0 + start, 3601.0 + start) for start in (0.0, 1.0)]
     moved, cuts = without_gaps([*resumed, *first])
     assert [(cut.at_s, cut.seconds) for cut in cuts] == [(3.0, 3597.0)]
     assert [work.started_s for work in moved] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -160,9 +164,9 @@ def test_time_in_which_the_run_was_stopped_is_cut_out() -> None:
 
 def test_time_that_was_worked_is_shared_out_among_bins() -> None:
     edges = np.array([0.0, 1.0, 2.0, 4.0])
-    worked = covered([Work("a", "b", 10.5, 11.5), Work("a", "b", 11.0, 13.0)], 10.0, edges)
+    worked = covered([Span("a", "b", 0.5, 1.5), Span("a", "b", 1.0, 3.0)], edges)
     assert worked.tolist() == [0.5, 1.5, 1.0]
-    assert covered([], 10.0, edges).tolist() == [0.0, 0.0, 0.0]
+    assert covered([], edges).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_series_of_a_run_that_was_resumed_have_one_value_a_step() -> None:
@@ -174,3 +178,46 @@ def test_groups_of_a_synchronous_run_none_alive_between_steps() -> None:
     none_alive = {f"groups/{name}": 0.0 for name in ("in_flight", "ready", "training")}
     figure = queues(replace(DATA, rows=tuple(each | none_alive for each in DATA.rows)))
     assert figure.axes[0].collections
+
+
+def test_steps_of_the_timeline_count_as_metrics_do() -> None:
+    spans = [Span("trainer", "step", 10.0, 12.0, 0, {"step": 0, "ordinals": [5, 7]})]
+    (*_, close_up) = timeline(spans).axes
+    assert [text.get_text() for text in close_up.texts if "step 1" in text.get_text()] == ["step 1"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What a run of one step has left."""
+    recipe = read_recipe(RECIPES / "rl_gym.toml", RlRecipe, ["staleness=2", "train.steps=1"])
+    write_json(tmp_path / RECIPE_FILE, recipe.model_dump(mode="json"))
+    write_text(tmp_path / JOURNAL_FILE, "")
+    write_text(tmp_path / "metrics.jsonl", '{"step": 1, "reward/mean": 0.5, "policy/ess": null}\n')
+    with Trace(tmp_path) as trace:
+        trace.add(Span("agents", "group", 9.0, 10.0, 3, {"ordinal": 5, "attempt": 0}))
+        trace.add(Span("trainer", "step", 10.0, 12.0, 0, {"step": 0, "ordinals": [5, 7]}))
+        trace.add(Span("engine-0", "activate", 12.0, 12.5, 0, {"version": 1}))
+    return tmp_path
+
+
+def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
+    assert is_rl_run(run) and not is_rl_run(run.parent)
+    data = read_rl_run(run)
+    assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
+        2,
+        1,
+        ([1], [0.5]),
+        False,
+    )
+    group, step, activate = data.spans
+    assert (group.facts, group.lane, group.started_s) == ({"ordinal": 5, "attempt": 0}, 3, 9.0)
+    assert step.facts == {"step": 0, "ordinals": [5, 7]}
+    assert activate.facts == {"version": 1}
+    assert "problems: backward (gym)" in data.shape
+    assert '"staleness": 2' in data.recipe
+
+
+def test_a_run_that_has_logged_nothing_is_refused(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="no such file"):
+        read_rl_run(run)

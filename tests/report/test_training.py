@@ -1,28 +1,46 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 
+import matplotlib
 import pytest
+from matplotlib.image import imread
+from rich.console import Console
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Alone, family, ledger
+from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
 from stretto.base.records import Lineage, Receipt, new_lineage
-from stretto.evals import captions
-from stretto.evals.page import PAGE, REPORT_FOLDER, Shown
-from stretto.evals.pictures import pictures
-from stretto.evals.report import render, write_report
-from stretto.evals.report_data import Control, Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
+from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
+from stretto.report.search import Kept, Load
+from stretto.report.training import (
+    Curve,
+    ReportData,
+    Size,
+    compute_caption,
+    headline,
+    loss_against_compute,
+    report_page,
+    size_table,
+    training_curves,
+)
+from tests.report.searches import Point, searched
+from tests.report.test_search import POINTS, marks, texts
 
 HOSTILE = "<script>alert('x')</script>&\"[red]$\\frac{"
 VOID = {"meta", "img", "br"}
 FULL = Size(
     "full", "4 layers, 8 experts, top-2", 6_412_801, 2_301_443, 5_230_007, 4_096, 1.92, 3.214159, sample=" a < b"
 )
+NETWORK = Size("full", "4 layers", 1_000, 600, 2_000, 64, nll=3.0)
+HALF = Size("corner", "2 layers", 400, 300, 900, 32, nll=3.4, healed_nll=3.2)
+BARE = ReportData("run", (NETWORK,))
 CORNER = Size("corner", "2 layers, 3 experts, top-2", 2_170_003, 1_120_009, 2_610_011, 2_048, 1.12, 3.402, 3.301)
 
 
@@ -39,8 +57,8 @@ def data() -> ReportData:
     parent = lineage("demo", "pretrain", 60_000)
     healed = lineage("healed", "heal", 5_200, parent)
     points = (
-        SearchPoint(6_412_801, 2_301_443, 3.21, 3.214, 1.92, name="full", on_front=True, within=False),
-        SearchPoint(2_170_003, 1_120_009, 3.38, 3.402, 1.12, 3.301, "corner", on_front=True, chosen=True),
+        Point(6_412_801, 2_301_443, 3.21, 3.214, 1.92, name="full", on_front=True),
+        Point(2_170_003, 1_120_009, 3.38, 3.402, 1.12, 3.301, "corner", on_front=True, chosen=True),
     )
     losses = tuple({"step": step, "loss/full": 9 / step, "loss/corner": 9.5 / step} for step in (1, 2, 3))
     return ReportData(
@@ -49,10 +67,9 @@ def data() -> ReportData:
         shape=("4 layers, hidden 64",),
         environment="a CPU, commit abc",
         prompt="def f",
-        controls=(Control("corner", 2_610_011, 3.322),),
         pretraining=Curve("full", losses, 2048.0),
         healing=(Curve("corner", ({"step": 5, "loss/full": 3.3},), 2048.0),),
-        search=SearchData(points, 1834, 0.34, 0.5, 2.0, "decode of 1 x 1", 0.87),
+        search=searched(points, 1834, 0.34, 0.5, 2.0, 0.87),
         kept=Kept((True, False), ((True, False), (False, False))),
         loads=(Load("full", (0, 1), ((0.5, 0.5), (0.25, 0.75))),),
         ledger=ledger(healed),
@@ -65,7 +82,7 @@ def data() -> ReportData:
 
 @pytest.fixture(scope="module")
 def page(data: ReportData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(data, tmp_path_factory.mktemp("run"))
+    return write_page(report_page(data), tmp_path_factory.mktemp("run"))
 
 
 class Reader(HTMLParser):
@@ -94,18 +111,16 @@ class Reader(HTMLParser):
             self.values.append((str(self.tags[-1][1]["value"]), data))
 
 
-def without_pictures(data: ReportData) -> list[Shown]:
-    """What `draw` gives, its pictures replaced by their captions, which is all that a test of words needs."""
-    return [
-        Shown(each.slug, each.heading, each.alt, each.absent(data) or each.caption(data), None) for each in pictures()
-    ]
+def drawn(data: ReportData) -> dict[str, Section]:
+    """The sections that have a picture."""
+    return {section.slug: section for section in report_page(data).sections if section.draw is not None}
 
 
-def test_report_holds_every_picture_twice_and_alike(page: Path) -> None:
+def test_report_holds_every_picture_twice_and_alike(page: Path, data: ReportData) -> None:
     assert page.name == PAGE and page.parent.name == REPORT_FOLDER
     text = page.read_text(encoding="utf-8")
     files = sorted(page.parent.glob("*.png"))
-    assert {file.stem for file in files} == {picture.slug for picture in pictures()}
+    assert {file.stem for file in files} == set(drawn(data))
     for file in files:
         assert base64.b64encode(file.read_bytes()).decode() in text, file.name
     assert sorted(page.parent.iterdir()) == sorted([page, *files]), "nothing half-written is left"
@@ -153,12 +168,12 @@ def test_samples_and_recipe_are_shown_as_written(page: Path) -> None:
 
 def test_same_data_gives_the_same_bytes(tmp_path: Path) -> None:
     data = ReportData("demo", (FULL, CORNER))
-    first, second = (write_report(data, tmp_path / name).read_bytes() for name in ("a", "b"))
+    first, second = (write_page(report_page(data), tmp_path / name).read_bytes() for name in ("a", "b"))
     assert first == second
 
 
 def test_a_network_alone_gets_sentences_instead_of_pictures(tmp_path: Path) -> None:
-    page = write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path)
+    page = write_page(report_page(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),))), tmp_path)
     assert list(page.parent.glob("*.png")) == []
     reader = Reader(page.read_text(encoding="utf-8"))
     assert "img" not in {tag for tag, _ in reader.tags}
@@ -181,25 +196,25 @@ def test_a_network_alone_gets_sentences_instead_of_pictures(tmp_path: Path) -> N
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said(data: ReportData, lacking: Callable[[ReportData], ReportData], sentence: str) -> None:
-    complete, partial = (Reader(render(each, without_pictures(each))).text for each in (data, lacking(data)))
+    complete, partial = (Reader(render(report_page(each), {})).text for each in (data, lacking(data)))
     assert sentence not in complete
     assert sentence in partial
 
 
 def test_pictures_are_drawn_from_what_is_there(data: ReportData) -> None:
-    points = tuple(replace(point, latency_ms=None, healed_nll=None) for point in data.search.points)  # type: ignore[union-attr]
+    points = (Point(6_412_801, 2_301_443, 3.21, 3.214, name="full", on_front=True),
+              Point(2_170_003, 1_120_009, 3.38, 3.402, name="corner", on_front=True, chosen=True))  # fmt: skip
     partial = replace(
         data,
         sizes=tuple(replace(size, latency_ms=None, healed_nll=None) for size in data.sizes),
-        search=SearchData(points, 2),
+        search=searched(points, 2),
         healing=(),
         family=None,
-        controls=(),
     )
-    for picture in pictures():
-        assert picture.absent(partial) is None
-        assert picture.draw(partial).axes
-        assert "None" not in picture.caption(partial)
+    assert len(drawn(partial)) == 6
+    for section in drawn(partial).values():
+        assert section.draw is not None and section.draw().axes
+        assert "None" not in section.text
 
 
 def test_hostile_text_stays_text(data: ReportData) -> None:
@@ -213,7 +228,7 @@ def test_hostile_text_stays_text(data: ReportData) -> None:
         mixture_drawn={HOSTILE: 1.0},
         recipe=HOSTILE,
     )
-    text = render(hostile, without_pictures(hostile))
+    text = render(report_page(hostile), {})
     reader = Reader(text)
     assert "script" not in {tag for tag, _ in reader.tags}
     assert "<script" not in text
@@ -222,9 +237,9 @@ def test_hostile_text_stays_text(data: ReportData) -> None:
 
 def test_a_second_report_replaces_the_first_whole(data: ReportData, tmp_path: Path) -> None:
     alone = ReportData("demo", (Size("full", "1 layer", 10, 10, 20, 4),))
-    write_report(replace(alone, kept=data.kept), tmp_path)
+    write_page(report_page(replace(alone, kept=data.kept)), tmp_path)
     assert (tmp_path / REPORT_FOLDER / "kept.png").exists()
-    page = write_report(alone, tmp_path)
+    page = write_page(report_page(alone), tmp_path)
     assert [path.name for path in page.parent.iterdir()] == [PAGE]
     assert [path.name for path in tmp_path.iterdir()] == [REPORT_FOLDER]
 
@@ -232,30 +247,101 @@ def test_a_second_report_replaces_the_first_whole(data: ReportData, tmp_path: Pa
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        write_report(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),)), tmp_path / "file")
+        write_page(report_page(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),))), tmp_path / "file")
 
 
 @pytest.mark.parametrize(
-    ("scratch", "said"), [(3.322, "0.021 nats below"), (3.3, "0.001 nats above"), (3.3012, "level with")]
+    ("full", "said"), [(3.322, "0.021 nats below"), (3.3, "0.001 nats above"), (3.3012, "level with")]
 )
-def test_captions_follow_the_numbers(data: ReportData, scratch: float, said: str) -> None:
-    caption = captions.compute_caption(replace(data, controls=(Control("corner", 2_610_011, scratch),)))
-    assert f"Healed, corner lies {said} the same shape trained from scratch." in caption
-    assert "Healing moves corner by −0.101." in caption
+def test_captions_follow_the_numbers(data: ReportData, full: float, said: str) -> None:
+    other = replace(data, sizes=(replace(FULL, nll=full), CORNER))
+    assert f"healed, its held-out loss lies {said} the full network's." in headline(other)
+    assert "Healing moves corner by −0.101." in compute_caption(data)
 
 
 def test_headline_compares_with_the_full_network(data: ReportData) -> None:
-    assert "corner, keeps 34 % of them and 49 % of the active ones" in captions.headline(data)
-    assert "healed, its held-out loss lies 0.087 nats above the full network's" in captions.headline(data)
+    assert "corner, keeps 34 % of them and 49 % of the active ones" in headline(data)
+    assert "healed, its held-out loss lies 0.087 nats above the full network's" in headline(data)
     zero_shot = replace(data, sizes=(FULL, replace(CORNER, healed_nll=None)))
-    assert "its held-out loss lies 0.188 nats above" in captions.headline(zero_shot)
+    assert "its held-out loss lies 0.188 nats above" in headline(zero_shot)
 
 
-def test_search_caption_states_the_limits(data: ReportData) -> None:
-    assert "1 of those meet the limits (total ≤ 34 %, active ≤ 50 %, latency ≤ 2.00 ms)" in captions.search_caption(
-        data
+def test_loss_against_compute_marks_every_loss_where_it_lies() -> None:
+    data = ReportData("run", (NETWORK, HALF))
+    figure = loss_against_compute(data)
+    assert marks(figure, "o") == [(2_000, 3.0), (900, 3.4)]
+    assert marks(figure, "D") == [(900, 3.2)]
+    assert {"full  3.000", "corner  3.400", "healed  3.200"} <= set(texts(figure))
+
+
+def test_a_size_that_was_only_healed_is_named_so() -> None:
+    figure = loss_against_compute(ReportData("run", (NETWORK, replace(HALF, nll=None))))
+    assert "corner, healed  3.200" in texts(figure)
+    assert marks(figure, "o") == [(2_000, 3.0)]
+
+
+def test_curves_skip_what_is_not_finite_and_name_their_ends() -> None:
+    rows = ({"step": 1, "loss/full": 5.0}, {"step": 2, "loss/full": math.nan}, {"step": 3, "loss/train": 1.0},
+            {"step": 4, "loss/full": 4.0, "loss/corner": 4.5})  # fmt: skip
+    curve = Curve("full", rows, tokens_per_step=10.0)
+    assert curve.held_out() == ("full", "corner")
+    figure = training_curves(replace(BARE, pretraining=curve))
+    lines = figure.axes[0].lines
+    assert [list(line.get_xdata()) for line in lines] == [[10.0, 40.0], [40.0]]
+    assert {"full  4.000", "corner  4.500"} <= set(texts(figure))
+    assert figure.axes[0].get_xlabel() == "Training tokens"
+
+
+def test_healing_alone_has_one_panel() -> None:
+    healing = (Curve("corner", ({"step": 3, "loss/full": 2.0},), 10.0),)
+    figure = training_curves(replace(BARE, healing=healing))
+    assert [axes.get_xlabel() for axes in figure.axes] == ["Training tokens"]
+
+
+def test_pictures_are_opaque_on_white_and_wide_enough() -> None:
+    pixels = imread(BytesIO(to_png(loss_against_compute(BARE))))
+    assert pixels.shape[1] >= 1200
+    assert pixels[0, 0].tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert (pixels[..., 3] == 1.0).all()
+
+
+def test_drawing_changes_no_global_setting() -> None:
+    before = dict(matplotlib.rcParams)
+    to_png(loss_against_compute(BARE))
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_names_are_never_read_as_formulas() -> None:
+    bad = r"$\nosuchcommand{$"
+    spent = Receipt(stage=bad, device="a CPU", flops=900)
+    data = ReportData(
+        bad,
+        (replace(NETWORK, name=bad),),
+        search=searched(tuple(replace(point, name=bad) for point in POINTS), 9),
+        loads=(Load(bad, (1,), ((0.0, 1.0, None),)),),
+        ledger=Ledger((LedgerRow(bad, "own", spent),), spent, spent),
+        family=Family((FamilyRow(bad, 100, Alone(700, "computed")),), 900, "computed"),
+        healing=(Curve(bad, ({"step": 3, "loss/full": 2.0},), 10.0),),
     )
-    assert data.search is not None
-    free = replace(data, search=SearchData(data.search.points, 9))
-    assert "no limit was set" in captions.search_caption(free)
-    assert "Too few to rank" in captions.search_caption(free)
+    found = drawn(data)
+    assert set(found) == {"loss_compute", "pareto_front", "expert_load", "cost", "training_curves"}
+    for section in found.values():
+        assert section.draw is not None
+        section.draw().draw_without_rendering()  # would raise if one were
+
+
+def test_console_tables_show_names_as_they_are() -> None:
+    console = Console(width=160, color_system=None)
+    data = ReportData("demo", (FULL, replace(CORNER, name="[red]corner")))
+    with console.capture() as capture:
+        console.print(size_table(data))
+    text = capture.get()
+    assert "[red]corner" in text
+    for shown in ("6.41M", "34 %", "2.61M", "1.12 ms", "3.402", "+0.087"):
+        assert shown in text
+
+
+def test_no_difference_is_shown_beside_the_full_network_itself() -> None:
+    full, corner = size_table(ReportData("demo", (FULL, CORNER))).rows
+    assert all(cell.note == "" for cell in full[1:])
+    assert [cell.note for cell in corner[-2:]] == ["+0.188", "+0.087"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.evals import numbers
+from stretto.base import numbers
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,15 @@ from stretto.evals import numbers
 )
 def test_numbers_read_well(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_tiny_numbers_keep_their_power_and_zero_is_exact() -> None:
+    assert [numbers.short(value) for value in (0.0, 2.84e-12, 0.0421, 1.0, -8.5e-4)] == [
+        "0",
+        "2.8e−12",
+        "0.0421",
+        "1",
+        "−8.5e−4",
+    ]
+    assert numbers.short(12_345.6) == "12,346"
+    assert numbers.short(2.31415, digits=4) == "2.314"

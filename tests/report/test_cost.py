@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rich.console import Console
-from rich.table import Table
 
-from stretto.base.receipt import Alone, family, ledger
+from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
 from stretto.base.records import Lineage, Receipt, new_lineage
-from stretto.evals.ledger import family_sentence, family_table, ledger_table, size_sheet, summary_table
-from stretto.evals.report_data import ReportData, Size
-
-FULL = Size("full", "4 layers, 8 experts, top-2", 6_412_801, 2_301_443, 5_230_007, 4_096, 1.92, 3.214159)
-CORNER = Size("corner", "2 layers, 3 experts, top-2", 2_170_003, 1_120_009, 2_610_011, 2_048, 1.12, 3.402, 3.301)
+from stretto.report.cost import cost_bars, family_sentence, family_table, ledger_table
+from stretto.report.page import Table
 
 
 def lineage(name: str, stage: str, flops: int, *parents: Lineage) -> Lineage:
@@ -32,13 +26,6 @@ def printed(table: Table) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
-
-
-def test_console_tables_show_names_as_they_are() -> None:
-    text = printed(summary_table(ReportData("demo", (FULL, replace(CORNER, name="[red]corner")))))
-    assert "[red]corner" in text
-    for shown in ("6.41M", "34 %", "2.61M", "1.12 ms", "3.402", "+0.087"):
-        assert shown in text
 
 
 def test_ledger_table_shows_cost_with_and_without_the_parent() -> None:
@@ -69,7 +56,25 @@ def test_a_family_that_never_pays_off_is_called_so() -> None:
     assert "not measured" not in family_sentence(dear)
 
 
-def test_no_difference_is_shown_beside_the_full_network_itself() -> None:
-    full, corner = size_sheet(ReportData("demo", (FULL, CORNER))).rows
-    assert all(cell.note == "" for cell in full[1:])
-    assert [cell.note for cell in corner[-2:]] == ["+0.188", "+0.087"]
+def receipt(stage: str, flops: int) -> Receipt:
+    return Receipt(stage=stage, device="a CPU", flops=flops)
+
+
+def test_cost_bars_add_up() -> None:
+    rows = (LedgerRow("p", "parent", receipt("pretrain", 900)), LedgerRow("h", "own", receipt("heal", 100)))
+    ledger = Ledger(rows, receipt("heal", 100), receipt("pretrain + heal", 1_000))
+    family = Family((FamilyRow("h", 100, Alone(700, "computed")),), 900, "computed")
+    figure = cost_bars(ledger, family)
+    ends: dict[float, float] = {}
+    for bar in figure.axes[0].patches:
+        place = round(bar.get_y() + bar.get_height() / 2)
+        ends[place] = max(ends.get(place, 0.0), bar.get_x() + bar.get_width())
+    # the axis is in thousands, since the largest bar is
+    assert [round(1000 * ends[place]) for place in range(4)] == [100, 1_000, 1_000, 700]
+    assert any("computed" in label.get_text() for label in figure.axes[0].get_yticklabels())
+
+
+def test_a_model_without_a_parent_has_one_bar() -> None:
+    alone = receipt("pretrain", 900)
+    figure = cost_bars(Ledger((LedgerRow("p", "own", alone),), alone, alone), None)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["this model alone"]

@@ -1,0 +1,1 @@
+"""Everything that draws: reports of runs as pictures and one page."""

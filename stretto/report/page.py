@@ -1,0 +1,170 @@
+"""A page of pictures and tables: PNG files, and one HTML file that holds everything it shows; tables for the console too."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from io import BytesIO
+from pathlib import Path
+from typing import TypeVar
+
+import rich.table
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+from rich import box
+from rich.text import Text
+
+from stretto.base.paths import replacing
+from stretto.report.style import DPI
+
+REPORT_FOLDER = "report"
+PAGE = "report.html"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    value: float | int | None = None
+    """The exact number behind ``text``; the page carries it beside the rounded one."""
+    note: str = ""
+    """Second, smaller line."""
+
+
+NOTHING = Cell("–")
+"""Not measured, or it does not apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table as data, shown alike on the console and on the page."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    totals: tuple[tuple[Cell, ...], ...] = ()
+    """Rows set apart at the foot."""
+    note: str = ""
+    """How to read it."""
+    num_words: int = 1
+    """Columns, the first ones, that hold words; numbers stand flush right."""
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in (*self.rows, *self.totals)}
+        assert widths <= {len(self.columns)}, f"{len(self.columns)} columns, rows of {sorted(widths)} cells"
+
+    def __rich__(self) -> rich.table.Table:
+        """As rich prints it. Names are text, never markup."""
+        shown = rich.table.Table(
+            title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, caption=self.note,
+            caption_justify="left",
+        )  # fmt: skip
+        for place, heading in enumerate(self.columns):
+            # words first: a narrow console breaks headings of numbers before it breaks names
+            if place < self.num_words:
+                shown.add_column(Text(heading), min_width=10, overflow="fold")
+            else:
+                shown.add_column(Text(heading), justify="right", overflow="fold")
+        for rows, style in ((self.rows, ""), (self.totals, "bold")):
+            for row in rows:
+                shown.add_row(
+                    *(Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in row),
+                    style=style,
+                )
+            shown.add_section()
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page."""
+
+    slug: str
+    """Name of its PNG, without the ending."""
+    heading: str
+    text: str = ""
+    """Caption of the picture; where there is none, why."""
+    draw: Callable[[], Figure] | None = None
+    alt: str = ""
+    """What kind of picture it is, for those who cannot see it; the numbers are in the caption."""
+    tables: tuple[Table, ...] = ()
+    samples: tuple[tuple[str, str, str], ...] = ()
+    """Name, prompt and continuation."""
+
+
+def pictured(
+    slug: str,
+    heading: str,
+    alt: str,
+    data: T | None,
+    absent: str,
+    draw: Callable[[T], Figure],
+    caption: Callable[[T], str],
+    *tables: Table,
+) -> Section:
+    """The section of the picture that ``draw`` makes of ``data``; without data, of the sentence ``absent``."""
+    if data is None:
+        return Section(slug, heading, absent, tables=tables)
+    return Section(slug, heading, caption(data), partial(draw, data), alt, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Everything a report shows."""
+
+    name: str
+    """Name of the run."""
+    headline: str
+    """The run in a sentence or two."""
+    facts: tuple[str, ...]
+    """The network or the run in a few short lines."""
+    sections: tuple[Section, ...]
+    environment: str
+    """Device, versions, commit."""
+    recipe: str
+    """The complete recipe, as text."""
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG on white."""
+    buffer = BytesIO()
+    # without a date or version inside, the same data gives the same bytes
+    figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def render(page: Page, pngs: Mapping[str, bytes]) -> str:
+    """The page as text. Everything from the run is escaped; nothing in it is fetched from anywhere."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(files("stretto.report").joinpath("page.html").read_text(encoding="utf-8"))
+    images = {slug: base64.b64encode(png).decode("ascii") for slug, png in pngs.items()}
+    return template.render(page=page, images=images).lstrip() + "\n"
+
+
+def write_page(page: Page, folder: Path | str, advance: Callable[[int], None] | None = None) -> Path:
+    """Write ``report/`` in the run folder ``folder``, all of it or nothing, and return its page.
+
+    The page needs no other file: pictures and style are inside it. The same pictures lie beside it as PNG files.
+
+    Args:
+        advance: told of each section.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    pngs = {}
+    for section in page.sections:
+        if section.draw is not None:
+            pngs[section.slug] = to_png(section.draw())
+        if advance is not None:
+            advance(1)
+    target = Path(folder) / REPORT_FOLDER
+    with replacing(target) as temporary:
+        temporary.mkdir()
+        for slug, png in pngs.items():
+            (temporary / f"{slug}.png").write_bytes(png)
+        (temporary / PAGE).write_text(render(page, pngs), encoding="utf-8")
+    return target / PAGE

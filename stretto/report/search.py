@@ -1,0 +1,322 @@
+"""Pictures of a search: every candidate it evaluated, what the chosen one keeps, and which experts are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+from stretto.base import numbers
+from stretto.report import style
+from stretto.report.style import ABSENT, BLUE, FAINT, INK, LOAD_COLOURS, MUTED, TEXT_PT, TIME_COLOURS, Label
+from stretto.search.search import Candidate, SearchResult
+
+_MAX_OVERLOAD = 3.0
+"""Ends of the colour scale of loads: this many times perfect balance, and its inverse."""
+_MAX_CELLS_WITH_EDGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A candidate that was evaluated, as the picture shows it."""
+
+    candidate: Candidate
+    nll: float
+    radius_pt: float
+    """Area in proportion to active parameters."""
+    on_front: bool
+    within: bool
+    chosen: bool
+
+    @property
+    def x(self) -> int:
+        return self.candidate.total_params
+
+
+def _points(search: SearchResult) -> list[_Point]:
+    """The candidates that have a loss."""
+    largest = max(candidate.active_params for candidate in search.candidates)
+    return [
+        _Point(
+            candidate,
+            candidate.nll,
+            max(3.0, 8.5 * (candidate.active_params / largest) ** 0.5),
+            index in search.front,
+            candidate.fits(search.limits),
+            candidate.subnet == search.chosen.subnet,
+        )
+        for index, candidate in enumerate(search.candidates)
+        if candidate.nll is not None
+    ]
+
+
+def pareto_front(search: SearchResult) -> Figure:
+    """Loss × memory × measured latency (or active parameters) of the candidates that the search evaluated."""
+    points = _points(search)
+    times = [point.candidate.latency_ms for point in points if point.candidate.latency_ms is not None]
+    is_timed = len(times) == len(points)
+    figure = style.blank(10.0, 6.6)
+    title = "The front of the search: loss, memory, latency" if is_timed else "The front of the search"
+    axes = style.dress(figure.subplots(), title, "Memory, total parameters", "Held-out loss, nats per token")
+    style.ticks(axes.xaxis, numbers.params)
+    top = _highest_shown(points)
+    shown = [point for point in points if point.nll <= top]
+    front = sorted((point for point in shown if point.on_front), key=lambda point: (point.x, point.nll))
+    best = np.minimum.accumulate([point.nll for point in front] or [top])[: len(front)]
+    look: dict[str, Any] = {"color": "#aab1ba", "linewidth": 2, "drawstyle": "steps-post", "zorder": 1}
+    axes.plot([point.x for point in front], best, **look)
+    scale = Normalize(min(times), max(max(times), 1.01 * min(times) + 1e-9)) if is_timed else None
+    if scale is not None:
+        _time_bar(axes, search, scale)
+    marks: list[tuple[float, float, float]] = []
+    for point in shown:
+        own = BLUE if scale is None else TIME_COLOURS(scale(point.candidate.latency_ms or 0.0))
+        face, edge, width = (own, "white", 0.8) if point.within else ("white", own, 1.8)
+        alpha = 1.0 if point.on_front or point.chosen else 0.55
+        look = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": width, "alpha": alpha}
+        axes.plot(point.x, point.nll, "o", markersize=2 * point.radius_pt, zorder=3, **look)
+        marks.append((point.x, point.nll, point.radius_pt))
+        if point.candidate.healed_nll is not None:
+            marks += [(point.x, y, 4.0) for y in np.linspace(point.nll, point.candidate.healed_nll, 12)]
+    bottom = min(y for _, y, _ in marks)
+    room = max(top - bottom, 1e-3)
+    axes.set_ylim(bottom - 0.16 * room, top + 0.12 * room)
+    totals = [point.x for point in shown]
+    width = max(max(totals) - min(totals), 0.02 * max(totals))
+    axes.set_xlim(min(totals) - 0.10 * width, max(totals) + 0.12 * width)
+    _limit_line(axes, search)
+    parts = ["area: active parameters", "line: least loss for the memory"]
+    if len(shown) < len(points):
+        parts.append(f"{len(points) - len(shown)} above the frame")
+    if any(not point.within for point in points):
+        parts.append(f"hollow: outside the limits ({', '.join(_limits(search))})")
+    if any(point.candidate.healed_nll is not None for point in points):
+        parts.append("diamond: healed")
+    style.subtitle(axes, parts)
+    style.place_labels(axes, _named(axes, shown), marks)
+    return figure
+
+
+def _named(axes: Axes, shown: Sequence[_Point]) -> list[Label]:
+    """Marks the chosen and the healed; returns what to write beside them."""
+    labels = []
+    for point in sorted(shown, key=lambda point: not point.chosen):
+        x, name, healed = point.x, point.candidate.name, point.candidate.healed_nll
+        if point.chosen:
+            ring: dict[str, Any] = {"markersize": 2 * point.radius_pt + 7, "markeredgecolor": INK, "markeredgewidth": 2}
+            axes.plot(x, point.nll, "o", markerfacecolor="none", **ring)
+            words = f"{name}, chosen" if name else "chosen"
+            labels.append(Label(x, point.nll, f"{words}  {numbers.loss(point.nll)}", bold=True))
+        elif name:
+            labels.append(Label(x, point.nll, name, MUTED))
+        if healed is not None:
+            axes.plot([x, x], [point.nll, healed], color=INK, linewidth=1.2, alpha=0.5, zorder=2)
+            axes.plot(x, healed, "D", color=INK, markersize=6.5, markeredgecolor="white", zorder=4)
+            if point.chosen:
+                labels.append(Label(x, healed, f"healed  {numbers.loss(healed)}"))
+    return labels
+
+
+def _highest_shown(points: Sequence[_Point]) -> float:
+    """Losses above it are left out: the front runs on to networks that are good for nothing and would flatten the rest.
+
+    As far again above the chosen and the named ones as the worst of those lies above the best of all.
+    """
+    losses = [point.nll for point in points]
+    worst = max((point.nll for point in points if point.chosen or point.candidate.name), default=max(losses))
+    reach = worst - min(losses)
+    return min(max(losses), worst + reach) if reach > 0 else max(losses)
+
+
+def _time_bar(axes: Axes, search: SearchResult, scale: Normalize) -> None:
+    """Which colour is which latency, and where the limit lies."""
+    of = f" ({search.workload.label()})" if search.workload else ""
+    bar = style.colour_bar(axes, scale, TIME_COLOURS, f"Latency, ms a step{of}")
+    limit = search.limits.max_latency_ms
+    if limit is not None and scale.vmin <= limit <= scale.vmax:  # type: ignore[operator]
+        bar.axhline(limit, color=INK, linewidth=2)
+        look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": TEXT_PT - 1}
+        style.write(bar, "limit", (0, limit), (-4, 0), **look)
+
+
+def _limit_line(axes: Axes, search: SearchResult) -> None:
+    share = search.limits.max_total
+    if share is None:
+        return
+    limit = share * search.candidates[0].total_params / search.candidates[0].total_share
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, limit - 0.04 * (high - low)), max(high, limit + 0.04 * (high - low)))
+    axes.axvline(limit, color=INK, linewidth=1.3, linestyle=(0, (5, 4)), zorder=1)
+    side, align = (6, "left") if limit < sum(axes.get_xlim()) / 2 else (-6, "right")
+    look = {"xycoords": ("data", "axes fraction"), "ha": align, "va": "top"}
+    style.write(axes, f"memory limit, {numbers.percent(share)}", (limit, 1.0), (side, -4), **look)
+
+
+def _limits(search: SearchResult) -> list[str]:
+    """The limits that were asked for, in words."""
+    shares = {"total": search.limits.max_total, "active": search.limits.max_active}
+    asked = [f"{name} ≤ {numbers.percent(share)}" for name, share in shares.items() if share is not None]
+    latency_ms = search.limits.max_latency_ms
+    return asked if latency_ms is None else [*asked, f"latency ≤ {numbers.duration(latency_ms / 1e3)}"]
+
+
+def search_caption(search: SearchResult) -> str:
+    points, asked, best = _points(search), _limits(search), search.chosen
+    assert best.nll is not None
+    latency = "" if best.latency_ms is None else f", {numbers.duration(best.latency_ms / 1e3)} a step"
+    within = sum(point.within for point in points)
+    meeting = f"{within:,} of those meet the limits ({', '.join(asked)})" if asked else "no limit was set"
+    text = (
+        f"{search.num_predicted:,} candidates were predicted and {len(points):,} evaluated; {meeting}, "
+        f"and {sum(point.on_front for point in points):,} are on the front. "
+        f"The chosen one has {numbers.params(best.total_params)} parameters, "
+        f"{numbers.params(best.active_params)} active{latency}, at loss {numbers.loss(best.nll)}."
+    )
+    ranks = {
+        "predicted and evaluated loss": search.correlations.predicted_true,
+        "the same within the limits": search.correlations.predicted_true_within,
+        "loss before and after healing": search.correlations.before_after_healing,
+    }
+    known = [f"{name} {value:.2f}" for name, value in ranks.items() if value is not None]
+    return text + (f" Rank correlation: {', '.join(known)}." if known else " Too few to rank prediction against truth.")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the chosen Subnet keeps of the maximum network."""
+
+    layers: tuple[bool, ...]
+    """By layer."""
+    experts: tuple[tuple[bool, ...], ...]
+    """By layer and expert; an empty row is a dense layer, a dropped layer's experts are all False."""
+
+
+def kept_grid(kept: Kept) -> Figure:
+    """Which layers, and which experts of each, the chosen Subnet keeps."""
+    num_layers, num_experts = len(kept.layers), max([1, *map(len, kept.experts)])
+    figure = style.blank(10.0, _height(num_layers))
+    axes = style.dress(figure.subplots(), "Layers and experts that were kept", "Expert", "Layer", grid=None)
+    style.subtitle(axes, ["filled: kept", "pale: dropped", "first column: the layer itself (attention and norms)"])
+    # the layer itself, a gap as wide, then the experts; NaN is drawn as nothing
+    side = max(1, num_experts // 16)
+    first = 2 * side
+    cells = np.full((num_layers, first + num_experts), math.nan)
+    for layer, (is_kept, experts) in enumerate(zip(kept.layers, kept.experts, strict=True)):
+        cells[layer, :side] = 2.0 if is_kept else 0.0
+        cells[layer, first : first + len(experts)] = experts
+        if not experts:
+            colour = "#4f555c" if is_kept else ABSENT
+            axes.add_patch(Rectangle((first + 0.04, layer + 0.06), num_experts - 0.08, 0.88, color=colour, linewidth=0))
+        if num_layers <= 40:
+            text = "dropped" if not is_kept else f"{sum(experts)} of {len(experts)}" if experts else "dense"
+            at, own = first + 1.015 * num_experts, INK if is_kept else MUTED
+            axes.text(at, layer + 0.5, text, va="center", fontsize=TEXT_PT - 1, color=own)
+    _grid(axes, cells, ListedColormap([ABSENT, BLUE, INK]), vmin=0, vmax=2)
+    _number(axes, range(num_layers), num_experts, side)
+    return figure
+
+
+def kept_caption(kept: Kept) -> str:
+    text = f"{sum(kept.layers)} of {numbers.counted(len(kept.layers), 'layer')} are kept"
+    dropped = [str(layer) for layer, is_kept in enumerate(kept.layers) if not is_kept]
+    if dropped:
+        text += f" ({'layer' if len(dropped) == 1 else 'layers'} {numbers.listed(dropped)} dropped)"
+    rows = [row for row, is_kept in zip(kept.experts, kept.layers, strict=True) if is_kept and row]
+    if rows:
+        counts = sorted({sum(row) for row in rows})
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        text += f", with {span} of {max(map(len, rows))} experts in each MoE layer that stays"
+    return text + "."
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Where held-out tokens were routed in one size."""
+
+    name: str
+    layers: tuple[int, ...]
+    """Depth of each row in the maximum network."""
+    shares: tuple[tuple[float | None, ...], ...]
+    """By MoE layer of the maximum network and expert: share of the layer's routed tokens. None: not in this size."""
+
+    @property
+    def relative(self) -> tuple[tuple[float, ...], ...]:
+        """Load over that of perfect balance in the experts the layer keeps; NaN where there is no expert."""
+        kept = [sum(share is not None for share in row) for row in self.shares]
+        return tuple(
+            tuple(math.nan if share is None else share * num for share in row)
+            for row, num in zip(self.shares, kept, strict=True)
+        )
+
+
+def expert_load(loads: Sequence[Load]) -> Figure:
+    """How evenly held-out tokens spread over the experts, in each size."""
+    figure = style.blank(10.0, _height(max(len(load.shares) for load in loads)) + 0.5)
+    panels = list(figure.subplots(1, len(loads), squeeze=False)[0])
+    scale = LogNorm(1 / _MAX_OVERLOAD, _MAX_OVERLOAD)
+    for axes, load in zip(panels, loads, strict=True):
+        style.dress(axes, f"Expert load, {load.name}", "Expert", "Layer" if axes is panels[0] else "", grid=None)
+        num_experts = max(map(len, load.shares), default=0)
+        cells = np.full((len(load.shares), num_experts), math.nan)
+        for layer, row in enumerate(load.relative):
+            cells[layer, : len(row)] = row
+        if np.isnan(cells).any():
+            axes.patch.set(hatch="////", edgecolor=FAINT)
+        style.subtitle(
+            axes, ["hatched: not in this size" if np.isnan(cells).any() else "1×: an even share of the tokens"]
+        )
+        # an expert that is there and got no token is no gap: it takes the coldest colour
+        _grid(axes, np.clip(cells, 1 / _MAX_OVERLOAD, _MAX_OVERLOAD), LOAD_COLOURS, norm=scale)
+        _number(axes, load.layers, num_experts, most=16 if len(loads) == 1 else 8)
+    bar = style.colour_bar(panels, scale, LOAD_COLOURS, "Load over perfect balance").yaxis
+    bar.set_major_locator(FixedLocator([1 / 3, 0.5, 1, 2, 3]))
+    bar.set_minor_locator(NullLocator())
+    bar.set_minor_formatter(NullFormatter())
+    bar.set_major_formatter(lambda value, _: {1 / 3: "≤ ⅓", 0.5: "½", 3: "≥ 3×"}.get(value, f"{value:g}×"))
+    return figure
+
+
+def load_caption(loads: Sequence[Load]) -> str:
+    parts = []
+    for load in loads:
+        values = [value for row in load.relative for value in row if not math.isnan(value)]
+        if values:
+            unused = sum(value == 0 for value in values)
+            idle = f"{numbers.counted(unused, 'expert')} never chosen" if unused else "every expert used"
+            parts.append(f"in {load.name} {max(values):.2f}× ({idle})")
+    return f"Tokens of the busiest expert over an even share: {numbers.listed(parts)}."
+
+
+def _grid(axes: Axes, cells: np.ndarray, colours: Colormap, **scale: Any) -> None:
+    """Cells of equal size, the first row on top; white gaps between them while they are few enough to be seen."""
+    few = max(cells.shape) <= _MAX_CELLS_WITH_EDGES
+    edges: dict[str, Any] = {"edgecolors": "white" if few else "none", "linewidth": 1.6 if few else 0}
+    axes.pcolormesh(np.ma.masked_invalid(cells), cmap=colours, **edges, **scale)
+    axes.invert_yaxis()
+
+
+def _number(axes: Axes, layers: Sequence[int], num_experts: int, side: int = 0, most: int = 16) -> None:
+    """Numbers of layers and experts; ``side`` columns of the layer itself, and a gap as wide, stand before the experts."""
+
+    def some(num: int, most: int) -> range:
+        step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 1000) if num <= most * step)
+        return range(0, num, step)
+
+    rows, experts = some(len(layers), 16), some(num_experts, most)
+    axes.set_yticks([row + 0.5 for row in rows], [str(layers[row]) for row in rows])
+    places = [(side / 2, "layer")] if side else []
+    places += [(2 * side + expert + 0.5, str(expert)) for expert in experts]
+    axes.set_xticks([place for place, _ in places], [text for _, text in places])
+
+
+def _height(num_layers: int) -> float:
+    """Inches: rows of a readable height, within a page."""
+    return 2.1 + min(6.5, max(1.6, 0.36 * num_layers))

@@ -1,0 +1,342 @@
+"""The report of an elastic network: its record, its pages, and the pictures of losses, against compute and over training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from stretto.base import numbers
+from stretto.base.receipt import Family, Ledger
+from stretto.report import style
+from stretto.report.cost import cost_bars, cost_caption, family_table, ledger_table
+from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
+from stretto.report.search import (
+    Kept,
+    Load,
+    expert_load,
+    kept_caption,
+    kept_grid,
+    load_caption,
+    pareto_front,
+    search_caption,
+)
+from stretto.report.style import MUTED, Label
+from stretto.search.search import SearchResult
+
+_EDGE_SHARE = 0.15
+"""Start of a run that may lie above the frame: the fall from the loss of an untrained network would flatten the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One sub-model that the report speaks of."""
+
+    name: str
+    """Preset or run folder: ``full``, ``corner``…; also the name of its curve in the metrics (``loss/corner``)."""
+    label: str
+    """Its shape in words (`Subnet.label`)."""
+    total_params: int
+    active_params: int
+    flops_per_token: int
+    """Forward FLOPs a token at the context the run trained with."""
+    kv_bytes_per_token: int
+    """Bytes of cache a token takes in the dtype it is served in."""
+    latency_ms: float | None = None
+    """Milliseconds a step on this machine, measured; None without a latency table."""
+    nll: float | None = None
+    """Held-out loss inside the elastic network, never trained on by itself (zero-shot); nats per token."""
+    healed_nll: float | None = None
+    """Held-out loss on the same tokens after extraction and healing; nats per token."""
+    sample: str | None = None
+    """Text this size wrote after `ReportData.prompt`."""
+
+    @property
+    def best_nll(self) -> float | None:
+        return self.nll if self.healed_nll is None else self.healed_nll
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The metrics of one training stage."""
+
+    name: str
+    """Name of the size that was trained; ``full`` for pre-training."""
+    rows: tuple[Mapping[str, float], ...]
+    """Rows of ``metrics.jsonl``, each with ``step``."""
+    tokens_per_step: float
+    """Tokens a step trained on, on average."""
+
+    def series(self, metric: str) -> tuple[list[float], list[float]]:
+        """Tokens and the finite values of ``metric``."""
+        found = [row for row in self.rows if math.isfinite(row.get(metric, math.nan))]
+        return [row["step"] * self.tokens_per_step for row in found], [row[metric] for row in found]
+
+    def held_out(self) -> tuple[str, ...]:
+        """Names with a held-out loss, the full network's first."""
+        names = {name.removeprefix("loss/") for row in self.rows for name in row if name.startswith("loss/")}
+        found = [name for name in names - {"train"} if self.series(f"loss/{name}")[0]]
+        return tuple(sorted(found, key=lambda name: (name != "full", name)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """Everything a report shows; whatever a run has not done is None or empty, and the report then says so."""
+
+    name: str
+    """Name of the run."""
+    sizes: tuple[Size, ...]
+    """The full network first."""
+    shape: tuple[str, ...] = ()
+    """The maximum network in a few short lines."""
+    environment: str = ""
+    """Device, version of torch, commit."""
+    prompt: str = ""
+    """What the samples go on from."""
+    pretraining: Curve | None = None
+    healing: tuple[Curve, ...] = ()
+    """One for each size that was healed; its held-out loss is ``loss/full``."""
+    search: SearchResult | None = None
+    kept: Kept | None = None
+    loads: tuple[Load, ...] = ()
+    """The full network's and, if there is one, the corner's."""
+    ledger: Ledger | None = None
+    family: Family | None = None
+    mixture_drawn: Mapping[str, float] = field(default_factory=dict)
+    """Share of the training tokens, by kind, as drawn."""
+    mixture_configured: Mapping[str, float] = field(default_factory=dict)
+    """The same as the recipe asked for."""
+    recipe: str = ""
+    """The complete recipe, as text."""
+
+    @property
+    def full(self) -> Size:
+        return self.sizes[0]
+
+    def curves(self) -> list[Curve]:
+        """Those with a held-out loss."""
+        return [curve for curve in (self.pretraining, *self.healing) if curve is not None and curve.held_out()]
+
+
+def report_page(data: ReportData) -> Page:
+    """The page, its pictures not drawn yet."""
+    samples = tuple((size.name, data.prompt, size.sample) for size in data.sizes if size.sample is not None)
+    mixture = [mixture_table(data)] if data.mixture_drawn or data.mixture_configured else []
+    sections = (
+        Section("sizes", "Sizes", tables=(size_table(data),)),
+        pictured(
+            "loss_compute", "Loss against compute",
+            "Scatter plot of held-out loss over forward FLOPs per token, one mark for each size, zero-shot and healed.",
+            data if any(size.best_nll is not None for size in data.sizes) else None, "No size was evaluated.",
+            loss_against_compute, compute_caption,
+        ),
+        pictured(
+            "pareto_front", "The search",
+            "Scatter plot of the search's candidates: loss over total parameters, coloured by latency, sized by active parameters.",
+            data.search, "No search was run.", pareto_front, search_caption,
+        ),
+        pictured(
+            "kept", "What was kept", "Grid of layers by experts; filled cells are kept by the chosen sub-model.",
+            data.kept, "No sub-model was chosen, so nothing was dropped.", kept_grid, kept_caption,
+        ),
+        pictured(
+            "expert_load", "Expert load",
+            "Heat map of the share of tokens routed to each expert of each layer, relative to perfect balance.",
+            data.loads or None, "Expert load was not measured.", expert_load, load_caption,
+        ),
+        pictured(
+            "training_curves", "Training",
+            "Line plot of held-out loss over training, one line for the full network and each anchor, healing beside it.",
+            data if data.curves() else None, "No held-out loss was logged during training.",
+            training_curves, curves_caption, *mixture,
+        ),
+        pictured(
+            "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
+            data if data.ledger or data.family else None, "No cost was measured.",
+            lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family),
+            *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
+        ),
+        Section("samples", "What each size writes", "" if samples else "No text was generated.", samples=samples),
+    )  # fmt: skip
+    return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
+
+
+def headline(data: ReportData) -> str:
+    """The run in a sentence or two."""
+    full, others = data.full, data.sizes[1:]
+    text = f"One network of {numbers.params(full.total_params)} parameters, {numbers.params(full.active_params)} active"
+    text += f", and {numbers.counted(len(others), 'smaller size')} inside it." if others else "."
+    small = min(others, key=lambda size: size.total_params, default=None)
+    if small is None or full.nll is None:
+        return text
+    text += f" The smallest, {small.name}, keeps {numbers.percent(small.total_params / full.total_params)} of them"
+    text += f" and {numbers.percent(small.active_params / full.active_params)} of the active ones"
+    if small.best_nll is None:
+        return f"{text}."
+    healed = "" if small.healed_nll is None else "healed, "
+    return f"{text}; {healed}its held-out loss lies {_beside(small.best_nll, full.nll)} the full network's."
+
+
+def _beside(nll: float, other: float) -> str:
+    """``0.031 nats above``, ``0.004 nats below``; rounded as shown, so that a tie reads as one."""
+    gap = round(nll - other, 3)
+    return "level with" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
+
+
+def size_table(data: ReportData) -> Table:
+    """Every size with what it costs and how well it predicts."""
+    notes = ["Loss in nats per token on held-out text; FLOPs of a forward pass and cache a token."]
+    if all(size.latency_ms is None for size in data.sizes):
+        notes.append("Latency was not measured.")
+    if all(size.healed_nll is None for size in data.sizes):
+        notes.append("No size was healed.")
+    if len(data.sizes) > 1 and data.full.nll is not None:
+        notes.append("Small figures: share of the full network, and difference to its loss.")
+    columns = ("Size", "Total", "Active", "FLOPs", "KV", "Latency", "Zero-shot", "Healed")
+    return Table("Sizes", columns, tuple(_size_row(size, data.full) for size in data.sizes), note=" ".join(notes))
+
+
+def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:
+    counts = (
+        (size.total_params, full.total_params, numbers.params),
+        (size.active_params, full.active_params, numbers.params),
+        (size.flops_per_token, full.flops_per_token, numbers.si),
+        (size.kv_bytes_per_token, full.kv_bytes_per_token, numbers.size_in_bytes),
+    )
+    cells = [Cell(form(own), own, "" if size is full else numbers.percent(own / whole)) for own, whole, form in counts]
+    latency = size.latency_ms
+    cells.append(NOTHING if latency is None else Cell(numbers.duration(latency / 1e3), latency))
+    for nll in (size.nll, size.healed_nll):
+        versus = "" if size is full or full.nll is None or nll is None else numbers.difference(nll - full.nll)
+        cells.append(NOTHING if nll is None else Cell(numbers.loss(nll), nll, versus))
+    return Cell(size.name, note=size.label), *cells
+
+
+def mixture_table(data: ReportData) -> Table:
+    """What the sampler was asked for and what it drew, as shares of the training tokens."""
+
+    def cell(share: float | None) -> Cell:
+        return NOTHING if share is None else Cell(f"{100 * share:.1f} %", share)
+
+    both = (data.mixture_configured, data.mixture_drawn)
+    rows = tuple((Cell(kind), *(cell(shares.get(kind)) for shares in both)) for kind in {**both[0], **both[1]})
+    columns = ("Trained as", "Configured", "Drawn")
+    return Table("What the steps trained", columns, rows, note="Share of the training tokens.")
+
+
+def loss_against_compute(data: ReportData) -> Figure:
+    """Held-out loss of every size over its forward FLOPs a token; healed sizes beside."""
+    shown = [size for size in data.sizes if size.best_nll is not None]
+    figure = style.blank(10.0, 6.0)
+    title, x_name = "Held-out loss against compute", "Forward compute, FLOPs per token (log scale)"
+    axes = style.dress(figure.subplots(), title, x_name, "Held-out loss, nats per token")
+    colour = style.colours(size.name for size in data.sizes)
+    flops = [size.flops_per_token for size in shown]
+    style.log_ticks(axes, min(flops), max(flops))
+    labels: list[Label] = []
+    marks: list[tuple[float, float, float]] = []
+    for size in shown:
+        x, own = size.flops_per_token, colour[size.name]
+        if size.nll is not None and size.healed_nll is not None:
+            axes.plot([x, x], [size.nll, size.healed_nll], color=own, linewidth=1.6, alpha=0.55, zorder=3)
+            marks += [(x, y, 4.0) for y in np.linspace(size.nll, size.healed_nll, 12)]
+        if size.nll is not None:
+            axes.plot(x, size.nll, "o", color=own, markersize=12, markeredgecolor="white", zorder=4)
+            labels.append(Label(x, size.nll, f"{size.name}  {numbers.loss(size.nll)}", own, bold=True))
+            marks.append((x, size.nll, 6.0))
+        if size.healed_nll is not None:
+            axes.plot(x, size.healed_nll, "D", color=own, markersize=10, markeredgecolor="white", zorder=4)
+            name = "healed" if size.nll is not None else f"{size.name}, healed"
+            labels.append(Label(x, size.healed_nll, f"{name}  {numbers.loss(size.healed_nll)}", own))
+            marks.append((x, size.healed_nll, 6.0))
+    axes.margins(y=0.16)
+    axes.autoscale_view(scalex=False)
+    zero_shot = any(size.nll is not None for size in shown)
+    healed = any(size.healed_nll is not None for size in shown)
+    kinds = {"circle: zero-shot, inside the elastic network": zero_shot, "diamond: healed": healed}
+    style.subtitle(axes, [kind for kind, is_shown in kinds.items() if is_shown])
+    style.place_labels(axes, labels, marks)
+    return figure
+
+
+def compute_caption(data: ReportData) -> str:
+    known = [(nll, size) for size in data.sizes if (nll := size.best_nll) is not None]
+    low, high = min(known, key=lambda pair: pair[0]), max(known, key=lambda pair: pair[0])
+    if len(known) == 1:
+        text = f"{low[1].name} reaches {numbers.loss(low[0])} nats per token."
+    else:
+        share = numbers.percent(high[1].flops_per_token / low[1].flops_per_token)
+        text = (
+            f"From {low[1].name} at {numbers.loss(low[0])} to {high[1].name} at {numbers.loss(high[0])} nats per token, "
+            f"for {share} of its FLOPs."
+        )
+    changes = [
+        f"{size.name} by {numbers.difference(size.healed_nll - size.nll)}"
+        for size in data.sizes
+        if size.nll is not None and size.healed_nll is not None
+    ]
+    return text + (f" Healing moves {numbers.listed(changes)}." if changes else "")
+
+
+_Named = tuple[str, list[float], list[float]]
+"""Name, tokens and losses."""
+
+
+def training_curves(data: ReportData) -> Figure:
+    """Held-out loss of the full network and every anchor over pre-training; of every healed size in a panel beside."""
+    curves = data.curves()
+    trained = [name for curve in curves for name in curve.held_out()]
+    colour = style.colours([*(size.name for size in data.sizes), *trained])
+    pretraining = data.pretraining if data.pretraining in curves else None
+    healing = [curve for curve in curves if curve is not pretraining]
+    widths = [1.55, 1.0] if pretraining and healing else [1.0]
+    figure = style.blank(10.0, 5.8)
+    places = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
+    if pretraining is not None:
+        axes = style.dress(places.pop(0), "Pre-training", "Training tokens", "Held-out loss, nats per token")
+        lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
+        is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
+        style.subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
+    if healing:
+        y_name = "" if pretraining else "Held-out loss, nats per token"
+        axes = style.dress(places.pop(0), "Healing", "Training tokens", y_name)
+        _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
+        style.subtitle(axes, ["extracted sizes, trained by themselves"])
+    return figure
+
+
+def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: float) -> bool:
+    """Curves with their names at the ends; True if values before the share ``edge`` of a curve lie above the frame."""
+    lines = [line for line in lines if line[1]]
+    labels, settled = [], []
+    for name, x, y in lines:
+        own, marker = colour.get(name, MUTED), "o" if len(x) <= 40 else ""
+        axes.plot(x, y, color=own, linewidth=2.2, marker=marker, markersize=4.5, zorder=3)
+        labels.append(Label(x[-1], y[-1], f"{name}  {numbers.loss(y[-1])}", own, name == "full"))
+        settled += [value for at, value in zip(x, y, strict=True) if at >= x[0] + edge * (x[-1] - x[0])]
+    top, low = max(settled), min(min(y) for *_, y in lines)
+    room = max(top - low, 1e-3)
+    axes.set_ylim(low - 0.08 * room, top + 0.08 * room)
+    axes.margins(x=0.02)
+    style.ticks(axes.xaxis, numbers.si)
+    style.name_ends((axes, labels))
+    return max(max(y) for *_, y in lines) > axes.get_ylim()[1]
+
+
+def curves_caption(data: ReportData) -> str:
+    text = []
+    curve = data.pretraining
+    if curve is not None and curve.held_out():
+        ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
+        at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
+        text.append(f"Held-out loss after {numbers.si(at)} tokens of pre-training: {', '.join(ends)}.")
+    for healing in data.healing:
+        _, values = healing.series("loss/full")
+        if values:
+            first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
+            text.append(f"Healing takes {healing.name} {first}{numbers.loss(values[-1])}.")
+    return " ".join(text)

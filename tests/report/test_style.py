@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.text import Text
+
+from stretto.report.style import Label, blank, colours, dress, log_ticks, place_labels, spread
+
+
+@pytest.mark.parametrize(("low", "high"), [(7e6, 7e6), (2.6e6, 5.2e6), (1e3, 1e12)])
+def test_log_axes_have_a_few_ticks_whatever_they_span(low: float, high: float) -> None:
+    axes = dress(blank(4, 3).subplots(), "", "", "")
+    log_ticks(axes, low, high)
+    inside = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    assert 1 <= len(inside) <= 12
+
+
+def test_labels_of_close_points_do_not_overlap() -> None:
+    figure = blank(8, 5)
+    axes = dress(figure.subplots(), "", "", "")
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    labels = [Label(0.5, 0.5 + 0.01 * place, f"a label {place}") for place in range(5)]
+    place_labels(axes, labels, [(label.x, label.y, 6.0) for label in labels])
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]  # without leader lines
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
+
+
+def test_the_full_network_is_ink_and_the_rest_differ() -> None:
+    found = colours(["full", "a", "b", "c"])
+    assert len(set(found.values())) == 4
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=12), st.floats(0.01, 5))
+def test_spread_keeps_order_distance_and_mean(values: list[float], gap: float) -> None:
+    placed = spread(values, gap)
+    order = np.argsort(values, kind="stable")
+    steps = np.diff(np.array(placed)[order])
+    assert (steps >= gap * (1 - 1e-9) - 1e-9).all()
+    assert np.mean(placed) == pytest.approx(np.mean(values), abs=1e-6)
+    apart = np.sort(values)
+    if (np.diff(apart) >= gap).all():
+        assert placed == pytest.approx(values)
