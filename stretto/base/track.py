@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stretto.base.errors import UserError
+from stretto.base.numbers import short
 from stretto.base.paths import remove, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
@@ -144,7 +145,7 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log(values, step=step)
         if line:
-            shown = "  ".join(f"{name} {_short(value)}" for name, value in scalars.items())
+            shown = "  ".join(f"{name} {short(value, digits=4)}" for name, value in scalars.items())
             self.say(f"step {step:>6,}  {shown}")
 
     def say(self, text: str) -> None:
@@ -238,8 +239,3 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
 
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _short(value: float) -> str:
-    """Four significant digits, whole thousands with separators: ``2.314``, ``12,345``."""
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
