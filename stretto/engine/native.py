@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from stretto.engine.layout import largest_top_k
 from stretto.engine.sequence import Chunk
-from stretto.model.layers import SwiGlu
 from stretto.model.spec import Subnet
-from stretto.model.transformer import Block, Transformer
+from stretto.model.transformer import Block, SwiGlu, Transformer
 from stretto.ops.attention import rotary_tables
 from stretto.ops.native.choose import Chosen, choose
 from stretto.ops.native.decode import Choice, Decoder, Drafting, LayerTensors, Network, Step

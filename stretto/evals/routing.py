@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stretto.evals.loss import EvalBatch
-from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.spec import Subnet, check_subnet
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import group_slots, grouped_swiglu
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.model.moe import MoeLayer
 from stretto.model.orders import kept_experts
 from stretto.model.spec import ModelConfig, Subnet, extracted_config
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, Transformer
 
 
 def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -> dict[str, Tensor]:

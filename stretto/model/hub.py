@@ -23,10 +23,9 @@ from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, hash_files, read_lineage, write_lineage
 from stretto.model.families import Family, check_family, default_family, parse_family, stored_tied
 from stretto.model.hf_config import TokenIds, differing_field, from_hf, to_hf
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.tensorfile import TensorFiles, write_file, write_tensors
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, Transformer
 from stretto.model.weights import Alias, Stored, from_stored, stored_tensors, tied_head, to_stored
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 

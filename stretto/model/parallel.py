@@ -2,6 +2,9 @@
 
 FSDP2 spreads every block's matrices over all ranks and gathers them for the block's own computation. With expert
 parallelism the experts are not gathered: neighbouring ranks hold a block of them each, and tokens travel.
+
+Shape letters: N tokens, K experts a token, S = N·K slots of this rank, M slots that arrived, E experts of a layer,
+L of them here, R ranks, D hidden, F = 2·I, I expert width.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
-from stretto.model.exchange import Exchange
-from stretto.model.moe import MoeLayer
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, Transformer
+from stretto.ops.grouped import compute_dtype as product_dtype
+from stretto.ops.grouped import group_slots, grouped_swiglu
 
 TIMEOUT_S = 600.0
 """A rank that dies is noticed at once; this is for one that hangs. The longest honest wait is for a disk."""
@@ -206,7 +211,7 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         )
     layer.gate_up = nn.Parameter(distribute_tensor(layer.gate_up.data, grid["ep"], [Shard(0)]))
     layer.down = nn.Parameter(distribute_tensor(layer.down.data, grid["ep"], [Shard(0)]))
-    layer.exchange = Exchange(grid.get_group("ep"))
+    layer.exchange = partial(_experts, grid.get_group("ep"))
     if layer.shared is not None:
         fully_shard(layer.shared, mesh=everyone, mp_policy=policy)
     # along the rows of each expert, as a rank may hold fewer experts than there are copies
@@ -241,3 +246,60 @@ def _gradients(model: nn.Module) -> Iterable[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     """What of ``tensor`` lies on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _experts(
+    group: dist.ProcessGroup,
+    x_ND: Tensor,
+    chosen_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+) -> Tensor:
+    """`stretto.ops.grouped.experts` over the ranks of ``group``; every one of them must call it at the same time.
+
+    Rank r holds experts r·L to (r + 1)·L − 1 of the weights, which are whole tensors. Dropless: an expert takes whatever
+    comes. The nested expert order is interleaved, so a narrow Subnet loads all ranks alike.
+    """
+    assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts were not spread"
+    (num_tokens, num_chosen), num_experts = chosen_NK.shape, gate_up_EFD.shape[0]
+    slots = group_slots(chosen_NK, num_experts)
+    counts_RL = slots.ends_E.diff(prepend=slots.ends_E.new_zeros(1)).view(group.size(), -1)
+    arriving_RL = torch.empty_like(counts_RL)
+    dist.all_to_all_single(arriving_RL, counts_RL, group=group)
+    there, back = counts_RL.sum(1).tolist(), arriving_RL.sum(1).tolist()
+    # Copy, then permute: the gradient of a permutation has one writer a row, so no order of summation to depend on.
+    # Slots sorted by expert are sorted by the rank that holds it, too.
+    x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_S)
+    x_MD = _Swap.apply(x_SD, there, back, group)
+    y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local())
+    y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
+    y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
+    return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
+
+
+def _local_experts(x_MD: Tensor, arrived_RL: Tensor, gate_up_LFD: Tensor, down_LDI: Tensor) -> Tensor:
+    """Outputs [M, D] of rows that lie in order of source rank, then expert; ``arrived_RL`` says how many of each.
+
+    Within an expert, rows keep the order of ranks: that of the global batch, as on one rank.
+    """
+    num_ranks, num_local = arrived_RL.shape
+    expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
+    slots = group_slots(expert_M[:, None], num_local)
+    y_MD = grouped_swiglu(x_MD.index_select(0, slots.order_S), slots.ends_E, gate_up_LFD, down_LDI)
+    return y_MD.index_select(0, slots.place_S)
+
+
+class _Swap(torch.autograd.Function):
+    """Send the first ``sent[0]`` rows to rank 0 and so on; the result is what arrives, in order of rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Swap.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.attention import attention_reference
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import rms_norm_reference
 
 BITS = 22
 """Of an operand of a product. Twice as many and those of `CHUNK` make 53, what fp64 holds."""
@@ -129,7 +129,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`stretto.ops.norm.rms_norm`, fp32."""
+    """`stretto.ops.operators.rms_norm`, fp32."""
 
     def exact(x_D: Tensor, weight_D: Tensor) -> Tensor:
         mean = tree_sum(x_D * x_D) / x_D.shape[-1]

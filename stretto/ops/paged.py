@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stretto.ops.attention import attention, attention_reference, rotate
 from stretto.ops.grouped import swiglu
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import rms_norm_reference
 from stretto.ops.route import MASKED, Routes, route
 
 MAX_PAIRS = 24

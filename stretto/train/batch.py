@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from stretto.data.loader import Batch
-from stretto.model.moe import RowWidths
-from stretto.model.transformer import Context
+from stretto.model.transformer import Context, RowWidths
 from stretto.train.sampler import WidthPlan
 
 

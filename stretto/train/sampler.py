@@ -20,7 +20,7 @@ GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WidthPlan:
-    """Rows of a micro-batch that use fewer experts; see `stretto.model.moe.RowWidths`."""
+    """Rows of a micro-batch that use fewer experts; see `stretto.model.transformer.RowWidths`."""
 
     branch_B: np.ndarray
     allowed_BE: np.ndarray

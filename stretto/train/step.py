@@ -190,7 +190,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
     targets_N, distil = batch.targets_BT.flatten(), batch.distil
     teacher, ce_weight = None, 1.0
     if distil is not None and (distil.learns or distil.ce_weight < 1.0):
-        plain = replace(batch.ctx, widths=None, routes_BTLK=None, want_routes=False)
+        plain = replace(batch.ctx, widths=None, routing=None)
         with autocast, torch.set_grad_enabled(distil.learns):
             taught = distil.model(batch.ids_BT, distil.subnet, plain)
             hidden_ND = taught.hidden_BTD.flatten(0, 1)

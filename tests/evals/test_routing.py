@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stretto.evals.routing import LayerRouting, routing
-from stretto.model.moe import MoeLayer
+from stretto.model.transformer import MoeLayer
 from stretto.ops.grouped import experts_reference
 
 

@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.model.count import count
 from stretto.model.elastic import extract
-from stretto.model.moe import RowWidths
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, RowWidths, Transformer, build
 from stretto.ops.logprob import head_loss
 from stretto.train.step import Distil, MicroBatch, optimisation_step
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.spec import ModelConfig
+from stretto.model.transformer import MoeLayer, RowWidths
 from stretto.ops.grouped import experts_reference
 
 B, T, D, E, K = 4, 10, 16, 8, 3

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
 from stretto.ops.logprob import IGNORED, head_loss
 
 VOCAB, ROWS, LENGTH = 41, 2, 24

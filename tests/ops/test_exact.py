@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.ops import exact
 from stretto.ops.attention import attention_reference, rotary_tables
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import rms_norm_reference
 
 
 def rand(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:

@@ -166,9 +166,9 @@ def test_chosen_log_probs_under_autocast_differentiate_in_its_dtype() -> None:
 def test_batch_invariant_log_probs_do_not_see_their_neighbours(others: int) -> None:
     hidden, head, targets = _inputs()
     exact = Arithmetic("bf16", batch_invariant=True)
-    whole, _ = chosen_logprobs(hidden, head, targets, 0.7, arithmetic=exact)
+    whole, _ = chosen_logprobs(hidden, head, targets, 0.7, operators=exact.operators)
     part = slice(9, 10 + others)
-    alone, _ = chosen_logprobs(hidden[part], head, targets[part], 0.7, arithmetic=exact)
+    alone, _ = chosen_logprobs(hidden[part], head, targets[part], 0.7, operators=exact.operators)
     assert torch.equal(whole[part], alone)
     plain, _ = chosen_logprobs(hidden, head, targets, 0.7)
     assert (whole - plain).abs().max() < 1e-4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stretto.ops.norm import rms_norm, rms_norm_reference
+from stretto.ops.operators import rms_norm, rms_norm_reference
 
 Close = Callable[[Tensor, Tensor, int], None]
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -286,3 +287,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
         run(observe=observe)
     assert run.steps() == [4]
     assert_same(reference, run(resume=True))
+
+
+def test_training_imports_no_other_arithmetic_than_torchs_own() -> None:
+    """In a fresh interpreter: what only replay in another arithmetic needs is not on the plain path."""
+    code = (
+        "import sys, stretto.train.pretrain, stretto.train.loop, stretto.apps.train\n"
+        "print(*(name for name in sys.modules if name in ('stretto.ops.exact', 'stretto.ops.fp8', 'stretto.ops.matmul')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [], found.stdout

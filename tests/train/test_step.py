@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from stretto.model.elastic import load_balance
-from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
 from stretto.ops.logprob import IGNORED, chosen_logprobs, log_probs
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
