@@ -26,11 +26,9 @@ from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.report import write_report
 from stretto.evals.report_data import Curve, Kept, Load, ReportData, SearchData, SearchPoint, Size
 from stretto.evals.routing import routing
-from stretto.model.count import count
 from stretto.model.hub import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
-from stretto.model.presets import named_subnets
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
 from stretto.search.frontier import SearchResult
 from stretto.search.latency import LatencyTable
 from stretto.train.recipe import ElasticConfig, Recipe

@@ -42,8 +42,7 @@ def routing(
     subnet: Subnet,
     batches: Sequence[EvalBatch],
     *,
-    autocast: torch.dtype | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda num: None,
 ) -> list[LayerRouting]:
     """Load and saliency of the experts of every kept MoE layer, in depth order.
 
@@ -59,15 +58,13 @@ def routing(
                 assert isinstance(mlp, MoeLayer)
                 tallies[row] = _Tally(mlp)
                 hooks.callback(mlp.register_forward_pre_hook(tallies[row].observe).remove)
-        with torch.autocast(model.head_VD.device.type, dtype=autocast, enabled=autocast is not None):
-            for batch in batches:
-                documents_BT = batch.ctx.documents_BT
-                real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
-                for tally in tallies.values():
-                    tally.real_N = real_BT.reshape(-1)
-                model(batch.ids_BT, subnet, batch.ctx)
-                if advance is not None:
-                    advance(1)
+        for batch in batches:
+            documents_BT = batch.ctx.documents_BT
+            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+            for tally in tallies.values():
+                tally.real_N = real_BT.reshape(-1)
+            model(batch.ids_BT, subnet, batch.ctx)
+            advance(1)
     return [tally.report(row) for row, tally in tallies.items()]
 
 

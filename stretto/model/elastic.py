@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.model.orders import kept_experts
-from stretto.model.spec import ModelConfig, Subnet, extracted_config
+from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
 from stretto.model.transformer import MoeLayer, Transformer
 
 

@@ -23,9 +23,9 @@ from stretto.base.track import progress
 from stretto.base.trajectory import Task
 from stretto.data.pack import IGNORED, PADDING
 from stretto.data.shuffle import key_of
-from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
+from stretto.model.spec import count
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.count import count
 from stretto.model.parallel import Ranks
 from stretto.model.replay import Recorder, Replay
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic

@@ -22,11 +22,11 @@ from stretto.base.receipt import Meter
 from stretto.base.records import new_lineage, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED
-from stretto.model.count import count
 from stretto.model.elastic import load_balance
 from stretto.model.fp8_state import is_quantised, pack_state
 from stretto.model.hub import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
+from stretto.model.spec import count
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate

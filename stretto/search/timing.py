@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from stretto.base.config import Config
 from stretto.base.track import progress
+from stretto.evals.loss import without_layers
 from stretto.model.elastic import extract
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, droppable_layers, fixed_layers
 from stretto.model.transformer import Context, Transformer
 from stretto.search.latency import (
     DECODE,
@@ -30,8 +31,6 @@ from stretto.search.latency import (
     speed_shape,
     this_machine,
 )
-from stretto.search.rank import without_layers
-from stretto.search.space import droppable_layers, fixed_layers
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10

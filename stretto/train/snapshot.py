@@ -84,13 +84,12 @@ class Snapshots:
                 for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
                     shutil.rmtree(old)
 
-    def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> SnapshotMeta:
+    def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
         """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed.
 
         Raises:
             UserError: the snapshot is damaged or of another network.
         """
-        meta = read_meta(path)
         for optimizer in optimizers:
             _start(optimizer)
         try:
@@ -105,7 +104,6 @@ class Snapshots:
             raise UserError(
                 f"{path}: cannot be restored: {_cause(error)}; delete this snapshot to use the one before"
             ) from error
-        return meta
 
     @contextmanager
     def _attempt(self, final: Path, ranks: Ranks) -> Iterator[None]:

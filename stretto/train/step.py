@@ -13,20 +13,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.base.errors import UserError
-from stretto.model.count import count
+from stretto.base.receipt import Meter
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
-from stretto.model.spec import ModelConfig, Subnet, executed
-from stretto.model.transformer import Context, Transformer
+from stretto.model.spec import ModelConfig, Subnet, count, executed
+from stretto.model.transformer import Context, RowWidths, Transformer
 from stretto.ops.logprob import Teacher, head_loss
+from stretto.train.sampler import WidthPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,14 @@ class MicroBatch:
     distil: Distil | None = None
     objective: Objective | None = None
     """What the pass minimises; None: cross-entropy, or its blend with ``distil``, averaged over the step's targets."""
+
+
+def row_widths(plan: WidthPlan | None, rows: slice, device: torch.device) -> RowWidths | None:
+    """This rank's ``rows`` of a width plan."""
+    if plan is None:
+        return None
+    arrays = (plan.branch_B, plan.allowed_BE, plan.counted_B)
+    return RowWidths(*(torch.from_numpy(array[rows]).to(device) for array in arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +241,24 @@ def _executed_flops(config: ModelConfig, batch: MicroBatch) -> tuple[int, int]:
     other = distil.model.config
     taught = count(other, executed(other, distil.subnet)).forward_flops(rows * length, length)
     return (student + passes * taught, 0) if distil.learns else (student, taught)
+
+
+@contextmanager
+def metered(model: Transformer, meter: Meter, world: int = 1) -> Iterator[None]:
+    """Add to ``meter`` the FLOPs and positions of every forward pass of ``model`` in this block, on ``world`` ranks: what no
+    training step counts, such as rankings and searches.
+
+    The head is counted once a pass, whether or not it is applied.
+    """
+
+    def add(module: Transformer, arguments: tuple[Any, ...], output: Any) -> None:
+        ids_BT, subnet = arguments[0], arguments[1]
+        rows, length = ids_BT.shape
+        counts = count(module.config, executed(module.config, subnet))
+        meter.add(flops=world * counts.forward_flops(rows * length, length), tokens=world * rows * length)
+
+    hook = model.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()

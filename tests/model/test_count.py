@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count
 from stretto.model.transformer import Context, RowWidths, Transformer, build
 from stretto.ops.logprob import head_loss
 from stretto.train.step import Distil, MicroBatch, optimisation_step

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stretto.base.errors import UserError
-from stretto.model.orders import interleaved_order, kept_experts, kept_order, spaced_layer_order
-from stretto.model.presets import parse_subnet
 from stretto.model.spec import (
     ModelConfig,
     SubnetChoice,
     check_subnet,
     extracted_config,
+    interleaved_order,
+    kept_experts,
+    kept_order,
+    parse_subnet,
+    spaced_layer_order,
 )
 
 SHAPE = {

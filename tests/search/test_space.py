@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, check_subnet
-from stretto.search.space import Limits, SearchSpace, Sizes, fixed_layers, require_feasible
+from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
+from stretto.search.space import Limits, SearchSpace, Sizes, require_feasible
 
 CONFIG = ModelConfig(
     vocab_size=41, hidden_size=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=8, top_k=3,

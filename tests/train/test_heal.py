@@ -16,8 +16,7 @@ from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
-from stretto.train.heal import heal
-from stretto.train.pretrain import Trained
+from stretto.train.loop import Trained, heal
 from stretto.train.recipe import HealRecipe
 
 
@@ -43,9 +42,9 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
             extract(reference.model, config.subnet(4, 4, 2)),
             extract(reference.model, config.full()) if teacher else None,
             Loader([tokens], [1.0], recipe.train.micro_rows, recipe.train.seq_len, 1),
+            (),
             tokens.manifest.data_hash,
             join("cpu"),
-            observe=lambda model, step: {},
             tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),
             resume=resume,
         )

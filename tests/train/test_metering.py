@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from stretto.base.receipt import Meter
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, executed
+from stretto.model.spec import ModelConfig, count, executed
 from stretto.model.transformer import Context, build
-from stretto.train.metering import metered
+from stretto.train.step import metered
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8,

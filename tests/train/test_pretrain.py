@@ -21,7 +21,7 @@ from stretto.base.errors import UserError
 from stretto.base.track import read_metrics
 from stretto.data.shards import TokenSet
 from stretto.model.transformer import Transformer
-from stretto.train.pretrain import Trained
+from stretto.train.loop import Trained
 from stretto.train.sampler import Sampler
 from stretto.train.snapshot import read_meta
 
@@ -146,7 +146,7 @@ def test_ctrl_c_while_observing(make_run: Any, reference: Trained, assert_same: 
     def observe(model: Transformer, step: int) -> dict[str, float]:
         if step == 6 and stopped.steps()[-1] != 6:
             press_ctrl_c()
-        return {"loss/full": float(step)}
+        return {"full": float(step)}
 
     stopped = make_run("stopped")
     with pytest.raises(KeyboardInterrupt):
@@ -292,7 +292,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
 def test_training_imports_no_other_arithmetic_than_torchs_own() -> None:
     """In a fresh interpreter: what only replay in another arithmetic needs is not on the plain path."""
     code = (
-        "import sys, stretto.train.pretrain, stretto.train.loop, stretto.apps.train\n"
+        "import sys, stretto.train.loop, stretto.apps.train\n"
         "print(*(name for name in sys.modules if name in ('stretto.ops.exact', 'stretto.ops.fp8', 'stretto.ops.matmul')))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
