@@ -30,7 +30,7 @@ from stretto.data.shards import TokenSet
 from stretto.data.tokenise import tokenise
 from stretto.model.parallel import Ranks, join
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
-from stretto.train.pretrain import pretrain
+from stretto.train.loop import pretrain
 from stretto.train.recipe import Recipe
 
 RUNS = {"one": "one rank", "two": "two ranks, FSDP2", "split": "two ranks, experts split"}
@@ -118,9 +118,9 @@ def _train(recipe: Recipe, run: Path, data: TokenSet, ranks: Ranks) -> None:
         recipe,
         run,
         loader,
+        (),
         data.manifest.data_hash,
         ranks,
-        observe=lambda model, step: {},
         tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
     )
 

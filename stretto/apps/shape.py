@@ -15,23 +15,21 @@ from stretto.base.receipt import Meter
 from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
-from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.presets import named_subnets, parse_subnet
-from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.frontier import SearchOptions, SearchResult, search
 from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, write_table
 from stretto.search.space import Limits, SearchSpace
 from stretto.search.timing import check, measure
-from stretto.train.heal import heal
-from stretto.train.metering import metered
+from stretto.train.loop import heal
 from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.step import metered
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
 
@@ -136,9 +134,9 @@ class _Healer:
             extract(self.model, subnet),
             self.model if self.recipe.ce_weight < 1.0 else None,
             open_loader(self.info, self.recipe.train, ranks),
+            (),
             self.info.data_hash,
             ranks,
-            observe=lambda model, step: {},
         )
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), self.meter.receipt().flops - before

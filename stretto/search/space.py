@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count, droppable_layers
 
 Third = Literal["active", "latency"]
 """The third objective beside loss and total parameters."""
@@ -144,16 +143,6 @@ class SearchSpace(Config):
                 for k in self.top_k:
                     if k <= num:
                         yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
-
-
-def fixed_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that are never dropped: the first and the last two."""
-    return tuple(sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers))))
-
-
-def droppable_layers(config: ModelConfig) -> tuple[int, ...]:
-    fixed = fixed_layers(config.num_layers)
-    return tuple(layer for layer in range(config.num_layers) if layer not in fixed)
 
 
 class Sizes:
