@@ -10,15 +10,14 @@ import torch
 from stretto.apps.run import RunInfo, prepare_data, read_info, write_info
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, checkpoint_folder
-from stretto.base.records import Lineage, new_lineage
+from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.hub import Checkpoint, read_checkpoint, write_checkpoint
-from stretto.model.parallel import Ranks, full_state, join
-from stretto.model.spec import SubnetChoice, count
-from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Trained, heal, peak_memory, pretrain
+from stretto.model.hub import Checkpoint, read_checkpoint
+from stretto.model.parallel import Ranks, join
+from stretto.model.spec import SubnetChoice
+from stretto.train.loop import Trained, heal, pretrain, write_trained
 from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
 
 EVAL_BATCH_ROWS = 16
@@ -176,28 +175,20 @@ def _write_result(
     parents: tuple[Lineage, ...],
 ) -> Path:
     """Write the checkpoint (rank 0) with its lineage."""
-    state = full_state(trained.model)
-    if ranks.is_first:
-        config = trained.model.config
-        counts = count(config, config.full())
-        lineage = new_lineage(
-            name=name,
-            stage=info.stage,
-            weights_hash="",
-            total_params=counts.total_params,
-            active_params=counts.active_params,
-            receipt=trained.meter.receipt(peak_memory(ranks)),
-            parents=parents,
-            run_id=trained.run_id,
-            data_hash=info.data_hash,
-            tokenizer_hash=load_tokenizer(info.tokenizer).fingerprint(),
-            config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
-        )
-        write_checkpoint(
-            out, state, config, tokenizer_dir=info.tokenizer, presets=presets, lineage=lineage, dtype=torch.float32
-        )
-    ranks.barrier()
-    return out
+    return write_trained(
+        out,
+        trained.model,
+        trained.meter,
+        ranks,
+        name=name,
+        stage=info.stage,
+        config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
+        tokenizer_dir=info.tokenizer,
+        parents=parents,
+        run_id=trained.run_id,
+        data_hash=info.data_hash,
+        presets=presets,
+    )
 
 
 def _tracker(run: Path, config: dict[str, object], wandb_project: str | None) -> Callable[[int], Tracker]:

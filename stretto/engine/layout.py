@@ -20,7 +20,7 @@ from torch import Tensor
 from stretto.engine.sequence import Chunk
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import MoeLayer, Transformer
-from stretto.ops.attention import rotary_tables
+from stretto.ops.operators import rotary_tables
 from stretto.ops.paged import Group, RouteRule, Spans
 from stretto.ops.route import MASKED
 

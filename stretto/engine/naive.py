@@ -19,7 +19,7 @@ from stretto.engine.request import Phases, Sampling
 from stretto.engine.sampler import process, sample
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Geometry, SwiGlu, Transformer
-from stretto.ops.attention import rotary_tables
+from stretto.ops.operators import rotary_tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V voca
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +59,6 @@ class LossReport:
     """Mean negative log-likelihood, nats per token."""
     num_tokens: int
     """Tokens that carry a loss."""
-    wall_s: float
-    """Seconds spent on this Subnet, the full network's passes excluded."""
     kl: float | None = None
     """Mean KL(full ‖ Subnet), nats per token; None where it was not asked for."""
     logit_error: float | None = None
@@ -107,7 +104,6 @@ def evaluate_many(
             full_ND = model(batch.ids_BT, model.config.full(), batch.ctx).hidden_BTD[kept_BT]
             full_size += _logit_size(full_ND, gram_DD)
         for subnet, total in zip(subnets, sums, strict=True):
-            start = time.perf_counter()
             hidden_ND = model(batch.ids_BT, subnet, batch.ctx).hidden_BTD[kept_BT]
             teacher = None if full_ND is None else Teacher(full_ND, head_VD)
             kl, nll_N = head_loss(hidden_ND, head_VD, targets_N, teacher, 1.0 if teacher is None else 0.0)
@@ -115,7 +111,6 @@ def evaluate_many(
             if full_ND is not None and gram_DD is not None:
                 total.kl += float(kl)
                 total.error += _logit_size(hidden_ND - full_ND, gram_DD)
-            total.wall_s += time.perf_counter() - start
             advance(1)
     if num_tokens == 0:
         raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
@@ -123,7 +118,6 @@ def evaluate_many(
         LossReport(
             nll=total.nll / num_tokens,
             num_tokens=num_tokens,
-            wall_s=total.wall_s,
             kl=total.kl / num_tokens if against_full else None,
             logit_error=total.error / full_size if against_full else None,
         )
@@ -138,7 +132,6 @@ class _Sums:
     nll: float = 0.0
     kl: float = 0.0
     error: float = 0.0
-    wall_s: float = 0.0
 
 
 def _logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:

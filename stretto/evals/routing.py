@@ -29,12 +29,6 @@ class LayerRouting:
     saliency: tuple[float, ...]
     """Mean over the tokens routed to an expert of gate · length of its output; 0 for one never chosen."""
 
-    @property
-    def imbalance(self) -> float:
-        """Largest load over the mean load of all experts: 1.0 is perfect balance."""
-        mean = sum(self.load) / len(self.load)
-        return max(self.load) / mean if mean else 0.0
-
 
 @torch.no_grad()
 def routing(

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model.replay import Routing
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.attention import document_mask, rotate
-from stretto.ops.operators import ORDINARY, Operators
+from stretto.ops.operators import ORDINARY, Operators, document_mask, rotate
 from stretto.ops.route import Routes, route
 
 

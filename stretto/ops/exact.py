@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.attention import attention_reference
-from stretto.ops.operators import rms_norm_reference
+from stretto.ops.operators import attention_reference, rms_norm_reference
 
 BITS = 22
 """Of an operand of a product. Twice as many and those of `CHUNK` make 53, what fp64 holds."""
@@ -197,7 +196,7 @@ def _attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor
 
 
 def rotary_tables(num_positions: int, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """`stretto.ops.attention.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
+    """`stretto.ops.operators.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
     frequencies = [theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
     angles = [[position * frequency for frequency in frequencies] for position in range(num_positions)]
     cos, sin = ([[function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))

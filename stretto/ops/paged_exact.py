@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stretto.ops import exact
-from stretto.ops.attention import rotate
 from stretto.ops.matmul import Arithmetic, rounded
+from stretto.ops.operators import rotate
 from stretto.ops.paged import Group, RouteRule, Spans
 from stretto.ops.route import Routes
 

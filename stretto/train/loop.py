@@ -15,21 +15,25 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
-from stretto.base.records import new_run_id
+from stretto.base.records import Lineage, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import Ranks, compute_dtype, device_name, shard
-from stretto.model.spec import SubnetChoice
+from stretto.model.families import Family
+from stretto.model.hub import write_checkpoint
+from stretto.model.parallel import Ranks, compute_dtype, device_name, full_state, shard
+from stretto.model.spec import SubnetChoice, count
 from stretto.model.transformer import Transformer, build
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
+from stretto.text.tokenizer import load_tokenizer
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.sampler import MicroPlan, Sampler
 from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run, read_meta
@@ -336,6 +340,49 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: came
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def write_trained(
+    folder: Path,
+    model: Transformer,
+    meter: Meter,
+    ranks: Ranks,
+    *,
+    name: str,
+    stage: str,
+    config: Mapping[str, Any],
+    tokenizer_dir: Path | None,
+    parents: tuple[Lineage, ...] = (),
+    run_id: str | None = None,
+    data_hash: str | None = None,
+    family: Family | None = None,
+    presets: Mapping[str, SubnetChoice] | None = None,
+) -> Path:
+    """Write the checkpoint of a finished stage with its lineage: from what all ranks hold, by rank 0.
+
+    The keyword arguments are those of `new_lineage` and `write_checkpoint`; ``config`` is what the stage was told.
+    """
+    state = full_state(model)
+    if ranks.is_first:
+        counts = count(model.config, model.config.full())
+        lineage = new_lineage(
+            name=name,
+            stage=stage,
+            weights_hash="",
+            total_params=counts.total_params,
+            active_params=counts.active_params,
+            receipt=meter.receipt(peak_memory(ranks)),
+            parents=parents,
+            run_id=run_id,
+            data_hash=data_hash,
+            tokenizer_hash=load_tokenizer(tokenizer_dir).fingerprint() if tokenizer_dir is not None else None,
+            config=config,
+        )
+        write_checkpoint(
+            folder, state, model.config, family=family, tokenizer_dir=tokenizer_dir, presets=presets, lineage=lineage
+        )
+    ranks.barrier()
+    return folder
 
 
 def peak_memory(ranks: Ranks) -> int | None:

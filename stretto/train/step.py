@@ -104,8 +104,6 @@ class StepResult:
     """Global norm before clipping."""
     flops: int
     """Executed by the model's matrix products, forward and backward, teachers and recomputation included."""
-    teacher_flops: int
-    """The part of them spent on teachers' forward passes."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Slots each expert got, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -142,7 +140,7 @@ def optimisation_step(
     tokens_by_kind: dict[str, int] = defaultdict(int)
     counts: dict[int, Tensor] = {}
     streams_N: list[Mapping[str, Tensor]] = []
-    flops = teacher_flops = 0
+    flops = 0
     for batch in batches:
         assert batch.distil is None or batch.objective is None, (
             "a pass has one loss: its objective's, or the blend with a teacher"
@@ -158,9 +156,7 @@ def optimisation_step(
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(trained.measured.streams_N)
-        student, teacher = _executed_flops(model.config, batch)
-        flops += (student + teacher) * ranks.world
-        teacher_flops += teacher * ranks.world
+        flops += _executed_flops(model.config, batch) * ranks.world
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -177,7 +173,6 @@ def optimisation_step(
         num_tokens=total_tokens,
         grad_norm=grad_norm,
         flops=flops,
-        teacher_flops=teacher_flops,
         counts=counts,
         streams_N=streams_N,
     )
@@ -227,20 +222,20 @@ def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
         raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
 
 
-def _executed_flops(config: ModelConfig, batch: MicroBatch) -> tuple[int, int]:
-    """FLOPs of this rank's trained passes (forward and backward) and of a pass that only teaches.
+def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:
+    """FLOPs of this rank's passes: trained ones forward and backward, a teacher's forward.
 
     A masked Subnet runs its router over all experts, and masked attention computes every score.
     """
     rows, length = batch.ids_BT.shape
     forward = count(config, executed(config, batch.subnet)).forward_flops(rows * length, length)
     passes = 4 if batch.ctx.recompute else 3
-    student, distil = passes * forward, batch.distil
+    flops, distil = passes * forward, batch.distil
     if distil is None or not (distil.learns or distil.ce_weight < 1.0):
-        return student, 0
+        return flops
     other = distil.model.config
     taught = count(other, executed(other, distil.subnet)).forward_flops(rows * length, length)
-    return (student + passes * taught, 0) if distil.learns else (student, taught)
+    return flops + (passes * taught if distil.learns else taught)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stretto.ops.attention import attention, attention_reference, document_mask, rotary_tables, rotate
+from stretto.ops.operators import attention, attention_reference, document_mask, rotary_tables, rotate
 
 Close = Callable[[Tensor, Tensor, int], None]
 

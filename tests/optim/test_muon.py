@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.optim.muon import Muon, orthogonal
+from stretto.optim.build import Muon, orthogonal
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48), (5, 32, 20)])
