@@ -17,7 +17,7 @@ from stretto.evals.loss import EvalBatch
 from stretto.model.hub import Checkpoint, read_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
-from stretto.train.loop import Trained, heal, pretrain, write_trained
+from stretto.train.loop import Job, Trained, heal, pretrain, write_trained
 from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
 
 EVAL_BATCH_ROWS = 16
@@ -42,16 +42,7 @@ def pretrain_command(
     info = _start(run, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
     if not isinstance(info.recipe, Recipe):
         raise UserError(f"{run}: a {info.stage} run; choose another folder")
-    trained = pretrain(
-        recipe,
-        run,
-        open_loader(info, recipe.train, ranks),
-        held_out(info, recipe.train, ranks),
-        info.data_hash,
-        ranks,
-        tracker=_tracker(run, recipe.model_dump(mode="json"), wandb_project),
-        resume=resume,
-    )
+    trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
     return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
 
 
@@ -78,20 +69,19 @@ def heal_command(
     info = _start(run, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
     if not isinstance(info.recipe, HealRecipe):
         raise UserError(f"{run}: a {info.stage} run; choose another folder")
-    trained = heal(
-        recipe,
-        run,
-        student.model,
-        guide.model if guide else None,
-        open_loader(info, recipe.train, ranks),
-        held_out(info, recipe.train, ranks),
-        info.data_hash,
-        ranks,
-        tracker=_tracker(run, recipe.model_dump(mode="json"), None),
-        resume=resume,
-    )
+    trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
     parents = (student.lineage,) if student.lineage else ()
     return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
+
+
+def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
+    def tracker(step: int) -> Tracker:
+        config = info.recipe.model_dump(mode="json")
+        return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
+
+    train = info.recipe.train
+    loader, batches = open_loader(info, train, ranks), held_out(info, train, ranks)
+    return Job(run, loader, batches, info.data_hash, ranks, tracker, resume)
 
 
 def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
@@ -189,10 +179,3 @@ def _write_result(
         data_hash=info.data_hash,
         presets=presets,
     )
-
-
-def _tracker(run: Path, config: dict[str, object], wandb_project: str | None) -> Callable[[int], Tracker]:
-    def open_at(step: int) -> Tracker:
-        return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
-
-    return open_at

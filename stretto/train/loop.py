@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +40,24 @@ from stretto.train.step import Distil, MicroBatch, StepResult, metered, optimisa
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """What a run is given beside its recipe, by whoever starts it."""
+
+    run: Path
+    """Its folder."""
+    loader: Loader
+    """One batch is one micro-batch."""
+    held_out: Sequence[EvalBatch]
+    """This rank's, for the losses in the log and the layer order; without any, neither is measured."""
+    data_hash: str
+    ranks: Ranks
+    tracker: Callable[[int], Tracker] | None = None
+    """Opens the log at a first step; only rank 0 has one."""
+    resume: bool = False
+    """Go on from the newest snapshot of ``run``, bit for bit as if it had not been interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """What a finished stage hands on."""
 
@@ -50,34 +67,17 @@ class Trained:
     tokens_by_kind: dict[str, int]
 
 
-def pretrain(
-    recipe: Recipe,
-    run: Path,
-    loader: Loader,
-    held_out: Sequence[EvalBatch],
-    data_hash: str,
-    ranks: Ranks,
-    *,
-    tracker: Callable[[int], Tracker] | None = None,
-    resume: bool = False,
-) -> Trained:
-    """Train ``recipe`` in ``run`` and return the maximum network.
-
-    Args:
-        held_out: this rank's, for the losses in the log and the layer order; without any, neither is measured.
-        tracker: opens the log at a first step; only rank 0 has one.
-        resume: go on from the newest snapshot of ``run``, bit for bit as if it had not been interrupted.
+def pretrain(recipe: Recipe, job: Job) -> Trained:
+    """Train ``recipe`` and return the maximum network.
 
     Raises:
         UserError: a resume without a snapshot or under another recipe or data.
         NonFiniteError: a loss or gradient was not finite; the last snapshot is good.
     """
     train, elastic = recipe.train, recipe.elastic
-    model = build(recipe.network(), train.seed, ranks.device)
+    model = build(recipe.network(), train.seed, job.ranks.device)
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
-    training = _Training(
-        "pretrain", run, recipe, model, loader, held_out, data_hash, ranks, resume, elastic.anchors, rank_at
-    )
+    training = _Training("pretrain", recipe, job, model, elastic.anchors, rank_at)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
@@ -89,36 +89,22 @@ def pretrain(
         distil = {index: teacher for index, is_taught in enumerate(taught) if is_taught}
         return Plan(micro, distil, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
-    return training.run(plan, tracker)
+    return training.run(plan)
 
 
-def heal(
-    recipe: HealRecipe,
-    run: Path,
-    model: Transformer,
-    teacher: Transformer | None,
-    loader: Loader,
-    held_out: Sequence[EvalBatch],
-    data_hash: str,
-    ranks: Ranks,
-    *,
-    tracker: Callable[[int], Tracker] | None = None,
-    resume: bool = False,
-) -> Trained:
+def heal(recipe: HealRecipe, job: Job, model: Transformer, teacher: Transformer | None) -> Trained:
     """Train ``model`` in place with a fresh optimiser; ``teacher`` is the frozen parent, run in full.
 
-    The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model). The other
-    arguments and errors are those of `pretrain`.
+    The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model). Errors are
+    those of `pretrain`.
     """
-    num = recipe.train.micro_batches
-    model = model.to(ranks.device)
-    training = _Training("heal", run, recipe, model, loader, held_out, data_hash, ranks, resume)
-    distil = {}
+    training = _Training("heal", recipe, job, model.to(job.ranks.device), {}, set())
+    num, distil = recipe.train.micro_batches, {}
     if teacher is not None and recipe.ce_weight < 1.0:
-        teacher = teacher.to(ranks.device).requires_grad_(False)
+        teacher = teacher.to(job.ranks.device).requires_grad_(False)
         distil = dict.fromkeys(range(num), Distil(teacher, teacher.config.full(), recipe.ce_weight))
     plan = Plan([MicroPlan("full", model.config.full(), None, False)] * num, distil, recipe.balance_rate)
-    return training.run(lambda step: plan, tracker)
+    return training.run(lambda step: plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,60 +144,54 @@ class _Training:
     def __init__(
         self,
         stage: str,
-        run: Path,
         recipe: Recipe | HealRecipe,
+        job: Job,
         model: Transformer,
-        loader: Loader,
-        held_out: Sequence[EvalBatch],
-        data_hash: str,
-        ranks: Ranks,
-        resume: bool,
-        presets: Mapping[str, SubnetChoice] = MappingProxyType({}),
-        rank_at: Set[int] = frozenset(),
+        presets: Mapping[str, SubnetChoice],
+        rank_at: Set[int],
     ):
-        """Ready for the first step, or with ``resume`` for the one after the newest snapshot.
+        """Ready for the next step.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
             rank_at: numbers of steps done at which the layer order is measured anew.
         """
-        train = recipe.train
+        train, ranks = recipe.train, job.ranks
         assert train.ep == ranks.ep, (
             f"the recipe wants {train.ep} expert-parallel ranks, they were joined with {ranks.ep}"
         )
-        self.stage, self.train, self.optim, self.ranks = stage, train, recipe.optim, ranks
-        self.loader, self.held_out, self.data_hash = loader, held_out, data_hash
+        self.stage, self.train, self.optim, self.job, self.ranks = stage, train, recipe.optim, job, ranks
         self.presets, self.rank_at = presets, rank_at
         self.recipe = recipe.model_dump(mode="json")
         self.dtype = compute_dtype(train.dtype, ranks.device)
-        self.snapshots = Snapshots(run / "snapshots", train.keep_snapshots)
+        self.snapshots = Snapshots(job.run / "snapshots", train.keep_snapshots)
         self.model = shard(model, ranks, self.dtype)
         self.optimizers = build_optimizers(recipe.optim, self.model)
         self.run_id, self.step = new_run_id(), 0
         self.meter = Meter(stage, device_name(ranks.device), ranks.world)
         self.tokens_by_kind: Counter[str] = Counter()
         self.window = _Window()
-        if resume:
-            self._resume(run)
+        if job.resume:
+            self._resume()
 
-    def _resume(self, run: Path) -> None:
-        path = self.snapshots.latest()
+    def _resume(self) -> None:
+        job, path = self.job, self.snapshots.latest()
         if path is None:
-            raise UserError(f"{run}: --resume: there is no snapshot in it; start the run without --resume")
+            raise UserError(f"{job.run}: --resume: there is no snapshot in it; start the run without --resume")
         meta = read_meta(path)
-        check_same_run(meta, self.recipe, self.data_hash, run)
+        check_same_run(meta, self.recipe, job.data_hash, job.run)
         self.snapshots.load(path, self.model, self.optimizers, self.ranks)
         self.model.config = self.model.config.replace(layer_order=meta.layer_order)
-        self.loader.restore(meta.loader)
+        job.loader.restore(meta.loader)
         self.run_id, self.step, self.tokens_by_kind = meta.run_id, meta.step, Counter(meta.tokens_by_kind)
         self.meter = Meter(self.stage, meta.receipt.device, self.ranks.world, spent=meta.receipt)
 
-    def run(self, plan: Callable[[int], Plan], tracker: Callable[[int], Tracker] | None) -> Trained:
+    def run(self, plan: Callable[[int], Plan]) -> Trained:
         """Train to the end of the recipe; ends on a snapshot.
 
         Ctrl-C lets the step end, writes a snapshot and is raised then; a second one is raised at once.
         """
-        train, ranks = self.train, self.ranks
+        train, ranks, tracker = self.train, self.ranks, self.job.tracker
         if train.compile:
             for block in self.model.blocks:
                 block.compile()
@@ -223,7 +203,7 @@ class _Training:
                 while self.step < train.steps:
                     with self.meter:
                         result = self._step(plan(self.step))
-                    if self.step in self.rank_at and self.held_out:
+                    if self.step in self.rank_at and self.job.held_out:
                         self._rank_layers()
                     self._report(result, log)
                     advance(1, f"loss {result.nll:.3f}")
@@ -242,7 +222,7 @@ class _Training:
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
         for index, micro in enumerate(plan.micro):
-            loaded = self.loader.next()
+            loaded = self.job.loader.next()
             batch = EvalBatch.of(loaded, ranks.device)
             widths = row_widths(micro.widths, ranks.rows(train.micro_rows), ranks.device)
             ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
@@ -271,7 +251,7 @@ class _Training:
     def _rank_layers(self) -> None:
         """Measure the layer order anew, and count what that costs."""
         with self.meter, metered(self.model, self.meter, self.ranks.world):
-            order = self.ranks.agree(rank_layers(self.model, self.held_out).order)  # each rank saw rows of its own
+            order = self.ranks.agree(rank_layers(self.model, self.job.held_out).order)  # each rank saw rows of its own
         self.model.config = self.model.config.replace(layer_order=order)
 
     def _report(self, result: StepResult, log: Tracker | None) -> None:
@@ -292,8 +272,8 @@ class _Training:
             scalars |= {f"mixture/{kind}": num / total for kind, num in sorted(self.tokens_by_kind.items())}
             self.window = _Window()
         losses: dict[str, float] = {}
-        if self.held_out and (step % train.eval_every == 0 or last):
-            found = held_out_losses(self.model, self.presets, self.held_out, self.ranks)
+        if self.job.held_out and (step % train.eval_every == 0 or last):
+            found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
             losses = {f"loss/{name}": loss for name, loss in found.items()}
         if log is not None and (scalars or losses):
             log.log(step, scalars | losses, line=False)
@@ -308,13 +288,13 @@ class _Training:
             return
         meta = SnapshotMeta(
             step=self.step,
-            loader=self.loader.state(),
+            loader=self.job.loader.state(),
             receipt=self.meter.receipt(peak_memory(self.ranks)),
             run_id=self.run_id,
             layer_order=self.model.config.layer_ranking,
             tokens_by_kind=dict(self.tokens_by_kind),
             recipe=self.recipe,
-            data_hash=self.data_hash,
+            data_hash=self.job.data_hash,
         )
         self.snapshots.save(self.model, self.optimizers, meta, self.ranks)
 

@@ -116,18 +116,14 @@ class Run:
             assert rank_layers is not None
             return SimpleNamespace(order=rank_layers(model))
 
+        def tracker(step: int) -> Tracker:
+            return Tracker(self.folder, first_step=step and step + 1, tensorboard=False)
+
         with mock.patch.multiple(loop, held_out_losses=losses, rank_layers=ranking):
+            data_hash, held_out = data.manifest.data_hash, [mock.sentinel.held_out]
             return loop.pretrain(
                 recipe,
-                self.folder,
-                loader,
-                [mock.sentinel.held_out],
-                data.manifest.data_hash,
-                join("cpu"),
-                tracker=(lambda step: Tracker(self.folder, first_step=step and step + 1, tensorboard=False))
-                if log
-                else None,
-                resume=resume,
+                loop.Job(self.folder, loader, held_out, data_hash, join("cpu"), tracker if log else None, resume),
             )
 
     @staticmethod

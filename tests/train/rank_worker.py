@@ -92,8 +92,7 @@ def run_case(case: dict[str, Any]) -> None:
         }
 
     with mock.patch.object(loop, "held_out_losses", losses):
-        trained = loop.pretrain(
-            recipe,
+        job = loop.Job(
             run,
             loader,
             held_out,
@@ -102,6 +101,7 @@ def run_case(case: dict[str, Any]) -> None:
             tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
             resume=case.get("resume", False),
         )
+        trained = loop.pretrain(recipe, job)
     weights = full_state(trained.model)
     assert bool(weights) == ranks.is_first
     if ranks.is_first:

@@ -16,7 +16,7 @@ from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
-from stretto.train.loop import Trained, heal
+from stretto.train.loop import Job, Trained, heal
 from stretto.train.recipe import HealRecipe
 
 
@@ -36,11 +36,8 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
             }
         )  # fmt: skip
         config = reference.model.config
-        return heal(
-            recipe,
+        job = Job(
             tmp_path / name,
-            extract(reference.model, config.subnet(4, 4, 2)),
-            extract(reference.model, config.full()) if teacher else None,
             Loader([tokens], [1.0], recipe.train.micro_rows, recipe.train.seq_len, 1),
             (),
             tokens.manifest.data_hash,
@@ -48,6 +45,8 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
             tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),
             resume=resume,
         )
+        student, parent = extract(reference.model, config.subnet(4, 4, 2)), extract(reference.model, config.full())
+        return heal(recipe, job, student, parent if teacher else None)
 
     return train
 
