@@ -33,7 +33,7 @@ from stretto.model.elastic import extract
 from stretto.model.hub import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, count, extracted_config
-from stretto.train.loop import heal, pretrain
+from stretto.train.loop import Job, heal, pretrain
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 
 BUDGETS = (0.015, 0.03, 0.06)
@@ -143,8 +143,7 @@ def _seeded(recipe: Recipe, seed: int) -> Recipe:
 def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
     ranks = bench.ranks
     batches = held_out(bench.info, recipe.train, ranks)
-    trained = pretrain(
-        recipe,
+    job = Job(
         folder,
         open_loader(bench.info, recipe.train, ranks),
         batches,
@@ -153,6 +152,7 @@ def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
         resume=(folder / "snapshots").is_dir(),
     )
+    trained = pretrain(recipe, job)
     write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
     receipt = trained.meter.receipt()
     found = held_out_losses(trained.model, recipe.elastic.anchors, batches, ranks)
@@ -172,16 +172,8 @@ def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float
         healing = _healing(recipe, student.config, big.config, ce_weight, flops, seed + 100)
         train = healing.train
         info = bench.info.replace(stage="heal", recipe=healing)
-        done = heal(
-            healing,
-            folder / label,
-            student,
-            big if ce_weight < 1 else None,
-            open_loader(info, train, ranks),
-            (),
-            info.data_hash,
-            ranks,
-        )
+        job = Job(folder / label, open_loader(info, train, ranks), (), info.data_hash, ranks)
+        done = heal(healing, job, student, big if ce_weight < 1 else None)
         receipt = done.meter.receipt()
         full = done.model.config.full()
         result |= {

@@ -34,7 +34,7 @@ from stretto.data.tokenise import tokenise
 from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import join
 from stretto.text.tokenizer import train_tokenizer
-from stretto.train.loop import pretrain
+from stretto.train.loop import Job, pretrain
 from stretto.train.recipe import Recipe
 
 VOCAB, TEXT_CHARS = 512, 300_000
@@ -183,10 +183,8 @@ def _train(run: Path, tokens: Path, steps: int, resume: bool) -> None:
 
     held_out = [EvalBatch.of(batch, "cpu") for batch in eval_batches(data, 4, chosen.train.seq_len, 1)]
     loader = Loader([data], [1.0], chosen.train.micro_rows, chosen.train.seq_len, chosen.train.seed)
-    trained = pretrain(
-        chosen, run, loader, held_out, data.manifest.data_hash, join("cpu"),
-        tracker=lambda step: Steps(), resume=resume,
-    )  # fmt: skip
+    job = Job(run, loader, held_out, data.manifest.data_hash, join("cpu"), lambda step: Steps(), resume)
+    trained = pretrain(chosen, job)
     digest = hashlib.sha256()
     for name, tensor in trained.model.state_dict().items():
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())

@@ -27,7 +27,7 @@ from stretto.search.frontier import SearchOptions, SearchResult, search
 from stretto.search.latency import DECODE, LatencyTable, Workload, read_table, write_table
 from stretto.search.space import Limits, SearchSpace
 from stretto.search.timing import check, measure
-from stretto.train.loop import heal
+from stretto.train.loop import Job, heal
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.step import metered
 
@@ -128,15 +128,9 @@ class _Healer:
         folder = self.folder / f"heal-{self.num:02d}"
         self.num += 1
         before = self.meter.receipt().flops
+        job = Job(folder, open_loader(self.info, self.recipe.train, ranks), (), self.info.data_hash, ranks)
         healed = heal(
-            self.recipe,
-            folder,
-            extract(self.model, subnet),
-            self.model if self.recipe.ce_weight < 1.0 else None,
-            open_loader(self.info, self.recipe.train, ranks),
-            (),
-            self.info.data_hash,
-            ranks,
+            self.recipe, job, extract(self.model, subnet), self.model if self.recipe.ce_weight < 1.0 else None
         )
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), self.meter.receipt().flops - before
