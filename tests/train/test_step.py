@@ -196,7 +196,8 @@ def test_a_teacher_that_learns_adds_its_own_gradient(ce_weight: float) -> None:
     assert distance({name: grad + alone_grads[name] for name, grad in taught_grads.items()}, joint_grads) <= SAME
     assert joint.nll_by_kind == {"full": pytest.approx(alone.nll * 23), "corner": pytest.approx(taught.nll * 23)}
     assert (joint.tokens_by_kind, joint.num_tokens) == ({"full": 23, "corner": 23}, 23)
-    assert 3 * joint.flops == 3 * taught.flops + 2 * alone.flops, "the teacher's forward pass gets its backward"
+    only_taught = alone.flops // 3 if ce_weight < 1.0 else 0  # a forward pass of a teacher that does not learn
+    assert joint.flops == alone.flops + taught.flops - only_taught
     for row, counts_WE in joint.counts.items():
         assert torch.equal(counts_WE, alone.counts[row] + taught.counts[row])
 
