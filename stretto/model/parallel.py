@@ -95,13 +95,12 @@ class Ranks:
         return float(norm)
 
 
-def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ranks:
+def join(device: str = "auto", ep: int = 1) -> Ranks:
     """Take this process's place: torchrun's environment if there is one, otherwise a world of one.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         ep: expert-parallel ranks.
-        timeout_s: how long a collective waits for the other ranks before it raises.
 
     Raises:
         UserError: an unknown device, or ``ep`` does not divide the number of ranks.
@@ -123,7 +122,7 @@ def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ran
         on_gpu = place.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=TIMEOUT_S),
             device_id=place.device if on_gpu else None,
         )
         # also after an error: closed connections make the other ranks' collectives fail instead of waiting

@@ -319,13 +319,13 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights, the same for the same seed whatever the device or sharding of the run.
+def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
+    """A model on ``device`` with normal weights, the same for the same seed whatever the device or sharding of the run.
 
     Standard deviation 0.5/√hidden (0.02 at 640 hidden, the usual value there); what writes to the residual stream is
     scaled down by √(2·layers), as in GPT-2, so that depth does not change the stream's size at the start.
     """
-    config = model.config
+    model = Transformer(config)
     std = 0.5 / math.sqrt(config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -336,12 +336,5 @@ def initialise(model: Transformer, seed: int) -> None:
         else:
             writes = name.endswith(("out.weight", "down", "down.weight"))
             scale = std / math.sqrt(2 * config.num_layers) if writes else std
-            value = torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)
-            parameter.copy_(value)
-
-
-def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """A freshly initialised model on ``device``."""
-    model = Transformer(config)
-    initialise(model, seed)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
     return model.to(device)

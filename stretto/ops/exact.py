@@ -62,15 +62,10 @@ class _Straight(torch.autograd.Function):
         return (None, None, *(next(found) if need else None for need in needed))
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2 to the power of an integer tensor, fp64, exact: written into the bits, since pow may round."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
-
-
 def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:
     """Integers (fp64, of magnitude 2^bits at most) and units […, 1] (powers of two, fp64) whose product is nearest to ``x``."""
     _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
-    unit = power_of_two(exponent - bits)
+    unit = ((exponent.long() - bits + 1023) << 52).view(torch.float64)  # 2^(exponent − bits); pow may round
     return torch.round(x.double() / unit), unit
 
 

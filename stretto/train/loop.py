@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.base.records import Lineage, new_lineage, new_run_id
@@ -35,7 +36,7 @@ from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.sampler import MicroPlan, Sampler
-from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run, read_meta
+from stretto.train.snapshot import LAYOUT, SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import Distil, MicroBatch, StepResult, metered, optimisation_step, row_widths
 
 
@@ -179,7 +180,11 @@ class _Training:
         if path is None:
             raise UserError(f"{job.run}: --resume: there is no snapshot in it; start the run without --resume")
         meta = read_meta(path)
-        check_same_run(meta, self.recipe, job.data_hash, job.run)
+        if meta.data_hash != job.data_hash:
+            raise UserError(
+                f"{job.run}: data: changed since this run started; use the same data, or start a new run folder"
+            )
+        check_unchanged(meta.recipe, self.recipe, job.run, LAYOUT)
         self.snapshots.load(path, self.model, self.optimizers, self.ranks)
         self.model.config = self.model.config.replace(layer_order=meta.layer_order)
         job.loader.restore(meta.loader)
