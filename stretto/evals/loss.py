@@ -8,6 +8,7 @@ Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V voca
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def evaluate_many(
     """
     for subnet in subnets:
         check_subnet(model.config, subnet)
-    sums = [_Sums() for _ in subnets]
+    sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
     head_VD = model.head_VD.detach()  # a leaf that wants a gradient would make head_loss compute one
     # |W·d|² = dᵀ(WᵀW)d: the [N, V] logits of the difference are never formed
     gram_DD = head_VD.float().T @ head_VD.float() if against_full else None
@@ -107,31 +108,22 @@ def evaluate_many(
             hidden_ND = model(batch.ids_BT, subnet, batch.ctx).hidden_BTD[kept_BT]
             teacher = None if full_ND is None else Teacher(full_ND, head_VD)
             kl, nll_N = head_loss(hidden_ND, head_VD, targets_N, teacher, 1.0 if teacher is None else 0.0)
-            total.nll += float(nll_N.double().sum())
+            total["nll"] += float(nll_N.double().sum())
             if full_ND is not None and gram_DD is not None:
-                total.kl += float(kl)
-                total.error += _logit_size(hidden_ND - full_ND, gram_DD)
+                total["kl"] += float(kl)
+                total["error"] += _logit_size(hidden_ND - full_ND, gram_DD)
             advance(1)
     if num_tokens == 0:
         raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
     return [
         LossReport(
-            nll=total.nll / num_tokens,
+            nll=total["nll"] / num_tokens,
             num_tokens=num_tokens,
-            kl=total.kl / num_tokens if against_full else None,
-            logit_error=total.error / full_size if against_full else None,
+            kl=total["kl"] / num_tokens if against_full else None,
+            logit_error=total["error"] / full_size if against_full else None,
         )
         for total in sums
     ]
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Running sums of one Subnet over the batches."""
-
-    nll: float = 0.0
-    kl: float = 0.0
-    error: float = 0.0
 
 
 def _logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:

@@ -108,7 +108,8 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    world, rank, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    told = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in told)
     if ep < 1 or world % ep:
         raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
     if kind == "cuda":
@@ -128,9 +129,6 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
         # also after an error: closed connections make the other ranks' collectives fail instead of waiting
         atexit.register(_leave)
     return place
-
-
-_PLACE = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
 
 
 def _leave() -> None:
@@ -184,7 +182,8 @@ def shard(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) 
         grid = init_device_mesh(kind, (ranks.world // ranks.ep, ranks.ep), mesh_dim_names=("copies", "ep"))
         for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
             _spread_experts(layer, grid, everyone, policy)
-    whole = {parameter for name, parameter in model.blocks.named_parameters() if _is_whole(name, parameter)}
+    named = model.blocks.named_parameters()
+    whole = {parameter for name, parameter in named if parameter.dim() == 1 or name.endswith("mlp.gate")}
     for block in model.blocks:
         fully_shard(block, mesh=everyone, mp_policy=policy, ignored_params=whole)
     # embedding and head in fp32: they begin and end the residual stream. Gathered until the backward pass: the loss
@@ -221,10 +220,6 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         ignored_params={layer.gate},
         shard_placement_fn=lambda parameter: Shard(1),
     )
-
-
-def _is_whole(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 1 or name.endswith("mlp.gate")
 
 
 def full_state(model: Transformer) -> dict[str, Tensor]:

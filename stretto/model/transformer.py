@@ -226,17 +226,13 @@ class MoeLayer(nn.Module):
             # a width without a branch of its own reads the next larger one's bias and feeds none: to that branch, the
             # experts masked here would look idle
         else:
-            counts_WE = _counts_by_branch(routes.chosen_NK, widths, T, self.bias_WE.shape)
+            # rows that do not count go to one branch past the last, which is cut off
+            num_branches = len(self.bias_WE)
+            branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
+            key_NK = branch_B.repeat_interleave(T)[:, None] * total + routes.chosen_NK
+            counts = torch.bincount(key_NK.reshape(-1), minlength=(num_branches + 1) * total)
+            counts_WE = counts.view(num_branches + 1, total)[:num_branches]
         return routes, counts_WE
-
-
-def _counts_by_branch(chosen_NK: Tensor, widths: RowWidths, length: int, shape: torch.Size) -> Tensor:
-    num_branches, num_experts = shape
-    # rows that do not count go to one branch past the last, which is cut off
-    branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
-    key_NK = branch_B.repeat_interleave(length)[:, None] * num_experts + chosen_NK
-    counts = torch.bincount(key_NK.reshape(-1), minlength=(num_branches + 1) * num_experts)
-    return counts.view(num_branches + 1, num_experts)[:num_branches]
 
 
 class Block(nn.Module):

@@ -19,14 +19,6 @@ IGNORED = -100
 """Target of a position that carries no loss, as everywhere in PyTorch."""
 
 
-def log_probs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Log-probability [N] (fp32) of each target; 0 where the target is `IGNORED`. Differentiable the slow way."""
-    logits_NV = F.linear(hidden_ND, head_VD).float()
-    kept_N = targets_N != IGNORED
-    picked_N = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
-    return torch.where(kept_N, picked_N, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """Whose distribution a student is pulled to: final hidden states of the same tokens, and the head they go through.
@@ -43,7 +35,7 @@ def head_loss_reference(
 ) -> Tensor:
     """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student), by autograd."""
     kept_N = targets_N != IGNORED
-    loss = -ce_weight * log_probs(hidden_ND, head_VD, targets_N).sum()
+    loss = -ce_weight * chosen_logprobs_reference(hidden_ND, head_VD, targets_N)[0].sum()
     if teacher is not None:
         student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
         teacher_NV = F.linear(teacher.hidden_ND.detach(), teacher.head_VD.detach()).float().log_softmax(-1)

@@ -87,8 +87,8 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
         micro = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
         teacher = Distil(training.model, full, elastic.anchor_ce_weight, elastic.joint)
         taught = [each.is_anchor or (elastic.joint and each.subnet != full) for each in micro]
-        distil = {index: teacher for index, is_taught in enumerate(taught) if is_taught}
-        return Plan(micro, distil, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
+        passes = [(each, teacher if is_taught else None) for each, is_taught in zip(micro, taught, strict=True)]
+        return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
     return training.run(plan)
 
@@ -100,11 +100,12 @@ def heal(recipe: HealRecipe, job: Job, model: Transformer, teacher: Transformer 
     those of `pretrain`.
     """
     training = _Training("heal", recipe, job, model.to(job.ranks.device), {}, set())
-    num, distil = recipe.train.micro_batches, {}
+    lesson = None
     if teacher is not None and recipe.ce_weight < 1.0:
         teacher = teacher.to(job.ranks.device).requires_grad_(False)
-        distil = dict.fromkeys(range(num), Distil(teacher, teacher.config.full(), recipe.ce_weight))
-    plan = Plan([MicroPlan("full", model.config.full(), None, False)] * num, distil, recipe.balance_rate)
+        lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight)
+    micro = MicroPlan("full", model.config.full(), None, False)
+    plan = Plan([(micro, lesson)] * recipe.train.micro_batches, recipe.balance_rate)
     return training.run(lambda step: plan)
 
 
@@ -112,9 +113,8 @@ def heal(recipe: HealRecipe, job: Job, model: Transformer, teacher: Transformer 
 class Plan:
     """What one step trains, and how its balance biases move."""
 
-    micro: Sequence[MicroPlan]
-    distil: Mapping[int, Distil]
-    """Teachers, by micro-batch index."""
+    passes: Sequence[tuple[MicroPlan, Distil | None]]
+    """Each micro-batch, and its teacher."""
     balance_rate: float
 
 
@@ -226,13 +226,12 @@ class _Training:
         train, ranks = self.train, self.ranks
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
-        for index, micro in enumerate(plan.micro):
+        for micro, distil in plan.passes:
             loaded = self.job.loader.next()
             batch = EvalBatch.of(loaded, ranks.device)
             widths = row_widths(micro.widths, ranks.rows(train.micro_rows), ranks.device)
             ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
             num = loaded.global_target_tokens
-            distil = plan.distil.get(index)
             batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, distil))
         result = optimisation_step(
             self.model,
@@ -250,7 +249,7 @@ class _Training:
         window.nll_by_kind.update(result.nll_by_kind)
         window.tokens_by_kind.update(result.tokens_by_kind)
         window.num_rows += train.rows
-        window.num_narrow_rows += sum(micro.num_narrow_rows for micro in plan.micro)
+        window.num_narrow_rows += sum(micro.num_narrow_rows for micro, _ in plan.passes)
         return result
 
     def _rank_layers(self) -> None:

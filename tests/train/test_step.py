@@ -13,7 +13,7 @@ from stretto.model.elastic import load_balance
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
-from stretto.ops.logprob import IGNORED, chosen_logprobs, log_probs
+from stretto.ops.logprob import IGNORED, chosen_logprobs, chosen_logprobs_reference
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.losses import cross_entropy
@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens() -> None:
     sums = []
     for batch in batches:
         hidden_ND = model(batch.ids_BT, batch.subnet, batch.ctx).hidden_BTD.flatten(0, 1)
-        sums.append(-log_probs(hidden_ND, model.head_VD, batch.targets_BT.flatten()).sum())
+        sums.append(-chosen_logprobs_reference(hidden_ND, model.head_VD, batch.targets_BT.flatten())[0].sum())
     (sum(sums) / 32).backward()  # 23 + 3 + 6 targets
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert distance(expected, grads) <= SAME
