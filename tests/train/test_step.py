@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from stretto.base.receipt import Meter
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import join
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
 from stretto.ops.logprob import IGNORED, chosen_logprobs, chosen_logprobs_reference
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.losses import cross_entropy
-from stretto.train.step import Distil, Measured, MicroBatch, NonFiniteError, StepResult, optimisation_step
+from stretto.train.step import Distil, Measured, MicroBatch, NonFiniteError, StepResult, metered, optimisation_step
 
 VOCAB, LENGTH = 41, 24
 SHAPE: dict[str, Any] = {
@@ -298,3 +299,30 @@ def test_an_objective_brings_its_own_normaliser_and_streams() -> None:
     assert distance(grads, others) <= SAME
     assert (result.nll, result.num_tokens) == (pytest.approx(plain.nll, rel=SAME), plain.num_tokens)
     assert [each["entropy"].shape for each in result.streams_N] == [(LENGTH,), (LENGTH,)] and plain.streams_N == []
+
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, top_k=2, expert_intermediate_size=8,
+)  # fmt: skip
+
+
+def test_every_pass_in_the_block_counts_and_none_after_it() -> None:
+    model = build(CONFIG, 0)
+    ids_BT = torch.zeros(3, 10, dtype=torch.int64)
+    small = CONFIG.subnet(depth=4, experts=2, top_k=1)
+    meter = Meter("search", "cpu")
+    with metered(model, meter, world=2):
+        model(ids_BT, CONFIG.full(), Context.plain(ids_BT))
+        model(ids_BT, small, Context.plain(ids_BT))
+    model(ids_BT, small, Context.plain(ids_BT))
+
+    passes = [count(CONFIG, CONFIG.full()), count(CONFIG, executed(CONFIG, small))]
+    assert meter.receipt().flops == 2 * sum(each.forward_flops(30, 10) for each in passes)
+    assert meter.receipt().tokens == 2 * 60
+
+
+def test_a_masked_pass_scores_all_experts() -> None:
+    small = CONFIG.subnet(depth=4, experts=2, top_k=1)
+    assert executed(CONFIG, small).experts == (4, 4, 4, 4)
+    assert executed(CONFIG, small).top_k == small.top_k
