@@ -214,7 +214,7 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     layers, limit = subnet.layers, config.num_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
         raise UserError(f"subnet: layers {list(layers)} must be rising indices in 0..{limit - 1}")
-    kept = [row for row, layer in enumerate(config.moe_layers) if layer in layers]
+    kept = config.moe_rows(layers)
     if not len(kept) == len(subnet.experts) == len(subnet.top_k):
         raise UserError(
             f"subnet: {len(subnet.experts)} expert counts and {len(subnet.top_k)} top-k for {len(kept)} kept MoE layers; give one each"

@@ -207,7 +207,7 @@ class MoeLayer(nn.Module):
             bias_NE = self.bias_WE[widths.branch_B].repeat_interleave(T, dim=0)
             allowed_BE = widths.allowed_BE[:, self.rank_E] & (self.rank_E < num_experts)
             allowed_NE = allowed_BE.repeat_interleave(T, dim=0)
-
+        choose = None if routing is None else lambda own_NK: routing(self.row, own_NK.view(B, T, top_k)).flatten(0, 1)
         routes = route(
             logits_NE,
             bias_NE if config.selection_bias else None,
@@ -217,7 +217,7 @@ class MoeLayer(nn.Module):
             normalize=config.normalize_gates,
             scaling=config.routed_scaling,
             operators=operators,
-            choose=routing and (lambda own_NK: routing(self.row, own_NK.view(B, T, top_k)).flatten(0, 1)),
+            choose=choose,
         )
         if widths is None:
             counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
