@@ -223,19 +223,18 @@ def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
 
 
 def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:
-    """FLOPs of this rank's passes: trained ones forward and backward, a teacher's forward.
-
-    A masked Subnet runs its router over all experts, and masked attention computes every score.
-    """
-    rows, length = batch.ids_BT.shape
-    forward = count(config, executed(config, batch.subnet)).forward_flops(rows * length, length)
+    """FLOPs of this rank's passes: trained ones forward and backward, a teacher's forward."""
     passes = 4 if batch.ctx.recompute else 3
-    flops, distil = passes * forward, batch.distil
-    if distil is None or not (distil.learns or distil.ce_weight < 1.0):
-        return flops
-    other = distil.model.config
-    taught = count(other, executed(other, distil.subnet)).forward_flops(rows * length, length)
-    return flops + (passes * taught if distil.learns else taught)
+    flops, distil = passes * _forward_flops(config, batch.subnet, batch.ids_BT), batch.distil
+    if distil is not None and (distil.learns or distil.ce_weight < 1.0):
+        flops += (passes if distil.learns else 1) * _forward_flops(distil.model.config, distil.subnet, batch.ids_BT)
+    return flops
+
+
+def _forward_flops(config: ModelConfig, subnet: Subnet, ids_BT: Tensor) -> int:
+    """A masked Subnet runs its router over all experts, and masked attention computes every score."""
+    rows, length = ids_BT.shape
+    return count(config, executed(config, subnet)).forward_flops(rows * length, length)
 
 
 @contextmanager
@@ -247,10 +246,8 @@ def metered(model: Transformer, meter: Meter, world: int = 1) -> Iterator[None]:
     """
 
     def add(module: Transformer, arguments: tuple[Any, ...], output: Any) -> None:
-        ids_BT, subnet = arguments[0], arguments[1]
-        rows, length = ids_BT.shape
-        counts = count(module.config, executed(module.config, subnet))
-        meter.add(flops=world * counts.forward_flops(rows * length, length), tokens=world * rows * length)
+        ids_BT, subnet, *_ = arguments
+        meter.add(flops=world * _forward_flops(module.config, subnet, ids_BT), tokens=world * ids_BT.numel())
 
     hook = model.register_forward_hook(add)
     try:
