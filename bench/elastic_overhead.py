@@ -23,10 +23,9 @@ from stretto.base.track import progress
 from stretto.model.parallel import compute_dtype, join
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers
-from stretto.train.batch import row_widths
 from stretto.train.recipe import ElasticConfig
 from stretto.train.sampler import Sampler
-from stretto.train.step import Distil, MicroBatch, optimisation_step
+from stretto.train.step import Distil, MicroBatch, optimisation_step, row_widths
 
 ANCHOR_SHARE = ElasticConfig.model_fields["anchor_share"].default
 

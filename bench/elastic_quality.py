@@ -23,20 +23,17 @@ import rich
 from rich.table import Table
 
 from stretto.apps.run import RunInfo, learn_tokenizer, prepare_data, tokenise_documents
-from stretto.apps.train import held_out, observer, open_loader
+from stretto.apps.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
 from stretto.data.demo_text import demo_documents
-from stretto.evals.loss import evaluate
+from stretto.evals.loss import evaluate, held_out_losses
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.parallel import Ranks, join
-from stretto.model.spec import ModelConfig, extracted_config
-from stretto.search.rank import rank_layers
-from stretto.train.heal import heal
-from stretto.train.pretrain import pretrain
+from stretto.model.spec import ModelConfig, count, extracted_config
+from stretto.train.loop import Job, heal, pretrain
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 
 BUDGETS = (0.015, 0.03, 0.06)
@@ -146,20 +143,20 @@ def _seeded(recipe: Recipe, seed: int) -> Recipe:
 def _pretrain(bench: Bench, folder: Path, recipe: Recipe) -> dict[str, Any]:
     ranks = bench.ranks
     batches = held_out(bench.info, recipe.train, ranks)
-    trained = pretrain(
-        recipe,
+    job = Job(
         folder,
         open_loader(bench.info, recipe.train, ranks),
+        batches,
         bench.info.data_hash,
         ranks,
-        observe=observer(recipe.elastic.anchors, batches, ranks),
-        rank_layers=lambda model: rank_layers(model, batches).order,
         tracker=lambda step: Tracker(folder, first_step=step, tensorboard=False),
         resume=(folder / "snapshots").is_dir(),
     )
+    trained = pretrain(recipe, job)
     write_checkpoint(folder / CHECKPOINT, trained.model, trained.model.config)
     receipt = trained.meter.receipt()
-    losses = observer(recipe.elastic.anchors, batches, ranks)(trained.model, recipe.train.steps)
+    found = held_out_losses(trained.model, recipe.elastic.anchors, batches, ranks)
+    losses = {f"loss/{name}": loss for name, loss in found.items()}
     return {"losses": losses, "flops": receipt.flops, "tokens": receipt.tokens, "wall_s": receipt.wall_s}
 
 
@@ -175,16 +172,8 @@ def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float
         healing = _healing(recipe, student.config, big.config, ce_weight, flops, seed + 100)
         train = healing.train
         info = bench.info.replace(stage="heal", recipe=healing)
-        done = heal(
-            healing,
-            folder / label,
-            student,
-            big if ce_weight < 1 else None,
-            open_loader(info, train, ranks),
-            info.data_hash,
-            ranks,
-            observe=lambda model, step: {},
-        )
+        job = Job(folder / label, open_loader(info, train, ranks), (), info.data_hash, ranks)
+        done = heal(healing, job, student, big if ce_weight < 1 else None)
         receipt = done.meter.receipt()
         full = done.model.config.full()
         result |= {

@@ -28,13 +28,13 @@ from rich.table import Table
 from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.data.demo_text import demo_documents
-from stretto.data.loader import Loader
+from stretto.data.loader import Loader, eval_batches
 from stretto.data.shards import TokenSet
 from stretto.data.tokenise import tokenise
+from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import join
-from stretto.model.transformer import Transformer
 from stretto.text.tokenizer import train_tokenizer
-from stretto.train.pretrain import pretrain
+from stretto.train.loop import Job, pretrain
 from stretto.train.recipe import Recipe
 
 VOCAB, TEXT_CHARS = 512, 300_000
@@ -67,7 +67,7 @@ def recipe(steps: int) -> Recipe:
         "depth_share": 0.15, "top_k_share": 0.15, "width_share": 0.2, "ramp_fraction": 0.2, "rank_layers_at": (0.5,),
     }  # fmt: skip
     train = {
-        "steps": steps, "rows": 8, "micro_batches": 2, "seq_len": 128, "eval_every": 1, "snapshot_every": SNAPSHOT_EVERY,
+        "steps": steps, "rows": 8, "micro_batches": 2, "seq_len": 128, "eval_every": 50, "snapshot_every": SNAPSHOT_EVERY,
         "log_every": 1,
     }  # fmt: skip
     return Recipe.model_validate({"model": model, "elastic": elastic, "optim": {"lr": 2e-3}, "train": train})
@@ -171,20 +171,20 @@ def _train(run: Path, tokens: Path, steps: int, resume: bool) -> None:
     run.mkdir(exist_ok=True)
     (run / "steps").unlink(missing_ok=True)
 
-    def observe(model: Transformer, step: int) -> dict[str, float]:
-        (run / "steps").write_text(str(step))
-        return {}
+    class Steps:
+        """A log that keeps the number of steps done."""
 
-    def rank_layers(model: Transformer) -> tuple[int, ...]:
-        """An order that follows from the weights: middle layers by the norm of what they write."""
-        norms = {layer: float(model.blocks[layer].attention.out.weight.detach().norm()) for layer in (2, 3)}
-        return (0, 1, 4, 5, *sorted(norms, key=lambda layer: -norms[layer]))
+        def log(self, step: int, *_: object, **__: object) -> None:
+            (run / "steps").write_text(str(step))
 
+        def say(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    held_out = [EvalBatch.of(batch, "cpu") for batch in eval_batches(data, 4, chosen.train.seq_len, 1)]
     loader = Loader([data], [1.0], chosen.train.micro_rows, chosen.train.seq_len, chosen.train.seed)
-    trained = pretrain(
-        chosen, run, loader, data.manifest.data_hash, join("cpu"),
-        observe=observe, rank_layers=rank_layers, resume=resume,
-    )  # fmt: skip
+    job = Job(run, loader, held_out, data.manifest.data_hash, join("cpu"), lambda step: Steps(), resume)
+    trained = pretrain(chosen, job)
     digest = hashlib.sha256()
     for name, tensor in trained.model.state_dict().items():
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())

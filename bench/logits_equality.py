@@ -32,11 +32,10 @@ from transformers.utils import logging as transformers_logging
 from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
-from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.families import FAMILIES, Family
 from stretto.model.gguf import why_not_gguf, write_gguf
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count
 from stretto.model.transformer import Transformer, build
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer

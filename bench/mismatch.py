@@ -29,6 +29,7 @@ from stretto.data.shards import TokenSet
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
+from stretto.model.replay import Recorder, Replay
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
@@ -115,21 +116,22 @@ def _score(model: Transformer, done: list[Completion], arithmetic: Arithmetic) -
         assert one.routes is not None
         routes_BTLK[row, : len(one.routes)] = torch.from_numpy(signed_routes(one.routes))
     ctx = Context(
-        torch.arange(length).expand_as(ids_BT), documents_BT, want_routes=True, arithmetic=arithmetic
+        torch.arange(length).expand_as(ids_BT), documents_BT, operators=arithmetic.operators
     )  # fmt: skip
     kept_BT, has_route_BT = targets_BT != IGNORED, routes_BTLK[:, :, 0, 0] >= 0
     found: dict[str, Mismatch] = {}
     own_BTLK: torch.Tensor | None = None
     for replay in REPLAYS:
         replayed = {"off": None, "R2": own_BTLK, "R3": routes_BTLK}[replay]
-        output = model(ids_BT, config.full(), replace(ctx, routes_BTLK=replayed))
+        routing = Recorder(config, ids_BT, None if replayed is None else Replay(replayed))
+        output = model(ids_BT, config.full(), replace(ctx, routing=routing))
         if replay == "off":
-            own_BTLK = output.routes_BTLK
+            own_BTLK = routing.own_BTLK
         ours_N, _ = chosen_logprobs(
-            output.hidden_BTD.flatten(0, 1), model.head_VD, targets_BT.flatten(), arithmetic=arithmetic
+            output.hidden_BTD.flatten(0, 1), model.head_VD, targets_BT.flatten(), operators=arithmetic.operators
         )
         delta_N = (ours_N.view_as(logp_BT) - logp_BT)[kept_BT].double()
-        taken_BTLK = output.routes_BTLK if replayed is None else replayed
+        taken_BTLK = routing.own_BTLK if replayed is None else replayed
         flipped = (taken_BTLK.sort(-1).values != routes_BTLK.sort(-1).values).any(-1)[has_route_BT]
         found[replay] = Mismatch(
             float((torch.expm1(delta_N) - delta_N).mean()),

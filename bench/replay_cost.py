@@ -25,6 +25,7 @@ from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.parallel import compute_dtype, join
+from stretto.model.replay import Replay
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops.logprob import chosen_logprobs
@@ -89,7 +90,7 @@ def _training(config: ModelConfig, done: list[Completion], row_tokens: int) -> d
             row, start = divmod(place, per_row)
             rows_PLK = signed_routes(unpack_routes(pack_routes(one.routes, config.num_experts)))
             routes_BTLK[row, start * LENGTH : start * LENGTH + len(rows_PLK)] = rows_PLK
-        return replace(plain, routes_BTLK=torch.from_numpy(routes_BTLK))
+        return replace(plain, routing=Replay(torch.from_numpy(routes_BTLK)))
 
     def step(ctx: Context) -> None:
         with torch.no_grad():

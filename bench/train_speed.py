@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from bench.common.measure import CALIBRATION_SIZE, Sample, Step, fastest_calibration, measure, quiet, wide_console
 from stretto.base.track import progress
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.count import count
 from stretto.model.parallel import compute_dtype, join
-from stretto.model.spec import ModelConfig
+from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import IGNORED
 from stretto.optim.build import build_optimizers

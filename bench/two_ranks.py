@@ -30,7 +30,7 @@ from stretto.data.shards import TokenSet
 from stretto.data.tokenise import tokenise
 from stretto.model.parallel import Ranks, join
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
-from stretto.train.pretrain import pretrain
+from stretto.train.loop import Job, pretrain
 from stretto.train.recipe import Recipe
 
 RUNS = {"one": "one rank", "two": "two ranks, FSDP2", "split": "two ranks, experts split"}
@@ -114,15 +114,15 @@ def _work(folder: Path, steps: int, seed: int) -> None:
 def _train(recipe: Recipe, run: Path, data: TokenSet, ranks: Ranks) -> None:
     train = recipe.train
     loader = Loader([data], [1.0], train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world)
-    pretrain(
-        recipe,
+    job = Job(
         run,
         loader,
+        (),
         data.manifest.data_hash,
         ranks,
-        observe=lambda model, step: {},
         tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
     )
+    pretrain(recipe, job)
 
 
 def _losses(run: Path) -> list[float]:

@@ -20,10 +20,8 @@ from stretto.engine.engine import Engine
 from stretto.engine.memory import free_bytes, least_bytes
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.count import count
 from stretto.model.elastic import extract
-from stretto.model.presets import named_subnets
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.ops.native.build import Library, load
 

@@ -22,10 +22,8 @@ from stretto.base.track import progress, read_metrics
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
-from stretto.model.count import count
 from stretto.model.parallel import device_name, join
-from stretto.model.presets import named_subnets
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
 from stretto.report.cost import family_sentence, family_table, ledger_table
 from stretto.report.page import write_page
 from stretto.report.search import Kept, Load

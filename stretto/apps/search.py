@@ -18,20 +18,18 @@ from stretto.base.records import Receipt, new_lineage
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.presets import named_subnets, parse_subnet
-from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
-from stretto.train.heal import heal
-from stretto.train.metering import metered
+from stretto.train.loop import Job, heal
 from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.step import metered
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
 
@@ -122,16 +120,10 @@ def _healer(
 
     def healed_nll(subnet: Subnet) -> float:
         before = meter.receipt().flops
-        healed = heal(
-            recipe,
-            folder / f"heal-{next(numbers):02d}",
-            extract(model, subnet),
-            model if recipe.ce_weight < 1.0 else None,
-            open_loader(info, recipe.train, ranks),
-            info.data_hash,
-            ranks,
-            observe=lambda model, step: {},
+        job = Job(
+            folder / f"heal-{next(numbers):02d}", open_loader(info, recipe.train, ranks), (), info.data_hash, ranks
         )
+        healed = heal(recipe, job, extract(model, subnet), model if recipe.ce_weight < 1.0 else None)
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), meter.receipt().flops - before
         meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)

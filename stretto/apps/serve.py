@@ -24,10 +24,8 @@ from stretto.engine.open import OpenedEngine, generation_ends, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.engine.service import Service
 from stretto.model.checkpoint import read_config, read_presets
-from stretto.model.count import count
 from stretto.model.parallel import join
-from stretto.model.presets import parse_choice, parse_subnet
-from stretto.model.spec import Subnet, SubnetChoice, extracted_config
+from stretto.model.spec import Subnet, SubnetChoice, count, extracted_config, parse_choice, parse_subnet
 from stretto.serve.server import create_app, open_socket, serve
 from stretto.serve.settings import ServedModel, ServeSettings, environment_subnet
 from stretto.text.chat import render

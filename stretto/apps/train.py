@@ -10,23 +10,15 @@ import torch
 from stretto.apps.run import RunInfo, prepare_data, read_info, write_info
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, checkpoint_folder
-from stretto.base.records import Lineage, new_lineage
+from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
-from stretto.evals.loss import EvalBatch, evaluate_many, to_device
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from stretto.model.count import count
-from stretto.model.parallel import Ranks, full_state, join
-from stretto.model.presets import named_subnets
+from stretto.evals.loss import EvalBatch
+from stretto.model.checkpoint import Checkpoint, read_checkpoint
+from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
-from stretto.model.transformer import Transformer
-from stretto.search.rank import rank_layers
-from stretto.text.tokenizer import load_tokenizer
-from stretto.train.heal import heal
-from stretto.train.loop import Observe, peak_memory
-from stretto.train.pretrain import Trained, pretrain
+from stretto.train.loop import Job, Trained, heal, pretrain, write_trained
 from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
-from stretto.train.snapshot import LAYOUT
 
 EVAL_BATCH_ROWS = 16
 
@@ -50,20 +42,7 @@ def pretrain_command(
     info = _start(run, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
     if not isinstance(info.recipe, Recipe):
         raise UserError(f"{run}: a {info.stage} run; choose another folder")
-    if resume:
-        _refuse_difference(run, info.recipe, recipe)
-    batches = held_out(info, recipe.train, ranks)
-    trained = pretrain(
-        recipe,
-        run,
-        open_loader(info, recipe.train, ranks),
-        info.data_hash,
-        ranks,
-        observe=observer(recipe.elastic.anchors, batches, ranks),
-        rank_layers=lambda model: rank_layers(model, batches).order,
-        tracker=_tracker(run, recipe.model_dump(mode="json"), wandb_project),
-        resume=resume,
-    )
+    trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
     return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
 
 
@@ -90,20 +69,19 @@ def heal_command(
     info = _start(run, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
     if not isinstance(info.recipe, HealRecipe):
         raise UserError(f"{run}: a {info.stage} run; choose another folder")
-    trained = heal(
-        recipe,
-        run,
-        student.model,
-        guide.model if guide else None,
-        open_loader(info, recipe.train, ranks),
-        info.data_hash,
-        ranks,
-        observe=observer({}, held_out(info, recipe.train, ranks), ranks),
-        tracker=_tracker(run, recipe.model_dump(mode="json"), None),
-        resume=resume,
-    )
+    trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
     parents = (student.lineage,) if student.lineage else ()
     return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
+
+
+def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
+    def tracker(step: int) -> Tracker:
+        config = info.recipe.model_dump(mode="json")
+        return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
+
+    train = info.recipe.train
+    loader, batches = open_loader(info, train, ranks), held_out(info, train, ranks)
+    return Job(run, loader, batches, info.data_hash, ranks, tracker, resume)
 
 
 def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
@@ -120,20 +98,7 @@ def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch
     rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else EVAL_BATCH_ROWS * ranks.world
     num = max(1, train.eval_rows // (rows * len(parts)))
     found = [eval_batches(part, rows, train.seq_len, num, 0, ranks.rank, ranks.world) for part in parts]
-    return to_device([batch for batches in found for batch in batches], ranks.device)
-
-
-def observer(presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], ranks: Ranks) -> Observe:
-    """Held-out loss of the full network and of every preset, over all ranks."""
-
-    def observe(model: Transformer, step: int) -> dict[str, float]:
-        subnets = named_subnets(model.config, presets)
-        reports = evaluate_many(model, list(subnets.values()), batches)
-        sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
-        sums = ranks.sum(sums.to(ranks.device)).cpu()
-        return {f"loss/{name}": float(nll / num) for name, (nll, num) in zip(subnets, sums, strict=True)}
-
-    return observe
+    return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
 
 
 def _start(run: Path, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) -> RunInfo:
@@ -200,44 +165,17 @@ def _write_result(
     parents: tuple[Lineage, ...],
 ) -> Path:
     """Write the checkpoint (rank 0) with its lineage."""
-    state = full_state(trained.model)
-    if ranks.is_first:
-        config = trained.model.config
-        counts = count(config, config.full())
-        lineage = new_lineage(
-            name=name,
-            stage=info.stage,
-            weights_hash="",
-            total_params=counts.total_params,
-            active_params=counts.active_params,
-            receipt=trained.meter.receipt(peak_memory(ranks)),
-            parents=parents,
-            run_id=trained.run_id,
-            data_hash=info.data_hash,
-            tokenizer_hash=load_tokenizer(info.tokenizer).fingerprint(),
-            config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
-        )
-        write_checkpoint(
-            out, state, config, tokenizer_dir=info.tokenizer, presets=presets, lineage=lineage, dtype=torch.float32
-        )
-    ranks.barrier()
-    return out
-
-
-def _tracker(run: Path, config: dict[str, object], wandb_project: str | None) -> Callable[[int], Tracker]:
-    def open_at(step: int) -> Tracker:
-        return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
-
-    return open_at
-
-
-def _refuse_difference(run: Path, old: Recipe, new: Recipe) -> None:
-    """A resume may change how ranks share the work, nothing else."""
-    was, now = old.model_dump(), new.model_dump()
-    for table in was:
-        for key in was[table]:
-            if was[table][key] != now[table][key] and f"{table}.{key}" not in LAYOUT:
-                raise UserError(
-                    f"{run}: {table}.{key}: was {was[table][key]} when this run started, is {now[table][key]} now; "
-                    "change it back, or start a new run folder"
-                )
+    return write_trained(
+        out,
+        trained.model,
+        trained.meter,
+        ranks,
+        name=name,
+        stage=info.stage,
+        config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
+        tokenizer_dir=info.tokenizer,
+        parents=parents,
+        run_id=trained.run_id,
+        data_hash=info.data_hash,
+        presets=presets,
+    )

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engine.layout import Layout, Run
-from stretto.model.layers import SwiGlu
-from stretto.model.moe import MoeLayer
-from stretto.model.transformer import Block, Transformer
+from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
 from stretto.ops.grouped import swiglu
 from stretto.ops.paged import ExpertWeights, RouteRule, Spans, attend, chosen_experts, norm, route_tokens, store
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from stretto.engine.sequence import Chunk
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
-from stretto.model.transformer import Transformer
-from stretto.ops.attention import rotary_tables
+from stretto.model.transformer import MoeLayer, Transformer
+from stretto.ops.operators import rotary_tables
 from stretto.ops.paged import Group, RouteRule, Spans
 from stretto.ops.route import MASKED
 

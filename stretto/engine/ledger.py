@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.engine.sequence import Chunk
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, Subnet, executed
+from stretto.model.spec import ModelConfig, Subnet, count, executed
 
 _MAX_SUBNETS = 1024
 

@@ -10,8 +10,7 @@ import torch
 from stretto.base.errors import UserError
 from stretto.engine.request import EngineConfig
 from stretto.engine.runner import KvPool
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count
 from stretto.model.transformer import Transformer
 
 HEADROOM = 0.1

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from stretto.engine.request import Phases, Sampling
 from stretto.engine.sampler import process, sample
-from stretto.model.layers import Geometry, SwiGlu
 from stretto.model.spec import Subnet
-from stretto.model.transformer import Block, Transformer
-from stretto.ops.attention import rotary_tables
+from stretto.model.transformer import Block, Geometry, SwiGlu, Transformer
+from stretto.ops.operators import rotary_tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)

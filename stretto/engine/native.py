@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from stretto.engine.layout import largest_top_k
 from stretto.engine.sequence import Chunk
-from stretto.model.layers import SwiGlu
 from stretto.model.spec import Subnet
-from stretto.model.transformer import Block, Transformer
-from stretto.ops.attention import rotary_tables
+from stretto.model.transformer import Block, SwiGlu, Transformer
 from stretto.ops.native.choose import Chosen, choose
 from stretto.ops.native.decode import Choice, Decoder, Drafting, LayerTensors, Network, Step
+from stretto.ops.operators import rotary_tables
 
 _MAX_KNOWN = 1024
 """Objects remembered; every request may come with one of its own."""

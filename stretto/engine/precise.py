@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from stretto.engine.forward import Routed
 from stretto.engine.layout import Layout, Run
-from stretto.model.layers import SwiGlu
-from stretto.model.moe import MoeLayer
-from stretto.model.transformer import Block, Transformer
+from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
 from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, norm, prepare, rounded, swiglu
 from stretto.ops.paged import Spans, attend, route_tokens
 from stretto.ops.paged_exact import attend_exact, route_tokens_exact, store_rotated

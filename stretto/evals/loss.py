@@ -1,4 +1,4 @@
-"""Held-out loss of Subnets, and how far each lies from the full network.
+"""Held-out loss of Subnets, how far each lies from the full network, and what each layer is worth.
 
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.
@@ -8,24 +8,33 @@ Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V voca
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.base.track import progress
 from stretto.data.loader import Batch
-from stretto.model.spec import Subnet, check_subnet
+from stretto.model.parallel import Ranks
+from stretto.model.spec import (
+    ModelConfig,
+    Subnet,
+    SubnetChoice,
+    check_subnet,
+    droppable_layers,
+    fixed_layers,
+    named_subnets,
+)
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
-from stretto.train.batch import tensors
 
 
 @dataclass(frozen=True, slots=True)
 class EvalBatch:
-    """A held-out batch on the device where it is evaluated, again and again."""
+    """A batch on the device where it is computed; a held-out one again and again."""
 
     ids_BT: Tensor
     """Token ids, int64."""
@@ -33,163 +42,146 @@ class EvalBatch:
     """Next tokens, int64; `IGNORED` where there is no loss."""
     ctx: Context
 
-
-def to_device(batches: Iterable[Batch], device: torch.device | str) -> tuple[EvalBatch, ...]:
-    """Move the loader's batches to ``device``, once."""
-    return tuple(EvalBatch(*tensors(batch, torch.device(device))) for batch in batches)
+    @staticmethod
+    def of(batch: Batch, device: torch.device | str) -> EvalBatch:
+        """The loader's ``batch``, moved to ``device``."""
+        ids_BT, targets_BT, documents_BT, positions_BT = (
+            torch.from_numpy(array).to(device=device, dtype=torch.int64, non_blocking=True)
+            for array in (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
+        )
+        return EvalBatch(ids_BT, targets_BT, Context(positions_BT, documents_BT))
 
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Loss of one Subnet over held-out tokens. Reports over disjoint tokens (domains, ranks) add up."""
+    """Loss of one Subnet over held-out tokens."""
 
     nll: float
     """Mean negative log-likelihood, nats per token."""
     num_tokens: int
     """Tokens that carry a loss."""
-    wall_s: float
-    """Seconds spent on this Subnet, the full network's passes excluded."""
     kl: float | None = None
     """Mean KL(full ‖ Subnet), nats per token; None where it was not asked for."""
     logit_error: float | None = None
     """Squared distance of the logits to the full network's over the squared size of those; None as above."""
 
-    def __add__(self, other: LossReport) -> LossReport:
-        total = self.num_tokens + other.num_tokens
 
-        def mean(left: float | None, right: float | None) -> float | None:
-            if left is None or right is None:
-                return None
-            return (left * self.num_tokens + right * other.num_tokens) / total
-
-        nll = mean(self.nll, other.nll)
-        assert nll is not None
-        # a ratio of two sums over different tokens does not add up from the ratios
-        return LossReport(nll, total, self.wall_s + other.wall_s, mean(self.kl, other.kl))
-
-
-def evaluate(
-    model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch], *, autocast: torch.dtype | None = None
-) -> LossReport:
+def evaluate(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> LossReport:
     """Loss of ``subnet`` over ``batches``, each token weighing the same."""
-    return evaluate_many(model, [subnet], batches, autocast=autocast)[0]
+    return evaluate_many(model, [subnet], batches)[0]
 
 
-def evaluate_domains(
-    model: Transformer,
-    subnet: Subnet,
-    domains: Mapping[str, Sequence[EvalBatch]],
-    *,
-    autocast: torch.dtype | None = None,
-) -> dict[str, LossReport]:
-    """Loss of ``subnet`` on each data set by itself; the sum of the reports is the loss over all their tokens."""
-    return {name: evaluate(model, subnet, batches, autocast=autocast) for name, batches in domains.items()}
-
-
+@torch.no_grad()
 def evaluate_many(
     model: Transformer,
     subnets: Sequence[Subnet],
     batches: Sequence[EvalBatch],
     *,
-    autocast: torch.dtype | None = None,
-    advance: Callable[[int], None] | None = None,
+    against_full: bool = False,
+    advance: Callable[[int], None] = lambda num: None,
 ) -> list[LossReport]:
-    """Loss of each of ``subnets`` over the same batches.
+    """Loss of each of ``subnets`` over the same batches, in the dtype of the weights.
 
     Args:
-        autocast: run under autocast to this dtype; None computes in the dtype of the weights.
+        against_full: also the distance of each to the full network, which runs once a batch.
         advance: called with 1 after each Subnet and batch, ``len(subnets) * len(batches)`` times in all.
 
     Raises:
         UserError: a Subnet lies outside the network, or no token of the batches carries a loss.
     """
-    return _run(model, subnets, batches, autocast, advance, against_full=False)
-
-
-def compare_many(
-    model: Transformer,
-    subnets: Sequence[Subnet],
-    batches: Sequence[EvalBatch],
-    *,
-    autocast: torch.dtype | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> list[LossReport]:
-    """`evaluate_many`, and the distance of each Subnet to the full network, which runs once a batch."""
-    return _run(model, subnets, batches, autocast, advance, against_full=True)
-
-
-def kl_to_full(
-    model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch], *, autocast: torch.dtype | None = None
-) -> float:
-    """Mean KL(full network ‖ ``subnet``) in nats per token."""
-    kl = compare_many(model, [subnet], batches, autocast=autocast)[0].kl
-    assert kl is not None
-    return kl
-
-
-@torch.no_grad()
-def _run(
-    model: Transformer,
-    subnets: Sequence[Subnet],
-    batches: Sequence[EvalBatch],
-    autocast: torch.dtype | None,
-    advance: Callable[[int], None] | None,
-    against_full: bool,
-) -> list[LossReport]:
     for subnet in subnets:
         check_subnet(model.config, subnet)
-    sums = [_Sums() for _ in subnets]
+    sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
     head_VD = model.head_VD.detach()  # a leaf that wants a gradient would make head_loss compute one
     # |W·d|² = dᵀ(WᵀW)d: the [N, V] logits of the difference are never formed
     gram_DD = head_VD.float().T @ head_VD.float() if against_full else None
     num_tokens, full_size = 0, 0.0
-    with torch.autocast(head_VD.device.type, dtype=autocast, enabled=autocast is not None):
-        for batch in batches:
-            kept_BT = batch.targets_BT != IGNORED
-            targets_N = batch.targets_BT[kept_BT]
-            num_tokens += targets_N.numel()
-            full_ND = None
-            if gram_DD is not None:
-                full_ND = model(batch.ids_BT, model.config.full(), batch.ctx).hidden_BTD[kept_BT]
-                full_size += _logit_size(full_ND, gram_DD)
-            for subnet, total in zip(subnets, sums, strict=True):
-                start = time.perf_counter()
-                hidden_ND = model(batch.ids_BT, subnet, batch.ctx).hidden_BTD[kept_BT]
-                teacher = None if full_ND is None else Teacher(full_ND, head_VD)
-                kl, nll_N = head_loss(hidden_ND, head_VD, targets_N, teacher, 1.0 if teacher is None else 0.0)
-                total.nll += float(nll_N.double().sum())
-                if full_ND is not None and gram_DD is not None:
-                    total.kl += float(kl)
-                    total.error += _logit_size(hidden_ND - full_ND, gram_DD)
-                total.wall_s += time.perf_counter() - start
-                if advance is not None:
-                    advance(1)
+    for batch in batches:
+        kept_BT = batch.targets_BT != IGNORED
+        targets_N = batch.targets_BT[kept_BT]
+        num_tokens += targets_N.numel()
+        full_ND = None
+        if gram_DD is not None:
+            full_ND = model(batch.ids_BT, model.config.full(), batch.ctx).hidden_BTD[kept_BT]
+            full_size += _logit_size(full_ND, gram_DD)
+        for subnet, total in zip(subnets, sums, strict=True):
+            hidden_ND = model(batch.ids_BT, subnet, batch.ctx).hidden_BTD[kept_BT]
+            teacher = None if full_ND is None else Teacher(full_ND, head_VD)
+            kl, nll_N = head_loss(hidden_ND, head_VD, targets_N, teacher, 1.0 if teacher is None else 0.0)
+            total["nll"] += float(nll_N.double().sum())
+            if full_ND is not None and gram_DD is not None:
+                total["kl"] += float(kl)
+                total["error"] += _logit_size(hidden_ND - full_ND, gram_DD)
+            advance(1)
     if num_tokens == 0:
         raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
     return [
         LossReport(
-            nll=total.nll / num_tokens,
+            nll=total["nll"] / num_tokens,
             num_tokens=num_tokens,
-            wall_s=total.wall_s,
-            kl=total.kl / num_tokens if against_full else None,
-            logit_error=total.error / full_size if against_full else None,
+            kl=total["kl"] / num_tokens if against_full else None,
+            logit_error=total["error"] / full_size if against_full else None,
         )
         for total in sums
     ]
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Running sums of one Subnet over the batches."""
-
-    nll: float = 0.0
-    kl: float = 0.0
-    error: float = 0.0
-    wall_s: float = 0.0
-
-
 def _logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
     """Sum over tokens of the squared length of the logits of ``hidden_ND``."""
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        wide_ND = hidden_ND.float()
-        return float(((wide_ND @ gram_DD) * wide_ND).double().sum())
+    wide_ND = hidden_ND.float()
+    return float(((wide_ND @ gram_DD) * wide_ND).double().sum())
+
+
+def held_out_losses(
+    model: Transformer, presets: Mapping[str, SubnetChoice], batches: Sequence[EvalBatch], ranks: Ranks
+) -> dict[str, float]:
+    """Loss of the full network and of every preset, by name, over all ranks: each has ``batches`` of its own."""
+    subnets = named_subnets(model.config, presets)
+    reports = evaluate_many(model, list(subnets.values()), batches)
+    sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
+    sums = ranks.sum(sums.to(ranks.device)).cpu()
+    return {name: float(nll / num) for name, (nll, num) in zip(subnets, sums, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRanking:
+    """Importance of the layers, each measured by leaving it out of the full network."""
+
+    order: tuple[int, ...]
+    """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
+    logit_error: dict[int, float]
+    """By layer that may be dropped: normalised mean squared error of the final logits without it."""
+    loss_increase: dict[int, float]
+    """By layer that may be dropped: held-out loss without it minus the full network's, nats per token."""
+
+
+def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
+    """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
+
+    The first and last two layers come first, whatever their error.
+    """
+    config = model.config
+    layers = droppable_layers(config)
+    subnets = [config.full(), *(without_layers(config, {layer}) for layer in layers)]
+    with progress("rank layers", len(subnets) * len(batches)) as advance:
+        full, *reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
+    errors: dict[int, float] = {}
+    for layer, report in zip(layers, reports, strict=True):
+        assert report.logit_error is not None
+        errors[layer] = report.logit_error
+    return LayerRanking(
+        order=(*fixed_layers(config.num_layers), *sorted(layers, key=lambda layer: (-errors[layer], layer))),
+        logit_error=errors,
+        loss_increase={layer: report.nll - full.nll for layer, report in zip(layers, reports, strict=True)},
+    )
+
+
+def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
+    """The full network less some layers."""
+    kept = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
+    rows = config.moe_rows(kept)
+    return Subnet(
+        layers=kept,
+        experts=tuple(config.experts_by_layer[row] for row in rows),
+        top_k=tuple(config.top_k_by_layer[row] for row in rows),
+    )

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stretto.evals.loss import EvalBatch
-from stretto.model.moe import MoeLayer, RowWidths
 from stretto.model.spec import Subnet, check_subnet
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import group_slots, grouped_swiglu
 
 
@@ -30,12 +29,6 @@ class LayerRouting:
     saliency: tuple[float, ...]
     """Mean over the tokens routed to an expert of gate · length of its output; 0 for one never chosen."""
 
-    @property
-    def imbalance(self) -> float:
-        """Largest load over the mean load of all experts: 1.0 is perfect balance."""
-        mean = sum(self.load) / len(self.load)
-        return max(self.load) / mean if mean else 0.0
-
 
 @torch.no_grad()
 def routing(
@@ -43,8 +36,7 @@ def routing(
     subnet: Subnet,
     batches: Sequence[EvalBatch],
     *,
-    autocast: torch.dtype | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda num: None,
 ) -> list[LayerRouting]:
     """Load and saliency of the experts of every kept MoE layer, in depth order.
 
@@ -52,49 +44,33 @@ def routing(
     this network (renormalised over the chosen experts where the network does so). ``advance(1)`` after each batch.
     """
     check_subnet(model.config, subnet)
-    tallies: dict[int, _Tally] = {}
-    with ExitStack() as hooks:
-        for row, layer in enumerate(model.config.moe_layers):
-            if layer in subnet.layers:
-                mlp = model.blocks[layer].mlp
-                assert isinstance(mlp, MoeLayer)
-                tallies[row] = _Tally(mlp)
-                hooks.callback(mlp.register_forward_pre_hook(tallies[row].observe).remove)
-        with torch.autocast(model.head_VD.device.type, dtype=autocast, enabled=autocast is not None):
-            for batch in batches:
-                documents_BT = batch.ctx.documents_BT
-                real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
-                for tally in tallies.values():
-                    tally.real_N = real_BT.reshape(-1)
-                model(batch.ids_BT, subnet, batch.ctx)
-                if advance is not None:
-                    advance(1)
-    return [tally.report(row) for row, tally in tallies.items()]
+    kept = [mlp for layer in subnet.layers if isinstance(mlp := model.blocks[layer].mlp, MoeLayer)]
+    load_E = {mlp.row: torch.zeros(len(mlp.gate), dtype=torch.int64, device=mlp.gate.device) for mlp in kept}
+    weight_E = {row: torch.zeros_like(each, dtype=torch.float64) for row, each in load_E.items()}
+    real_BT = torch.empty(0)  # which tokens of the batch that runs are no padding
 
-
-class _Tally:
-    """Adds up one layer's routing; `observe` is a forward pre-hook and sees exactly what the layer is given."""
-
-    def __init__(self, layer: MoeLayer):
-        device = layer.gate.device
-        self.load_E = torch.zeros(layer.gate.shape[0], dtype=torch.int64, device=device)
-        self.weight_E = torch.zeros(layer.gate.shape[0], dtype=torch.float64, device=device)
-        self.real_N: Tensor | None = None
-        """Which tokens of the batch that runs now are no padding."""
-
-    def observe(self, layer: MoeLayer, arguments: tuple[Tensor, int, int, RowWidths | None]) -> None:
+    def observe(layer: MoeLayer, arguments: tuple[Tensor, int, int, RowWidths | None]) -> None:
+        """A forward pre-hook, which sees exactly what the layer is given."""
         x_BTD, num_experts, top_k, widths = arguments
         routes, _ = layer.route(x_BTD, num_experts, top_k, widths)
-        slots = group_slots(routes.chosen_NK, self.load_E.numel())
-        x_SD = x_BTD.reshape(-1, x_BTD.shape[-1])[slots.token_S]
+        slots = group_slots(routes.chosen_NK, len(layer.gate))
+        x_SD = x_BTD.flatten(0, 1)[slots.token_S]
         length_S = grouped_swiglu(x_SD, slots.ends_E, layer.gate_up, layer.down).float().norm(dim=-1)
-        assert self.real_N is not None
-        real_S = self.real_N[slots.token_S]
+        real_S = real_BT.reshape(-1)[slots.token_S]
         expert_S = routes.chosen_NK.reshape(-1)[slots.order_S]
         gate_S = routes.gates_NK.reshape(-1)[slots.order_S]
-        self.load_E.index_add_(0, expert_S, real_S.long())
-        self.weight_E.index_add_(0, expert_S, (gate_S * length_S * real_S).double())
+        load_E[layer.row].index_add_(0, expert_S, real_S.long())
+        weight_E[layer.row].index_add_(0, expert_S, (gate_S * length_S * real_S).double())
 
-    def report(self, row: int) -> LayerRouting:
-        saliency_E = self.weight_E / self.load_E.clamp_min(1)
-        return LayerRouting(row, tuple(self.load_E.tolist()), tuple(saliency_E.tolist()))
+    with ExitStack() as hooks:
+        for mlp in kept:
+            hooks.callback(mlp.register_forward_pre_hook(observe).remove)
+        for batch in batches:
+            documents_BT = batch.ctx.documents_BT
+            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+            model(batch.ids_BT, subnet, batch.ctx)
+            advance(1)
+    return [
+        LayerRouting(row, tuple(load.tolist()), tuple((weight_E[row] / load.clamp_min(1)).tolist()))
+        for row, load in load_E.items()
+    ]

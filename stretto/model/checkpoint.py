@@ -42,9 +42,8 @@ from stretto.model.families import (
     tied_head,
     to_hf,
 )
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, Transformer
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1

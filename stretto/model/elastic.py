@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.model.moe import MoeLayer
-from stretto.model.orders import kept_experts
-from stretto.model.spec import ModelConfig, Subnet, extracted_config
-from stretto.model.transformer import Transformer
+from stretto.model.spec import ModelConfig, Subnet, extracted_config, kept_experts
+from stretto.model.transformer import MoeLayer, Transformer
 
 
 def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,27 +62,20 @@ def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -
     a bias of its own and is steered by its own tokens over its own experts: one bias for all widths would be pulled in
     opposite directions. A branch that saw no token in the step is left alone.
     """
-    if not model.config.selection_bias or rate == 0.0:
+    config = model.config
+    if not config.selection_bias or rate == 0.0:
         return
     layers = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
     for row, counts_WE in counts.items():
         layer = layers[row]
-        allowed_WE = _branch_experts(model.config, layer)
+        # a width steers its prefix; a branch beyond the widths, the complement of the largest narrower width
+        prefixes = [layer.rank_E < width for width in config.widths]
+        complement = [layer.rank_E >= (config.widths[1] if len(config.widths) > 1 else 0)]
+        allowed_WE = torch.stack(prefixes + complement * (config.num_branches - len(prefixes)))
         load_WE = counts_WE.float() * allowed_WE
         mean_W1 = load_WE.sum(1, keepdim=True) / allowed_WE.sum(1, keepdim=True)
         step_WE = rate * torch.sign(mean_W1 - load_WE) * allowed_WE
         layer.bias_WE += torch.where(mean_W1 > 0, step_WE, 0.0)
-
-
-def _branch_experts(config: ModelConfig, layer: MoeLayer) -> Tensor:
-    """Which experts each branch of balance state steers [W, E]: a width's prefix, or what the first cut leaves out.
-
-    A branch beyond the widths belongs to the complement of the largest narrower width.
-    """
-    rank_E = layer.rank_E
-    prefixes = [rank_E < width for width in config.widths]
-    cut = config.widths[1] if len(config.widths) > 1 else 0
-    return torch.stack(prefixes + [rank_E >= cut] * (config.num_branches - len(prefixes)))
 
 
 def load_balance(counts_E: Tensor) -> float:

@@ -2,6 +2,9 @@
 
 FSDP2 spreads every block's matrices over all ranks and gathers them for the block's own computation. With expert
 parallelism the experts are not gathered: neighbouring ranks hold a block of them each, and tokens travel.
+
+Shape letters: N tokens, K experts a token, S = N·K slots of this rank, M slots that arrived, E experts of a layer,
+L of them here, R ranks, D hidden, F = 2·I, I expert width.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
-from stretto.model.exchange import Exchange
-from stretto.model.moe import MoeLayer
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import MoeLayer, Transformer
+from stretto.ops.grouped import compute_dtype as product_dtype
+from stretto.ops.grouped import group_slots, grouped_swiglu
 
 TIMEOUT_S = 600.0
 """A rank that dies is noticed at once; this is for one that hangs. The longest honest wait is for a disk."""
@@ -90,13 +95,12 @@ class Ranks:
         return float(norm)
 
 
-def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ranks:
+def join(device: str = "auto", ep: int = 1) -> Ranks:
     """Take this process's place: torchrun's environment if there is one, otherwise a world of one.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         ep: expert-parallel ranks.
-        timeout_s: how long a collective waits for the other ranks before it raises.
 
     Raises:
         UserError: an unknown device, or ``ep`` does not divide the number of ranks.
@@ -104,7 +108,8 @@ def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ran
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    world, rank, local = (int(os.environ.get(name, default)) for name, default in _PLACE)
+    told = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in told)
     if ep < 1 or world % ep:
         raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
     if kind == "cuda":
@@ -118,15 +123,12 @@ def join(device: str = "auto", ep: int = 1, timeout_s: float = TIMEOUT_S) -> Ran
         on_gpu = place.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=TIMEOUT_S),
             device_id=place.device if on_gpu else None,
         )
         # also after an error: closed connections make the other ranks' collectives fail instead of waiting
         atexit.register(_leave)
     return place
-
-
-_PLACE = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
 
 
 def _leave() -> None:
@@ -180,7 +182,8 @@ def shard(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) 
         grid = init_device_mesh(kind, (ranks.world // ranks.ep, ranks.ep), mesh_dim_names=("copies", "ep"))
         for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
             _spread_experts(layer, grid, everyone, policy)
-    whole = {parameter for name, parameter in model.blocks.named_parameters() if _is_whole(name, parameter)}
+    named = model.blocks.named_parameters()
+    whole = {parameter for name, parameter in named if parameter.dim() == 1 or name.endswith("mlp.gate")}
     for block in model.blocks:
         fully_shard(block, mesh=everyone, mp_policy=policy, ignored_params=whole)
     # embedding and head in fp32: they begin and end the residual stream. Gathered until the backward pass: the loss
@@ -206,7 +209,7 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         )
     layer.gate_up = nn.Parameter(distribute_tensor(layer.gate_up.data, grid["ep"], [Shard(0)]))
     layer.down = nn.Parameter(distribute_tensor(layer.down.data, grid["ep"], [Shard(0)]))
-    layer.exchange = Exchange(grid.get_group("ep"))
+    layer.exchange = partial(_experts, grid.get_group("ep"))
     if layer.shared is not None:
         fully_shard(layer.shared, mesh=everyone, mp_policy=policy)
     # along the rows of each expert, as a rank may hold fewer experts than there are copies
@@ -217,10 +220,6 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         ignored_params={layer.gate},
         shard_placement_fn=lambda parameter: Shard(1),
     )
-
-
-def _is_whole(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 1 or name.endswith("mlp.gate")
 
 
 def full_state(model: Transformer) -> dict[str, Tensor]:
@@ -241,3 +240,60 @@ def _gradients(model: nn.Module) -> Iterable[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     """What of ``tensor`` lies on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _experts(
+    group: dist.ProcessGroup,
+    x_ND: Tensor,
+    chosen_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+) -> Tensor:
+    """`stretto.ops.grouped.experts` over the ranks of ``group``; every one of them must call it at the same time.
+
+    Rank r holds experts r·L to (r + 1)·L − 1 of the weights, which are whole tensors. Dropless: an expert takes whatever
+    comes. The nested expert order is interleaved, so a narrow Subnet loads all ranks alike.
+    """
+    assert isinstance(gate_up_EFD, DTensor) and isinstance(down_EDI, DTensor), "experts were not spread"
+    (num_tokens, num_chosen), num_experts = chosen_NK.shape, gate_up_EFD.shape[0]
+    slots = group_slots(chosen_NK, num_experts)
+    counts_RL = slots.ends_E.diff(prepend=slots.ends_E.new_zeros(1)).view(group.size(), -1)
+    arriving_RL = torch.empty_like(counts_RL)
+    dist.all_to_all_single(arriving_RL, counts_RL, group=group)
+    there, back = counts_RL.sum(1).tolist(), arriving_RL.sum(1).tolist()
+    # Copy, then permute: the gradient of a permutation has one writer a row, so no order of summation to depend on.
+    # Slots sorted by expert are sorted by the rank that holds it, too.
+    x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_S)
+    x_MD = _Swap.apply(x_SD, there, back, group)
+    y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local())
+    y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
+    y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
+    return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
+
+
+def _local_experts(x_MD: Tensor, arrived_RL: Tensor, gate_up_LFD: Tensor, down_LDI: Tensor) -> Tensor:
+    """Outputs [M, D] of rows that lie in order of source rank, then expert; ``arrived_RL`` says how many of each.
+
+    Within an expert, rows keep the order of ranks: that of the global batch, as on one rank.
+    """
+    num_ranks, num_local = arrived_RL.shape
+    expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
+    slots = group_slots(expert_M[:, None], num_local)
+    y_MD = grouped_swiglu(x_MD.index_select(0, slots.order_S), slots.ends_E, gate_up_LFD, down_LDI)
+    return y_MD.index_select(0, slots.place_S)
+
+
+class _Swap(torch.autograd.Function):
+    """Send the first ``sent[0]`` rows to rank 0 and so on; the result is what arrives, in order of rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Swap.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None

@@ -1,17 +1,19 @@
-"""What a network is (`ModelConfig`, the maximum) and which part of it runs (`Subnet`, a frozen choice).
+"""What a network is (`ModelConfig`, the maximum), which part of it runs (`Subnet`, a frozen choice), how people name that
+part, and what it costs (`count`).
 
 Imports no torch: recipes, the search and the command line reason about shapes without it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
-from stretto.model.orders import interleaved_order, kept_order, spaced_layer_order
+from stretto.base.errors import UserError, nearest
 
 
 class ModelConfig(Config):
@@ -79,7 +81,7 @@ class ModelConfig(Config):
         _require(self.top_k <= self.num_experts, f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
         _require(sorted(set(self.dense_layers)) == list(self.dense_layers), "dense_layers must be sorted and unique")
         _require(
-            all(0 <= layer < self.num_layers for layer in self.dense_layers),
+            set(self.dense_layers) <= set(range(self.num_layers)),
             f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}",
         )
         _require(
@@ -97,27 +99,20 @@ class ModelConfig(Config):
                 1 <= k <= experts <= self.num_experts,
                 f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})",
             )
+        widths = self.widths
+        _require(list(widths) == sorted(set(widths), reverse=True), f"widths {widths} must fall strictly")
+        _require(widths[0] == self.num_experts, f"widths {widths} must start with num_experts {self.num_experts}")
         _require(
-            list(self.widths) == sorted(set(self.widths), reverse=True), f"widths {self.widths} must fall strictly"
+            self.num_branches >= len(widths), f"num_branches {self.num_branches} is less than the {len(widths)} widths"
         )
-        _require(
-            self.widths[0] == self.num_experts, f"widths {self.widths} must start with num_experts {self.num_experts}"
-        )
-        _require(
-            self.num_branches >= len(self.widths),
-            f"num_branches {self.num_branches} is less than the {len(self.widths)} widths",
-        )
-        if self.expert_order is not None:
-            for order, experts in zip(self.expert_order, self.experts_by_layer, strict=True):
-                _require(
-                    sorted(order) == list(range(experts)),
-                    f"expert_order {order} is not a permutation of {experts} experts",
-                )
-        if self.layer_order is not None:
+        for order, experts in zip(self.expert_orders, self.experts_by_layer, strict=True):
             _require(
-                sorted(self.layer_order) == list(range(self.num_layers)),
-                f"layer_order {self.layer_order} is not a permutation of the layers",
+                sorted(order) == list(range(experts)), f"expert_order {order} is not a permutation of {experts} experts"
             )
+        _require(
+            sorted(self.layer_ranking) == list(range(self.num_layers)),
+            f"layer_order {self.layer_order} is not a permutation of the layers",
+        )
         return self
 
     @property
@@ -148,6 +143,10 @@ class ModelConfig(Config):
     def layer_ranking(self) -> tuple[int, ...]:
         return self.layer_order or spaced_layer_order(self.num_layers)
 
+    def moe_rows(self, layers: Collection[int]) -> tuple[int, ...]:
+        """Places among the MoE layers of those that are in ``layers``."""
+        return tuple(row for row, layer in enumerate(self.moe_layers) if layer in layers)
+
     def branch(self, num_experts: int) -> int:
         """Row of balance state for a layer that keeps ``num_experts``: the smallest trained width that holds them."""
         return max(row for row, width in enumerate(self.widths) if width >= num_experts)
@@ -166,13 +165,18 @@ class ModelConfig(Config):
         if not 1 <= depth <= self.num_layers:
             raise UserError(f"subnet: layers={depth} lies outside 1..{self.num_layers}")
         layers = tuple(sorted(self.layer_ranking[:depth]))
-        kept = [row for row, layer in enumerate(self.moe_layers) if layer in layers]
+        kept = self.moe_rows(layers)
         subnet = Subnet(
             layers=layers,
             experts=tuple(self.experts_by_layer[row] if experts is None else experts for row in kept),
             top_k=tuple(self.top_k_by_layer[row] if top_k is None else top_k for row in kept),
         )
         return check_subnet(self, subnet)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 class Subnet(Config):
@@ -210,7 +214,7 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     layers, limit = subnet.layers, config.num_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
         raise UserError(f"subnet: layers {list(layers)} must be rising indices in 0..{limit - 1}")
-    kept = [row for row, layer in enumerate(config.moe_layers) if layer in layers]
+    kept = config.moe_rows(layers)
     if not len(kept) == len(subnet.experts) == len(subnet.top_k):
         raise UserError(
             f"subnet: {len(subnet.experts)} expert counts and {len(subnet.top_k)} top-k for {len(kept)} kept MoE layers; give one each"
@@ -226,10 +230,13 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     return subnet
 
 
+def _span(values: tuple[int, ...]) -> str:
+    return "-".join(str(value) for value in sorted({min(values), max(values)})) if values else "no"
+
+
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
     """``subnet`` as a masked pass over the maximum network computes it: its routers score all experts."""
-    kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
-    return subnet.replace(experts=tuple(config.experts_by_layer[row] for row in kept))
+    return subnet.replace(experts=tuple(config.experts_by_layer[row] for row in config.moe_rows(subnet.layers)))
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
@@ -239,7 +246,7 @@ def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
         UserError: ``subnet`` lies outside the network.
     """
     check_subnet(config, subnet)
-    kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+    kept = config.moe_rows(subnet.layers)
     place = {layer: index for index, layer in enumerate(subnet.layers)}
     widest = max(subnet.experts, default=1)
     even = len(set(subnet.experts)) <= 1
@@ -260,13 +267,139 @@ def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
     )
 
 
-def _span(values: tuple[int, ...]) -> str:
-    if not values:
-        return "no"
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
+def kept_experts(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """Ids of the first ``num_experts`` of ``order``, rising: the order in which an extracted layer stores them."""
+    return tuple(sorted(order[:num_experts]))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+def kept_order(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    """The nested order of an extracted layer, in its own expert ids."""
+    place = {expert: index for index, expert in enumerate(kept_experts(order, num_experts))}
+    return tuple(place[expert] for expert in order[:num_experts])
+
+
+def interleaved_order(num_experts: int) -> tuple[int, ...]:
+    """Experts by bit-reversed index, so that every prefix is spread evenly over contiguous expert-parallel blocks.
+
+    The order does not depend on the number of ranks: one rank and eight ranks train the same nested network.
+    """
+    bits = max(num_experts - 1, 1).bit_length()
+    return tuple(sorted(range(num_experts), key=lambda expert: int(f"{expert:0{bits}b}"[::-1], 2)))
+
+
+def fixed_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that are never dropped: the first and the last two."""
+    return tuple(sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers))))
+
+
+def droppable_layers(config: ModelConfig) -> tuple[int, ...]:
+    fixed = fixed_layers(config.num_layers)
+    return tuple(layer for layer in range(config.num_layers) if layer not in fixed)
+
+
+def spaced_layer_order(num_layers: int) -> tuple[int, ...]:
+    """Layers from first kept to first dropped, before anything is measured: first and last two, then evenly spaced.
+
+    Dropping follows the order backwards, so the first drops lie far apart in the middle (bit-reversed).
+    """
+    fixed = fixed_layers(num_layers)
+    middle = [layer for layer in range(num_layers) if layer not in fixed]
+    spread = [middle[index] for index in interleaved_order(len(middle))] if middle else []
+    return (*fixed, *spread)
+
+
+def named_subnets(config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> dict[str, Subnet]:
+    """``full`` and the presets, as Subnets of ``config``."""
+    return {"full": config.full()} | {name: choice.of(config) for name, choice in presets.items()}
+
+
+def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "--subnet") -> SubnetChoice:
+    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``.
+
+    Raises:
+        UserError: beginning with ``source``: an unknown preset or axis.
+    """
+    if text == "full":
+        return SubnetChoice()
+    if "=" not in text:
+        if text not in presets:
+            names = ["full", *presets]
+            raise UserError(
+                f"{source} {text}: unknown preset{nearest(text, names)}; known: {', '.join(names)}, or layers=…,experts=…,top_k=…"
+            )
+        return presets[text]
+    axes: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        if not part:
+            continue
+        axis, _, value = part.partition("=")
+        if axis not in SubnetChoice.model_fields:
+            raise UserError(
+                f"{source} {text}: unknown axis {axis!r}{nearest(axis, SubnetChoice.model_fields)}; use layers, experts, top_k"
+            )
+        if not (value.isascii() and value.isdecimal()) or int(value) < 1:
+            raise UserError(f"{source} {text}: {axis} needs a whole number above 0")
+        axes[axis] = int(value)
+    return SubnetChoice(**axes)
+
+
+def parse_subnet(
+    text: str, config: ModelConfig, presets: Mapping[str, SubnetChoice], source: str = "--subnet"
+) -> Subnet:
+    """`parse_choice` as a Subnet of ``config``; raises `UserError` also for a choice outside the network."""
+    choice = parse_choice(text, presets, source)
+    try:
+        return choice.of(config)
+    except UserError as error:
+        raise UserError(f"{source} {text}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of one Subnet of one network, derived from its shape. One multiply-add is two FLOPs.
+
+    A test holds them against the operations that a real forward and backward pass execute, so a receipt that adds them
+    up states executed work.
+    """
+
+    total_params: int
+    """Parameters held in memory: what a checkpoint of the extracted Subnet stores (balance biases excluded)."""
+    active_params: int
+    """Parameters one token uses: everything but the experts it did not choose."""
+    linear_flops: int
+    """Forward FLOPs a token in matrix products with weights (embedding look-up excluded, output head included)."""
+    score_flops: int
+    """Forward FLOPs a token for each key it attends to (scores and weighted sum, all layers)."""
+    kv_elements: int
+    """Cache elements a token (keys and values, all kept layers); times bytes per element."""
+
+    def forward_flops(self, num_tokens: int, attended: float) -> int:
+        """FLOPs of a forward pass over ``num_tokens`` that attend to ``attended`` keys each, on average."""
+        return int(num_tokens * (self.linear_flops + self.score_flops * attended))
+
+
+def count(config: ModelConfig, subnet: Subnet) -> Counts:
+    """Count ``subnet`` of ``config``."""
+    hidden, head = config.hidden_size, config.head_dim
+    q_dim, kv_dim = config.num_heads * head, config.num_kv_heads * head
+    attention_weights = hidden * (q_dim + 2 * kv_dim) + q_dim * hidden
+    attention_extra = (q_dim + 2 * kv_dim if config.attention_bias else 0) + (2 * head if config.qk_norm else 0)
+    expert = 3 * hidden * config.expert_intermediate_size
+    shared = config.num_shared_experts * expert
+    dense = 3 * hidden * config.dense_intermediate_size
+
+    num_layers = len(subnet.layers)
+    num_dense = sum(layer in config.dense_layers for layer in subnet.layers)
+    routers = sum(experts * hidden for experts in subnet.experts)
+    always = num_layers * attention_weights + num_dense * dense + routers + len(subnet.experts) * shared
+    chosen = sum(subnet.top_k) * expert
+    norms = num_layers * (2 * hidden + attention_extra) + hidden
+    embedding = config.vocab_size * hidden
+    tables = embedding if config.tie_embeddings else 2 * embedding
+    return Counts(
+        total_params=always + sum(subnet.experts) * expert + norms + tables,
+        active_params=always + chosen + norms + tables,
+        linear_flops=2 * (always + chosen + embedding),
+        score_flops=num_layers * 4 * q_dim,
+        kv_elements=num_layers * 2 * kv_dim,
+    )

@@ -1,12 +1,13 @@
-"""The decoder: ``model(ids, subnet, ctx)``. The Subnet is an argument, never a mode.
+"""The decoder: ``model(ids, subnet, ctx)``. The Subnet is an argument, never a mode, and so is what computes it.
 
-Shape letters: B rows, T positions, D hidden, V vocabulary, L MoE layers, K route slots, W branches of balance state,
-E experts.
+Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, H query heads, G key/value heads, C head width,
+X = (H + 2·G)·C, R rotated pairs, I SwiGLU width, E experts, K chosen, W branches of balance state.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,25 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
-from stretto.model.layers import Attention, Geometry, Norm, SwiGlu
-from stretto.model.moe import MoeLayer, RowWidths
+from stretto.model.replay import Routing
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops import exact
-from stretto.ops.attention import document_mask, rotary_tables
-from stretto.ops.matmul import PLAIN, Arithmetic, linear, rounded
+from stretto.ops.operators import ORDINARY, Operators, document_mask, rotate
+from stretto.ops.route import Routes, route
+
+
+@dataclass(frozen=True, slots=True)
+class RowWidths:
+    """Which experts each row of a batch may use, in every layer; drawn by the sampler.
+
+    Experts are named by their rank in the layer's nested order, so that one mask serves all layers.
+    """
+
+    branch_B: Tensor
+    """Row of balance state each batch row reads and feeds, int64."""
+    allowed_BE: Tensor
+    """Whether the expert of that rank may be chosen, bool."""
+    counted_B: Tensor
+    """Whether the row's choices feed the balance counts (a random subset must not starve the full network's), bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +52,9 @@ class Context:
     shared_BT2: Tensor | None = None
     """Columns, first and one past the last, of a beginning that documents of a row share: each position may look at
     them beside its own document. Equal: none. int64."""
-    routes_BTLK: Tensor | None = None
-    """Experts to take instead of the routers' own choice (replay, 2510.11370), int16 or int64, by MoE layer of the
-    *maximum* network; −1: no record. A row of the Subnet's top-k slots that begins with −1 chooses freely."""
-    want_routes: bool = False
-    """Return the routers' own choices."""
-    arithmetic: Arithmetic = PLAIN
+    operators: Operators = ORDINARY
+    routing: Routing | None = None
+    """Sees and may change the experts chosen (`stretto.model.replay`); None: the routers' own choice."""
 
     @staticmethod
     def plain(ids_BT: Tensor) -> Context:
@@ -59,9 +70,169 @@ class Output:
     """Final normed hidden states; `Transformer.logits` turns them into logits."""
     counts: dict[int, Tensor]
     """Slots each expert got, by MoE row of the *maximum* network: [W, E] int64."""
-    routes_BTLK: Tensor | None = None
-    """What the routers chose, or would have chosen where others' choices were replayed, int16, as `Context.routes_BTLK`
-    takes it; −1 for layers and slots that did not run. Only if the context wants them."""
+
+
+# FSDP2 looks for the tensors of a module's output in pytrees, and would not find them in an unknown class.
+register_dataclass(Output, field_names=["hidden_BTD", "counts"], drop_field_names=[])
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where tokens stand: computed once a forward pass, read by every layer."""
+
+    cos_BTR: Tensor
+    sin_BTR: Tensor
+    mask_B1TT: Tensor | None
+    """True where a query may see a key; None is plain causal attention."""
+
+
+class Norm(nn.Module):
+    """RMSNorm with a weight."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_D: Tensor, operators: Operators = ORDINARY) -> Tensor:
+        return operators.norm(x_D, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; the q, k and v projections are one matrix (q rows, then k, then v)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.eps = config.norm_eps
+        self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, geometry: Geometry, operators: Operators = ORDINARY) -> Tensor:
+        B, T, _ = x_BTD.shape
+        num_rotated = self.num_heads + self.num_kv_heads
+        qkv_BTX = operators.linear(x_BTD, self.qkv.weight, self.qkv.bias)
+        qkv_BTHC = qkv_BTX.view(B, T, num_rotated + self.num_kv_heads, self.head_dim)
+        qk_BTHC, v_BTGC = qkv_BTHC.split((num_rotated, self.num_kv_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            weight_HC = torch.cat((self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)))
+            qk_BTHC = operators.norm(qk_BTHC, weight_HC, self.eps)
+        qk_BTHC = operators.rounded(rotate(qk_BTHC, geometry.cos_BTR, geometry.sin_BTR))
+        q_BTHC, k_BTGC = qk_BTHC.split((self.num_heads, self.num_kv_heads), dim=2)
+        q_BHTC, k_BGTC, v_BGTC = q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+        y_BHTC = operators.attention(q_BHTC, k_BGTC, v_BGTC, geometry.mask_B1TT)
+        return operators.linear(y_BHTC.transpose(1, 2).reshape(B, T, -1), self.out.weight)
+
+
+class SwiGlu(nn.Module):
+    """Dense feed-forward: silu(gate) · up, then down. Gate and up are one matrix (gate rows first)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor, operators: Operators = ORDINARY) -> Tensor:
+        hidden_BTI = operators.swiglu(operators.linear(x_BTD, self.gate_up.weight))
+        return operators.linear(hidden_BTI, self.down.weight)
+
+
+class MoeLayer(nn.Module):
+    """Router, routed experts and shared experts of one layer."""
+
+    rank_E: Tensor
+    bias_WE: Tensor
+
+    def __init__(self, config: ModelConfig, row: int):
+        """``row`` counts MoE layers."""
+        super().__init__()
+        num_experts = config.experts_by_layer[row]
+        hidden, width = config.hidden_size, config.expert_intermediate_size
+        self.config, self.row = config, row
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden))
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+        self.shared = SwiGlu(hidden, config.num_shared_experts * width) if config.num_shared_experts else None
+        rank = torch.empty(num_experts, dtype=torch.int64)
+        rank[torch.tensor(config.expert_orders[row])] = torch.arange(num_experts)
+        self.register_buffer("rank_E", rank, persistent=False)
+        self.register_buffer("bias_WE", torch.zeros(config.num_branches, num_experts))
+        self.exchange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+        """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.shard`."""
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        num_experts: int,
+        top_k: int,
+        widths: RowWidths | None,
+        operators: Operators = ORDINARY,
+        routing: Routing | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output, and the slots each expert got by branch [W, E].
+
+        ``num_experts`` and ``top_k`` hold for all rows; ``widths`` narrows single rows further.
+        """
+        x_ND = x_BTD.flatten(0, 1)  # before the router's: autograd adds the gradients of views last made first
+        routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
+        assert self.exchange is None or operators is ORDINARY, "experts on several ranks have the ordinary operators"
+        compute = self.exchange or operators.experts
+        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
+        y_BTD = y_ND.view(x_BTD.shape)
+        if self.shared is not None:
+            y_BTD = operators.rounded(y_BTD + self.shared(x_BTD, operators))
+        return y_BTD, counts_WE
+
+    def route(
+        self,
+        x_BTD: Tensor,
+        num_experts: int,
+        top_k: int,
+        widths: RowWidths | None,
+        operators: Operators = ORDINARY,
+        routing: Routing | None = None,
+    ) -> tuple[Routes, Tensor]:
+        """Routes of all B·T tokens, and the counts of `forward`."""
+        config, (B, T, _) = self.config, x_BTD.shape
+        logits_NE = operators.router_logits(x_BTD.flatten(0, 1), self.gate)
+        total = logits_NE.shape[-1]
+        if widths is None:
+            branch = config.branch(num_experts)
+            bias_NE = self.bias_WE[branch]
+            allowed_NE = None if num_experts == total else self.rank_E < num_experts
+        else:
+            bias_NE = self.bias_WE[widths.branch_B].repeat_interleave(T, dim=0)
+            allowed_BE = widths.allowed_BE[:, self.rank_E] & (self.rank_E < num_experts)
+            allowed_NE = allowed_BE.repeat_interleave(T, dim=0)
+        choose = None if routing is None else lambda own_NK: routing(self.row, own_NK.view(B, T, top_k)).flatten(0, 1)
+        routes = route(
+            logits_NE,
+            bias_NE if config.selection_bias else None,
+            allowed_NE,
+            top_k,
+            softmax=config.router == "softmax",
+            normalize=config.normalize_gates,
+            scaling=config.routed_scaling,
+            operators=operators,
+            choose=choose,
+        )
+        if widths is None:
+            counts_WE = torch.zeros_like(self.bias_WE, dtype=torch.int64)
+            if num_experts == min(config.widths[branch], total):
+                counts_WE[branch] = torch.bincount(routes.chosen_NK.reshape(-1), minlength=total)
+            # a width without a branch of its own reads the next larger one's bias and feeds none: to that branch, the
+            # experts masked here would look idle
+        else:
+            # rows that do not count go to one branch past the last, which is cut off
+            num_branches = len(self.bias_WE)
+            branch_B = torch.where(widths.counted_B, widths.branch_B, num_branches)
+            key_NK = branch_B.repeat_interleave(T)[:, None] * total + routes.chosen_NK
+            counts = torch.bincount(key_NK.reshape(-1), minlength=(num_branches + 1) * total)
+            counts_WE = counts.view(num_branches + 1, total)[:num_branches]
+        return routes, counts_WE
 
 
 class Block(nn.Module):
@@ -79,25 +250,19 @@ class Block(nn.Module):
             self.mlp = MoeLayer(config, config.moe_layers.index(layer))
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        geometry: Geometry,
-        num_experts: int,
-        top_k: int,
-        widths: RowWidths | None,
-        recorded_BTK: Tensor | None = None,
-        arithmetic: Arithmetic = PLAIN,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The residual stream after this block, the expert counts and the routers' own choices (None for a dense block)."""
-        attended_BTD = self.attention(self.attention_norm(x_BTD, arithmetic), geometry, arithmetic)
-        x_BTD = rounded(x_BTD + attended_BTD, arithmetic)
-        normed_BTD = self.mlp_norm(x_BTD, arithmetic)
+        self, x_BTD: Tensor, geometry: Geometry, num_experts: int, top_k: int, ctx: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after this block, and the expert counts; a dense block has none and reads no widths."""
+        operators = ctx.operators
+        attended_BTD = self.attention(self.attention_norm(x_BTD, operators), geometry, operators)
+        x_BTD = operators.rounded(x_BTD + attended_BTD)
+        normed_BTD = self.mlp_norm(x_BTD, operators)
         if isinstance(self.mlp, SwiGlu):
-            return rounded(x_BTD + self.mlp(normed_BTD, arithmetic), arithmetic), None, None
-        y_BTD, counts_WE, own_BTK = self.mlp(
-            normed_BTD, num_experts, top_k, widths, recorded_BTK=recorded_BTK, arithmetic=arithmetic
+            return operators.rounded(x_BTD + self.mlp(normed_BTD, operators)), None
+        y_BTD, counts_WE = self.mlp(
+            normed_BTD, num_experts, top_k, ctx.widths, operators=operators, routing=ctx.routing
         )
-        return rounded(x_BTD + y_BTD, arithmetic), counts_WE, own_BTK
+        return operators.rounded(x_BTD + y_BTD), counts_WE
 
 
 class Transformer(nn.Module):
@@ -123,78 +288,40 @@ class Transformer(nn.Module):
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""
+        config, operators = self.config, ctx.operators
+        cos_BTR, sin_BTR = operators.rotary_tables(ctx.positions_BT, config.rotary_dim, config.rope_theta)
         mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT, ctx.shared_BT2)
-        geometry = Geometry(*self._rotary(ctx), mask)
-        x_BTD = rounded(self.embedding(ids_BT), ctx.arithmetic)
+        geometry = Geometry(cos_BTR, sin_BTR, mask)
+        x_BTD = operators.rounded(self.embedding(ids_BT))
         counts: dict[int, Tensor] = {}
-        chosen: dict[int, Tensor] = {}
-        _check_routes(ctx.routes_BTLK, ids_BT, self.config)
-        moe_rows = {layer: row for row, layer in enumerate(self.config.moe_layers)}
-        kept_moe = 0
+        moe_rows = {layer: row for row, layer in enumerate(config.moe_layers)}
+        sizes = iter(zip(subnet.experts, subnet.top_k, strict=True))
         for layer in subnet.layers:
-            num_experts = top_k = 0  # a dense block reads neither
-            recorded_BTK = None
-            if layer in moe_rows:
-                num_experts, top_k = subnet.experts[kept_moe], subnet.top_k[kept_moe]
-                kept_moe += 1
-                if ctx.routes_BTLK is not None:
-                    recorded_BTK = ctx.routes_BTLK[:, :, moe_rows[layer], :top_k]
-            arguments = (x_BTD, geometry, num_experts, top_k, ctx.widths, recorded_BTK, ctx.arithmetic)
+            num_experts, top_k = next(sizes) if layer in moe_rows else (0, 0)  # a dense block reads neither
+            arguments = (x_BTD, geometry, num_experts, top_k, ctx)
             if ctx.recompute and torch.is_grad_enabled():
-                result = checkpoint(self.blocks[layer], *arguments, use_reentrant=False)
+                x_BTD, counts_WE = checkpoint(self.blocks[layer], *arguments, use_reentrant=False)
             else:
-                result = self.blocks[layer](*arguments)
-            x_BTD, counts_WE, own_BTK = result
+                x_BTD, counts_WE = self.blocks[layer](*arguments)
             if counts_WE is not None:
                 counts[moe_rows[layer]] = counts_WE
-                chosen[moe_rows[layer]] = own_BTK
-        routes_BTLK = _stack_routes(chosen, ids_BT, self.config) if ctx.want_routes else None
-        return Output(self.norm(x_BTD, ctx.arithmetic), counts, routes_BTLK)
-
-    def _rotary(self, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all positions, [B, T, R]."""
-        width, theta = self.config.rotary_dim, self.config.rope_theta
-        if not ctx.arithmetic.batch_invariant:
-            return rotary_tables(ctx.positions_BT, width, theta)
-        tables = exact.rotary_tables(int(ctx.positions_BT.max()) + 1, width, theta)
-        cos_PR, sin_PR = (table.to(ctx.positions_BT.device) for table in tables)
-        return cos_PR[ctx.positions_BT], sin_PR[ctx.positions_BT]
+        return Output(self.norm(x_BTD, operators), counts)
 
     def logits(self, ids_BT: Tensor, subnet: Subnet | None = None, ctx: Context | None = None) -> Tensor:
         """Logits [B, T, V] in fp32; the full network over plain rows unless told otherwise."""
         ctx = ctx or Context.plain(ids_BT)
         output = self(ids_BT, subnet or self.config.full(), ctx)
-        return linear(output.hidden_BTD, self.head_VD, None, ctx.arithmetic.inner).float()
-
-
-# FSDP2 looks for the tensors of a module's output in pytrees, and would not find them in an unknown class.
-register_dataclass(Output, field_names=["hidden_BTD", "counts", "routes_BTLK"], drop_field_names=[])
-
-
-def _check_routes(routes_BTLK: Tensor | None, ids_BT: Tensor, config: ModelConfig) -> None:
-    if routes_BTLK is not None:
-        expected = (*ids_BT.shape, config.num_moe_layers, max((config.top_k, *config.top_k_by_layer)))
-        assert routes_BTLK.shape == expected, f"routes are {tuple(routes_BTLK.shape)}, these ids need {expected}"
-
-
-def _stack_routes(chosen: dict[int, Tensor], ids_BT: Tensor, config: ModelConfig) -> Tensor:
-    """int16 [B, T, L, K] of each layer's [B, T, its top-k]."""
-    num_slots = max((config.top_k, *config.top_k_by_layer))
-    shape = (*ids_BT.shape, config.num_moe_layers, num_slots)
-    routes_BTLK = torch.full(shape, -1, dtype=torch.int16, device=ids_BT.device)
-    for row, chosen_BTK in chosen.items():
-        routes_BTLK[:, :, row, : chosen_BTK.shape[-1]] = chosen_BTK
-    return routes_BTLK
+        return ctx.operators.head(self.head_VD)(output.hidden_BTD).float()
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights, the same for the same seed whatever the device or sharding of the run.
+def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
+    """A model on ``device`` with normal weights, the same for the same seed whatever the device or sharding of the run.
 
     Standard deviation 0.5/√hidden (0.02 at 640 hidden, the usual value there); what writes to the residual stream is
     scaled down by √(2·layers), as in GPT-2, so that depth does not change the stream's size at the start.
     """
-    config = model.config
+    model = Transformer(config)
     std = 0.5 / math.sqrt(config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -205,12 +332,5 @@ def initialise(model: Transformer, seed: int) -> None:
         else:
             writes = name.endswith(("out.weight", "down", "down.weight"))
             scale = std / math.sqrt(2 * config.num_layers) if writes else std
-            value = torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)
-            parameter.copy_(value)
-
-
-def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """A freshly initialised model on ``device``."""
-    model = Transformer(config)
-    initialise(model, seed)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
     return model.to(device)

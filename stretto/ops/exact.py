@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.attention import attention_reference
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import attention_reference, rms_norm_reference
 
 BITS = 22
 """Of an operand of a product. Twice as many and those of `CHUNK` make 53, what fp64 holds."""
@@ -63,15 +62,10 @@ class _Straight(torch.autograd.Function):
         return (None, None, *(next(found) if need else None for need in needed))
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2 to the power of an integer tensor, fp64, exact: written into the bits, since pow may round."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
-
-
 def fixed_point(x: Tensor, bits: int = BITS) -> tuple[Tensor, Tensor]:
     """Integers (fp64, of magnitude 2^bits at most) and units […, 1] (powers of two, fp64) whose product is nearest to ``x``."""
     _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
-    unit = power_of_two(exponent - bits)
+    unit = ((exponent.long() - bits + 1023) << 52).view(torch.float64)  # 2^(exponent − bits); pow may round
     return torch.round(x.double() / unit), unit
 
 
@@ -129,7 +123,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`stretto.ops.norm.rms_norm`, fp32."""
+    """`stretto.ops.operators.rms_norm`, fp32."""
 
     def exact(x_D: Tensor, weight_D: Tensor) -> Tensor:
         mean = tree_sum(x_D * x_D) / x_D.shape[-1]
@@ -197,7 +191,7 @@ def _attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor
 
 
 def rotary_tables(num_positions: int, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """`stretto.ops.attention.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
+    """`stretto.ops.operators.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
     frequencies = [theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
     angles = [[position * frequency for frequency in frequencies] for position in range(num_positions)]
     cos, sin = ([[function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))

@@ -13,7 +13,6 @@ Shape letters: N tokens, D inner dim, F outputs, J = ⌈D / 128⌉ and I = ⌈F 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +66,6 @@ class Fp8Weight:
     def widened(self) -> Fp8Weight:
         """With the numbers at hand that the emulation multiplies."""
         return Fp8Weight(self.bytes_FD, self.scale_IJ, self.bytes_FD.double())
-
-    def checksum(self) -> str:
-        """SHA-256 over shape, bytes and scales."""
-        digest = hashlib.sha256(str(tuple(self.bytes_FD.shape)).encode())
-        for tensor in (self.bytes_FD.contiguous().view(torch.uint8), self.scale_IJ.contiguous()):
-            digest.update(tensor.cpu().numpy().tobytes())
-        return digest.hexdigest()
 
 
 def _scale(largest: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a tok
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,16 +81,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Slots:
-    """Where every (token, choice) pair goes when pairs are sorted by expert.
+class Slots(NamedTuple):
+    """Where every (token, choice) pair goes when pairs are sorted by expert."""
 
-    order_S: sorted place -> pair; place_S: pair -> sorted place; token_S: sorted place -> token; ends_E: int32 ends.
-    """
-
-    __slots__ = ("ends_E", "order_S", "place_S", "token_S")
-
-    def __init__(self, order_S: Tensor, place_S: Tensor, token_S: Tensor, ends_E: Tensor):
-        self.order_S, self.place_S, self.token_S, self.ends_E = order_S, place_S, token_S, ends_E
+    order_S: Tensor
+    """Sorted place -> pair."""
+    place_S: Tensor
+    """Pair -> sorted place."""
+    token_S: Tensor
+    """Sorted place -> token."""
+    ends_E: Tensor
+    """Where each expert's pairs end, int32."""
 
 
 def group_slots(chosen_NK: Tensor, num_experts: int) -> Slots:

@@ -13,18 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.grouped import compute_dtype
-from stretto.ops.matmul import PLAIN, Arithmetic, linear, prepare
+from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
 """Target of a position that carries no loss, as everywhere in PyTorch."""
-
-
-def log_probs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Log-probability [N] (fp32) of each target; 0 where the target is `IGNORED`. Differentiable the slow way."""
-    logits_NV = F.linear(hidden_ND, head_VD).float()
-    kept_N = targets_N != IGNORED
-    picked_N = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
-    return torch.where(kept_N, picked_N, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ def head_loss_reference(
 ) -> Tensor:
     """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student), by autograd."""
     kept_N = targets_N != IGNORED
-    loss = -ce_weight * log_probs(hidden_ND, head_VD, targets_N).sum()
+    loss = -ce_weight * chosen_logprobs_reference(hidden_ND, head_VD, targets_N)[0].sum()
     if teacher is not None:
         student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
         teacher_NV = F.linear(teacher.hidden_ND.detach(), teacher.head_VD.detach()).float().log_softmax(-1)
@@ -173,19 +165,19 @@ def chosen_logprobs(
     targets_N: Tensor,
     temperature: float = 1.0,
     chunk: int = 1024,
-    arithmetic: Arithmetic = PLAIN,
+    operators: Operators = ORDINARY,
 ) -> tuple[Tensor, Tensor]:
     """Processed log-probability of each target, and the entropy of the distribution it comes from.
 
     Logits are computed anew, chunk by chunk, in the backward pass: what arrives there is a gradient for each token,
-    which no forward pass can know. Tokens without a target cost nothing. The head's product is that of ``arithmetic``,
+    which no forward pass can know. Tokens without a target cost nothing. The head's product is that of ``operators``,
     which the engine's is too.
 
     Returns: log-probabilities [N] (fp32, differentiable in ``hidden_ND`` and ``head_VD``) and entropies [N] (nats,
     detached); 0 where the target is `IGNORED`.
     """
     assert temperature > 0, f"temperature {temperature}: a greedy choice has no log-probability"
-    return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, chunk, arithmetic.inner)
+    return _ChosenLogProbs.apply(hidden_ND, head_VD, targets_N, temperature, chunk, operators)
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -197,19 +189,19 @@ class _ChosenLogProbs(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         chunk: int,
-        arithmetic: Arithmetic,
+        operators: Operators,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
         kept_M = (targets_N != IGNORED).nonzero().squeeze(-1)
-        weight_VD = prepare(head_VD.to(dtype), arithmetic)
+        head = operators.head(head_VD.to(dtype))
         logp_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         entropy_N = torch.zeros_like(logp_N)
         for part in kept_M.split(chunk):
-            logp_MV = processed_log_probs(linear(hidden_ND[part].to(dtype), weight_VD, None, arithmetic), temperature)
+            logp_MV = processed_log_probs(head(hidden_ND[part].to(dtype)), temperature)
             logp_N[part] = logp_MV.gather(-1, targets_N[part, None]).squeeze(-1)
             entropy_N[part] = -(logp_MV.exp() * logp_MV).sum(-1)
         ctx.save_for_backward(hidden_ND, head_VD, targets_N, kept_M)
-        ctx.dtype, ctx.temperature, ctx.chunk, ctx.arithmetic = dtype, temperature, chunk, arithmetic
+        ctx.dtype, ctx.temperature, ctx.chunk, ctx.operators = dtype, temperature, chunk, operators
         ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
@@ -217,11 +209,11 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, head_VD, targets_N, kept_M = ctx.saved_tensors
         weight_VD = head_VD.to(ctx.dtype)
-        prepared = prepare(weight_VD, ctx.arithmetic)
+        head = ctx.operators.head(weight_VD)
         grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
         for part in kept_M.split(ctx.chunk):
             h_MD = hidden_ND[part].to(ctx.dtype)
-            probs_MV = processed_log_probs(linear(h_MD, prepared, None, ctx.arithmetic), ctx.temperature).exp_()
+            probs_MV = processed_log_probs(head(h_MD), ctx.temperature).exp_()
             # d log p / d logits = (onehot − p) / temperature
             g_M1 = (grads[0][part] / ctx.temperature)[:, None]
             delta_MV = probs_MV.mul_(-g_M1).scatter_add_(-1, targets_N[part, None], g_M1).to(ctx.dtype)

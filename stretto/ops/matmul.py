@@ -1,7 +1,8 @@
 """Products with weights, and the operators around them, in the arithmetic that trainer and engine agree on.
 
-An `Arithmetic` is an argument of everything that multiplies. Both sides call these functions with the same one, so what one
-side samples from is what the other learns from; where it is batch-invariant, to the bit.
+An `Arithmetic` is an argument of everything that multiplies. Both sides call these functions with the same one (the trainer's
+network through `Arithmetic.operators`), so what one side samples from is what the other learns from; where it is
+batch-invariant, to the bit.
 
 - ``fp32``: the tensors' own dtype, or autocast's: torch's ordinary operators.
 - ``bf16``: operands and results of every product are rounded to bf16, as is the residual stream. On a CPU the products
@@ -16,7 +17,7 @@ dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +29,7 @@ from stretto.ops import exact, fp8, grouped
 from stretto.ops.exact import FixedMatrix
 from stretto.ops.fp8 import Fp8Weight
 from stretto.ops.grouped import group_slots
-from stretto.ops.norm import rms_norm
+from stretto.ops.operators import ORDINARY, Operators, rms_norm
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -50,6 +51,13 @@ class Arithmetic:
     def inner(self) -> Arithmetic:
         """That of router and head, which stay in fp32."""
         return Arithmetic("fp32", self.batch_invariant)
+
+    @property
+    def operators(self) -> Operators:
+        """What a `Transformer` that computes in this arithmetic is given."""
+        if self.is_plain:
+            return ORDINARY
+        return InvariantOperators(self) if self.batch_invariant else ArithmeticOperators(self)
 
 
 PLAIN = Arithmetic()
@@ -103,7 +111,7 @@ def _rounded_linear(x_ND: Tensor, weight: Weight, arithmetic: Arithmetic) -> Ten
 
 
 def norm(x_D: Tensor, weight_D: Tensor, eps: float, arithmetic: Arithmetic = PLAIN) -> Tensor:
-    """`stretto.ops.norm.rms_norm`."""
+    """`stretto.ops.operators.rms_norm`."""
     if arithmetic.batch_invariant:
         return rounded(exact.rms_norm(x_D, weight_D, eps), arithmetic)
     return rounded(rms_norm(x_D, weight_D, eps), arithmetic)
@@ -156,6 +164,66 @@ def experts(
     parts.append(x_ND.new_zeros(num_tokens * num_chosen - start, x_ND.shape[1]))
     y_SD = torch.cat(parts).index_select(0, slots.place_S)
     return rounded(exact.sum_in_order(y_SD.view(num_tokens, num_chosen, -1), 1), arithmetic)
+
+
+class ArithmeticOperators(Operators):
+    """The functions of this file."""
+
+    def __init__(self, arithmetic: Arithmetic):
+        self.arithmetic = arithmetic
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return linear(x_ND, weight_FD, bias_F, self.arithmetic)
+
+    def norm(self, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return norm(x_D, weight_D, eps, self.arithmetic)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return rounded(x, self.arithmetic)
+
+    def swiglu(self, gate_up_NF: Tensor) -> Tensor:
+        return swiglu(gate_up_NF, self.arithmetic)
+
+    def experts(
+        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+    ) -> Tensor:
+        weights = ExpertMatrices(gate_up_EFD.unbind(0), down_EDI.unbind(0))
+        return experts(x_ND, chosen_NK, gates_NK, weights, self.arithmetic)
+
+    def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+        inner = self.arithmetic.inner
+        # what takes a gradient cannot be prepared; the bits are the same
+        is_trained = torch.is_grad_enabled() and weight_VD.requires_grad
+        weight = weight_VD if is_trained else prepare(weight_VD, inner)
+        return lambda x_ND: linear(x_ND, weight, None, inner)
+
+
+class InvariantOperators(ArithmeticOperators):
+    """Batch-invariant also where nothing is multiplied by a weight: `stretto.ops.exact`."""
+
+    def rotary_tables(self, positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+        tables = exact.rotary_tables(int(positions_BT.max()) + 1, rotary_dim, theta)
+        cos_PR, sin_PR = (table.to(positions_BT.device) for table in tables)
+        return cos_PR[positions_BT], sin_PR[positions_BT]
+
+    def attention(self, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+        if mask_B1TT is None:
+            length = q_BHTC.shape[2]
+            mask_B1TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=q_BHTC.device).tril()
+        return exact.attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+        return linear(x_ND.float(), gate_ED.float(), None, self.arithmetic.inner)
+
+    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
+        return exact.softmax(logits_NE) if softmax else exact.sigmoid(logits_NE)
+
+    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
+        """Of equals, the lower id."""
+        return exact.top_k(choice_NE, top_k)
+
+    def gate_sum(self, gates_NK: Tensor) -> Tensor:
+        return exact.sum_in_order(gates_NK, -1)[:, None]
 
 
 def kernels(arithmetic: Arithmetic, weights_FD: Sequence[Tensor]) -> dict[str, str]:

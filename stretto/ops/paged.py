@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.attention import attention, attention_reference, rotate
 from stretto.ops.grouped import swiglu
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import attention, attention_reference, rms_norm_reference, rotate
 from stretto.ops.route import MASKED, Routes, route
 
 MAX_PAIRS = 24

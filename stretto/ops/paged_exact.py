@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from stretto.ops import exact
-from stretto.ops.attention import rotate
 from stretto.ops.matmul import Arithmetic, rounded
+from stretto.ops.operators import rotate
 from stretto.ops.paged import Group, RouteRule, Spans
-from stretto.ops.route import Routes, gate_sum, highest, router_scores
+from stretto.ops.route import Routes
 
 
 def store_rotated(
@@ -56,12 +56,12 @@ def route_tokens_exact(logits_NE: Tensor, rule: RouteRule) -> Routes:
     """`route_tokens` from batch-invariant logits, to the bit what `stretto.ops.route.route` makes of them."""
     if rule.mask is not None:
         logits_NE = logits_NE + rule.mask
-    scores_NE = router_scores(logits_NE, rule.softmax, True)
-    chosen_NK = highest(scores_NE if rule.bias is None else scores_NE + rule.bias, rule.top_k, True)
+    scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
+    chosen_NK = exact.top_k(scores_NE if rule.bias is None else scores_NE + rule.bias, rule.top_k)
     gates_NK = scores_NE.gather(-1, chosen_NK)
     if rule.dropped_NK is not None:
         gates_NK = gates_NK.masked_fill(rule.dropped_NK, 0.0)
         chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, logits_NE.shape[1])
     if rule.normalize:
-        gates_NK = gates_NK / (gate_sum(gates_NK, True) + 1e-20)
+        gates_NK = gates_NK / (exact.sum_in_order(gates_NK, -1)[:, None] + 1e-20)
     return Routes(chosen_NK, gates_NK * rule.scaling if rule.scaling != 1.0 else gates_NK)

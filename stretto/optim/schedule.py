@@ -9,8 +9,9 @@ from pydantic import Field
 from stretto.base.config import Config
 
 
-class ScheduleConfig(Config):
-    """Warm-up, stable, decay (WSD, 2404.06395); ``decay_fraction = 1`` with no warm-up is a plain linear decay."""
+class OptimConfig(Config):
+    """Which optimiser, and its schedule: warm-up, stable, decay (WSD, 2404.06395); ``decay_fraction = 1`` with no warm-up is a
+    plain linear decay."""
 
     lr: float = Field(gt=0)
     """Peak learning rate."""
@@ -21,10 +22,6 @@ class ScheduleConfig(Config):
     """Rate after the last step over the peak rate: the *terminal* rate from which healing starts."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
     """``sqrt`` is 1 − √progress (2405.18392): falls fast first."""
-
-
-class OptimConfig(ScheduleConfig):
-    """Which optimiser, and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -38,7 +35,7 @@ class OptimConfig(ScheduleConfig):
     """Muon's rate over the AdamW rate of the same schedule; its orthogonalised updates have unit scale."""
 
 
-def learning_rate(config: ScheduleConfig, step: int, num_steps: int) -> float:
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     """Rate of ``step`` (0-based) of a run of ``num_steps``."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -18,14 +18,11 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
-from stretto.base.records import new_lineage
 from stretto.base.track import progress
 from stretto.base.trajectory import Task
 from stretto.data.pack import IGNORED, PADDING
 from stretto.data.shuffle import key_of
-from stretto.model.checkpoint import write_checkpoint
-from stretto.model.count import count
-from stretto.model.parallel import Ranks, device_name, full_state, join, shard
+from stretto.model.parallel import Ranks, device_name, join, shard
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
@@ -35,7 +32,7 @@ from stretto.rl.recipe import RlRecipe
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, tokenise_chat
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
-from stretto.train.loop import peak_memory
+from stretto.train.loop import write_trained
 from stretto.train.step import MicroBatch, optimisation_step
 
 STAGE = "sft"
@@ -102,7 +99,12 @@ def sft(
                 )
             meter.add(flops=result.flops, tokens=result.num_tokens)
             advance(1, f"loss {result.nll:.3f}")
-    return _write(Path(out), model, tokenizer, meter, recipe, ranks)
+    out = Path(out)
+    files = out.with_name(f"{out.name}.tokenizer")
+    if ranks.is_first:
+        tokenizer.save(files)
+    told = recipe.model_dump(mode="json")
+    return write_trained(out, model, meter, ranks, name=out.name, stage=STAGE, config=told, tokenizer_dir=files)
 
 
 def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_size: int) -> Tokenizer:
@@ -193,47 +195,22 @@ def micro_batches(
         some = [*rows[start : start + micro_rows]]
         some += [[]] * (-len(some) % ranks.world)
         longest = max(sum(len(each.tokens) - 1 for each in row) for row in some)
-        shape = (len(some), longest)
-        ids_BT, positions_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        targets_BT, documents_BT = torch.full(shape, IGNORED), torch.full(shape, PADDING)
+        arrays = [np.full((len(some), longest), blank, np.int64) for blank in (0, IGNORED, PADDING, 0)]
+        tokens_BT, targets_BT, documents_BT, positions_BT = arrays
         for row, contents in enumerate(some):
             at = 0
             for number, each in enumerate(contents):
-                here = (row, slice(at, at + len(each.tokens) - 1))
-                ids_BT[here] = torch.from_numpy(each.tokens[:-1])
-                targets_BT[here] = torch.from_numpy(np.where(each.is_written[1:], each.tokens[1:], IGNORED))
-                positions_BT[here], documents_BT[here] = torch.arange(len(each.tokens) - 1), number
-                at += len(each.tokens) - 1
-        mine = ranks.rows(len(some))
-        ids, targets, positions, documents = (
-            tensor[mine].to(ranks.device) for tensor in (ids_BT, targets_BT, positions_BT, documents_BT)
-        )
+                length = len(each.tokens) - 1
+                here = (row, slice(at, at + length))
+                tokens_BT[here], documents_BT[here], positions_BT[here] = each.tokens[:-1], number, np.arange(length)
+                targets_BT[here] = np.where(each.is_written[1:], each.tokens[1:], IGNORED)
+                at += length
         num_targets = int((targets_BT != IGNORED).sum())
+        mine = ranks.rows(len(some))
+        ids, targets, documents, positions = (torch.from_numpy(array[mine]).to(ranks.device) for array in arrays)
         batches.append(MicroBatch(STAGE, ids, targets, Context(positions, documents), model.config.full(), num_targets))
     return batches
 
 
 def _problem(sources: Mapping[str, TaskSource], task: Task) -> Problem:
     return sources[task.source].problem(task.item)
-
-
-def _write(out: Path, model: Transformer, tokenizer: Tokenizer, meter: Meter, recipe: RlRecipe, ranks: Ranks) -> Path:
-    state = full_state(model)
-    if ranks.is_first:
-        config = model.config
-        counts = count(config, config.full())
-        lineage = new_lineage(
-            name=out.name,
-            stage=STAGE,
-            weights_hash="",
-            total_params=counts.total_params,
-            active_params=counts.active_params,
-            receipt=meter.receipt(peak_memory(ranks)),
-            tokenizer_hash=tokenizer.fingerprint(),
-            config=recipe.model_dump(mode="json"),
-        )
-        files = out.with_name(f"{out.name}.tokenizer")
-        tokenizer.save(files)
-        write_checkpoint(out, state, config, tokenizer_dir=files, lineage=lineage)
-    ranks.barrier()
-    return out

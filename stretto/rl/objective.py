@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.logprob import IGNORED, chosen_logprobs
-from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.ops.operators import ORDINARY, Operators
 from stretto.rl.loss import LossConfig
 from stretto.train.losses import PolicyLoss, cispo, gspo, icepop_weights, kl_k2, ppo, tis_weights
 from stretto.train.step import Measured
@@ -32,11 +32,11 @@ class PolicyObjective:
     samples_N: Tensor
     reference_N: Tensor | None = None
     """Log-probabilities of the reference network, where there is a KL to it."""
-    arithmetic: Arithmetic = PLAIN
+    operators: Operators = ORDINARY
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
         """Sum of weight·(correction·policy loss + kl_weight·k2) over the targets."""
-        logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, arithmetic=self.arithmetic)
+        logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, operators=self.operators)
         kept_N = targets_N != IGNORED
         proximal_N = logp_N.detach() if self.proximal_N is None else self.proximal_N
         policy, correction_M = self._policy(logp_N[kept_N], proximal_N[kept_N], kept_N)

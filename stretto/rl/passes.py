@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.count import count
 from stretto.model.parallel import Ranks
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.replay import Recorder, Replay
+from stretto.model.spec import ModelConfig, Subnet, count
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
@@ -64,13 +64,12 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
         for name in Batch.__slots__
         if (value := getattr(part, name)) is not None
     }
-    routes_BTLK = mine["routes_BTLK"] if replays else None
     ctx = Context(
         mine["positions_BT"],
         mine["documents_BT"],
         shared_BT2=mine["shared_BT2"],
-        routes_BTLK=routes_BTLK,
-        arithmetic=arithmetic,
+        operators=arithmetic.operators,
+        routing=Replay(mine["routes_BTLK"]) if replays else None,
     )
     return Pass(batch, rows, mine, ctx, mine["behaviour_BT"])
 
@@ -80,17 +79,19 @@ def score(
     model: Transformer, each: Pass, temperature: float, *, want_routes: bool = False, replays: bool = False
 ) -> Scored:
     """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass."""
-    ctx = replace(each.ctx, routes_BTLK=each.ctx.routes_BTLK if replays else None, want_routes=want_routes)
     tokens_BT = each.mine["tokens_BT"]
+    routing = each.ctx.routing if replays else None
+    recorder = Recorder(model.config, tokens_BT, routing) if want_routes else None
+    ctx = replace(each.ctx, routing=recorder or routing)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(
         output.hidden_BTD.flatten(0, 1),
         model.head_VD,
         each.mine["targets_BT"].flatten(),
         temperature,
-        arithmetic=ctx.arithmetic,
+        operators=ctx.operators,
     )
-    return Scored(logp_N.view_as(tokens_BT), output.routes_BTLK)
+    return Scored(logp_N.view_as(tokens_BT), None if recorder is None else recorder.own_BTLK)
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
@@ -107,7 +108,7 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
         is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
         each.num_flips, each.num_recorded = int((is_other_BTL & is_known_BTL).sum()), int(is_known_BTL.sum())
     if replay == "r2":
-        each.ctx = replace(each.ctx, routes_BTLK=own_BTLK)
+        each.ctx = replace(each.ctx, routing=Replay(own_BTLK))
 
 
 def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet) -> MicroBatch:
@@ -121,7 +122,7 @@ def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet
         None if each.proximal_BT is None else each.proximal_BT.flatten(),
         each.mine["samples_BT"].flatten(),
         None if each.reference_BT is None else each.reference_BT.flatten(),
-        each.ctx.arithmetic,
+        each.ctx.operators,
     )
     tokens_BT, targets_BT = each.mine["tokens_BT"], each.mine["targets_BT"]
     return MicroBatch("policy", tokens_BT, targets_BT, each.ctx, subnet, each.batch.num_targets, objective=objective)

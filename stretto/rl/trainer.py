@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.base.records import new_lineage, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
-from stretto.model.count import count
 from stretto.model.elastic import load_balance
 from stretto.model.fp8_state import is_quantised, pack_state
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
+from stretto.model.spec import count
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
@@ -41,7 +42,7 @@ from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.weights import publish, retire
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import peak_memory
-from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run, read_meta
+from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import StepResult, optimisation_step
 
 STAGE = "rl"
@@ -176,7 +177,7 @@ class TrainerRole:
             raise UserError(
                 f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
             )
-        check_same_run(meta, self._recipe.model_dump(mode="json"), self._data_hash, self._run, LAYOUT)
+        check_unchanged(meta.recipe, self._recipe.model_dump(mode="json"), self._run, LAYOUT)
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self._step, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(STAGE, meta.receipt.device, self._ranks.world, spent=meta.receipt)

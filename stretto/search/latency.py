@@ -22,11 +22,11 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.track import progress
+from stretto.evals.loss import without_layers
 from stretto.model.elastic import extract
 from stretto.model.parallel import device_name
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, droppable_layers, fixed_layers
 from stretto.model.transformer import Context, Transformer
-from stretto.search.rank import droppable_layers, fixed_layers, without_layers
 
 
 class Workload(Config):

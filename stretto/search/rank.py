@@ -3,82 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.track import progress
-from stretto.evals.loss import EvalBatch, compare_many, evaluate_many
+from stretto.evals.loss import EvalBatch, evaluate_many, without_layers
 from stretto.evals.routing import routing
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, droppable_layers, fixed_layers
 from stretto.model.transformer import Transformer
 
 
-def fixed_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that are never dropped: the first and the last two."""
-    return tuple(sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers))))
-
-
-def droppable_layers(config: ModelConfig) -> tuple[int, ...]:
-    fixed = fixed_layers(config.num_layers)
-    return tuple(layer for layer in range(config.num_layers) if layer not in fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRanking:
-    """Importance of the layers, each measured by leaving it out of the full network."""
-
-    order: tuple[int, ...]
-    """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
-    logit_error: dict[int, float]
-    """By layer that may be dropped: normalised mean squared error of the final logits without it."""
-    loss_increase: dict[int, float]
-    """By layer that may be dropped: held-out loss without it minus the full network's, nats per token."""
-
-
-def rank_layers(
-    model: Transformer, batches: Sequence[EvalBatch], *, autocast: torch.dtype | None = None
-) -> LayerRanking:
-    """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
-
-    The first and last two layers come first, whatever their error.
-    """
-    config = model.config
-    layers = droppable_layers(config)
-    subnets = [config.full(), *(without_layers(config, {layer}) for layer in layers)]
-    with progress("rank layers", len(subnets) * len(batches)) as advance:
-        full, *reports = compare_many(model, subnets, batches, autocast=autocast, advance=advance)
-    errors = {layer: _present(report.logit_error) for layer, report in zip(layers, reports, strict=True)}
-    return LayerRanking(
-        order=(*fixed_layers(config.num_layers), *sorted(layers, key=lambda layer: (-errors[layer], layer))),
-        logit_error=errors,
-        loss_increase={layer: report.nll - full.nll for layer, report in zip(layers, reports, strict=True)},
-    )
-
-
-def rank_experts(
-    model: Transformer, batches: Sequence[EvalBatch], *, autocast: torch.dtype | None = None
-) -> tuple[tuple[int, ...], ...]:
+def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tuple[int, ...], ...]:
     """Per MoE layer, experts from the most to the least salient (REAP): fits `ModelConfig.expert_order`."""
     with progress("rank experts", len(batches)) as advance:
-        layers = routing(model, model.config.full(), batches, autocast=autocast, advance=advance)
+        layers = routing(model, model.config.full(), batches, advance=advance)
     return tuple(
         tuple(sorted(range(len(layer.saliency)), key=lambda expert: (-layer.saliency[expert], expert)))
         for layer in layers
-    )
-
-
-def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
-    """The full network less some layers."""
-    kept = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
-    rows = [row for row, layer in enumerate(config.moe_layers) if layer not in dropped]
-    return Subnet(
-        layers=kept,
-        experts=tuple(config.experts_by_layer[row] for row in rows),
-        top_k=tuple(config.top_k_by_layer[row] for row in rows),
     )
 
 
@@ -128,7 +71,6 @@ def measure_sensitivities(
     top_ks: Sequence[int],
     *,
     each_layer: bool = False,
-    autocast: torch.dtype | None = None,
 ) -> Sensitivities:
     """Measure every depth of the nested order, every layer left out, and the given expert counts and k.
 
@@ -150,7 +92,7 @@ def measure_sensitivities(
             if each_layer:
                 subnets |= {(f"{name}_by_row", num, row): narrowed(config, name, {row}, num) for row in rows}
     with progress("sensitivities", len(subnets) * len(batches)) as advance:
-        reports = evaluate_many(model, list(subnets.values()), batches, autocast=autocast, advance=advance)
+        reports = evaluate_many(model, list(subnets.values()), batches, advance=advance)
     full_nll = reports[0].nll
     increase = {key: report.nll - full_nll for key, report in zip(subnets, reports, strict=True)}
 
@@ -207,8 +149,3 @@ def _interpolate(values: Mapping[int, float], at: int) -> float:
         return values[at]
     known = sorted(values)
     return float(np.interp(at, known, [values[num] for num in known]))
-
-
-def _present(value: float | None) -> float:
-    assert value is not None
-    return value

@@ -13,19 +13,17 @@ from typing import Literal, Self
 
 import numpy as np
 import optuna
-import torch
 from pydantic import Field, model_validator
 from scipy import stats
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.evals.loss import EvalBatch, compare_many
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, droppable_layers
 from stretto.model.transformer import Transformer
 from stretto.search.latency import LatencyTable, Workload, require_match
-from stretto.search.rank import Sensitivities, droppable_layers, measure_sensitivities
+from stretto.search.rank import Sensitivities, measure_sensitivities
 
 Third = Literal["active", "latency"]
 """The third objective beside loss and total parameters."""
@@ -424,7 +422,6 @@ def search(
     workload: Workload | None = None,
     heal: Callable[[Subnet], float] | None = None,
     sensitivities: Sensitivities | None = None,
-    autocast: torch.dtype | None = None,
 ) -> SearchResult:
     """Find the Subnet of lowest held-out loss within ``limits``.
 
@@ -449,9 +446,7 @@ def search(
     require_feasible([scorer.sized(subnet) for subnet in space.grid(config)], limits)
     if sensitivities is None:
         each_layer = options.each_layer or space.widths == "per_layer"
-        sensitivities = measure_sensitivities(
-            model, batches, space.experts, space.top_k, each_layer=each_layer, autocast=autocast
-        )
+        sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
     third: Third = "active" if table is None else "latency"
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():
@@ -461,7 +456,7 @@ def search(
         scorer, space, limits, third, num_trials=options.num_trials, population=options.population, seed=options.seed
     )
     candidates, num_tokens = _evaluate(
-        model, _shortlist(scorer.all(), set(space.grid(config)), limits, options, third), batches, autocast
+        model, _shortlist(scorer.all(), set(space.grid(config)), limits, options, third), batches
     )
     if heal is not None:
         candidates = _heal(candidates, limits, options.num_healed, heal)
@@ -549,12 +544,12 @@ def _shortlist(
 
 
 def _evaluate(
-    model: Transformer, picked: Sequence[Candidate], batches: Sequence[EvalBatch], autocast: torch.dtype | None
+    model: Transformer, picked: Sequence[Candidate], batches: Sequence[EvalBatch]
 ) -> tuple[list[Candidate], int]:
     """The candidates with their true losses, the full network first, then by loss; and the tokens of an evaluation."""
     subnets = [candidate.subnet for candidate in picked]
     with progress("evaluate candidates", len(subnets) * len(batches)) as advance:
-        reports = compare_many(model, subnets, batches, autocast=autocast, advance=advance)
+        reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
     evaluated = [
         candidate.replace(nll=report.nll, kl=report.kl) for candidate, report in zip(picked, reports, strict=True)
     ]

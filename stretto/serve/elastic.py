@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, count
 
 _MIN_RATED = 16
 """First tokens from which a rate is taken: fewer may have come out of one step."""

@@ -14,8 +14,7 @@ from stretto.base.errors import nearest
 from stretto.engine.request import EngineStats
 from stretto.engine.service import Service
 from stretto.engine.stream import EngineFailed
-from stretto.model.count import count
-from stretto.model.spec import Subnet, SubnetChoice
+from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.bodies import DetokenizeBody, LoadWeightsBody, TokenizeBody, parse_body
 from stretto.serve.errors import bad
 from stretto.serve.generate import Shared

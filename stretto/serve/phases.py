@@ -10,8 +10,7 @@ from typing import Literal
 
 from stretto.base.errors import UserError, nearest
 from stretto.engine.request import Phases
-from stretto.model.presets import parse_subnet
-from stretto.model.spec import Subnet, SubnetChoice
+from stretto.model.spec import Subnet, SubnetChoice, parse_subnet
 from stretto.serve.bodies import Axes, Elastic
 from stretto.serve.elastic import LoadControl, Rung, ladder
 from stretto.serve.errors import ApiError, bad, overloaded

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ModelConfig, Subnet, fixed_layers
 from stretto.train.recipe import ElasticConfig
 
-NUM_FIXED_LAYERS = 4
-"""The first and last two, which every layer order begins with."""
 GOLDEN = 0.6180339887498949
 """Steps of the golden ratio, modulo one, fill [0, 1) evenly: shares are met closely in every stretch of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WidthPlan:
-    """Rows of a micro-batch that use fewer experts; see `stretto.model.moe.RowWidths`."""
+    """Rows of a micro-batch that use fewer experts; see `stretto.model.transformer.RowWidths`."""
 
     branch_B: np.ndarray
     allowed_BE: np.ndarray
@@ -87,12 +85,17 @@ class Sampler:
             name, choice = anchors[int(where / anchor_share * len(anchors))]
             return MicroPlan(name, choice.of(self.config), None, True)
         where -= anchor_share
-        widths = self._widths(rng, elastic.width_share * strength / max(1e-9, 1.0 - anchor_share))
+        narrow_share = elastic.width_share * strength / max(1e-9, 1.0 - anchor_share)
+        complements = elastic.sampler == "complements"
+        widths = self._complements(rng, min(narrow_share, 0.5)) if complements else self._widths(rng, narrow_share)
         if where < elastic.depth_share * strength:
             return MicroPlan("depth", self.config.subnet(depth=self._depth(rng)), widths, False)
         where -= elastic.depth_share * strength
         if where < elastic.top_k_share * strength:
-            return MicroPlan("top_k", self._sparse(self.config.full(), rng), widths, False)
+            # a top-k of its own for each layer, at most the layer's full one
+            full, low = self.config.full(), elastic.min_top_k
+            top_k = tuple(int(rng.integers(min(low, k), k + 1)) for k in full.top_k)
+            return MicroPlan("top_k", full.replace(top_k=top_k), widths, False)
         return MicroPlan("full", self.config.full(), widths, False)
 
     def _independent(self, rng: np.random.Generator, strength: float) -> MicroPlan:
@@ -102,34 +105,29 @@ class Sampler:
         if top_k:
             k = int(rng.integers(self.elastic.min_top_k, max(self.config.top_k, self.elastic.min_top_k + 1)))
             subnet = subnet.replace(top_k=tuple(min(k, full) for full in subnet.top_k))
-        widths = self._random_subsets(rng, 0.2) if narrow else None
+        widths = self._widths(rng, 0.2, at_random=True) if narrow else None
         kind = "mixed" if depth or top_k else "full"
         return MicroPlan(kind, subnet, widths, False)
 
     def _depth(self, rng: np.random.Generator) -> int:
         """A depth below the full one that still holds the first and last two layers, if there is any."""
         num_layers = self.config.num_layers
-        low = max(self.elastic.min_depth, min(NUM_FIXED_LAYERS, num_layers))
+        low = max(self.elastic.min_depth, len(fixed_layers(num_layers)))
         return int(rng.integers(low, max(num_layers, low + 1)))
 
-    def _sparse(self, subnet: Subnet, rng: np.random.Generator) -> Subnet:
-        """A top-k of its own for each layer, at most the layer's full one."""
-        low = self.elastic.min_top_k
-        return subnet.replace(top_k=tuple(int(rng.integers(min(low, k), k + 1)) for k in subnet.top_k))
-
-    def _widths(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
-        """Rows narrowed to a trained prefix of the experts, or (``complements``) to a prefix or what it leaves out."""
-        config = self.config
-        if self.elastic.sampler == "complements":
-            return self._complements(rng, min(share, 0.5))
-        branches = self._narrow_branches()
-        narrow = rng.random(self.rows) < share
-        if not branches or not narrow.any():
+    def _widths(self, rng: np.random.Generator, share: float, at_random: bool = False) -> WidthPlan | None:
+        """Rows narrowed to a trained number of experts: to a prefix of them, or to a random subset."""
+        config, branches = self.config, self._narrow_branches()
+        narrow_B = rng.random(self.rows) < share
+        if not branches or not narrow_B.any():
             return None
-        branch_B = np.where(narrow, rng.choice(branches, self.rows), 0)
-        limit_B = np.array(config.widths)[branch_B]
-        allowed_BE = np.arange(config.num_experts)[None, :] < limit_B[:, None]
-        return WidthPlan(branch_B, allowed_BE, np.ones(self.rows, dtype=bool))
+        branch_B = np.where(narrow_B, rng.choice(branches, self.rows), 0)
+        limit_B1 = np.array(config.widths)[branch_B][:, None]
+        if not at_random:
+            return WidthPlan(branch_B, np.arange(config.num_experts) < limit_B1, np.ones(self.rows, dtype=bool))
+        place_BE = rng.random((self.rows, config.num_experts)).argsort(1).argsort(1)
+        # one bias for all: rows that saw a random subset must not steer it, they never chose what was masked
+        return WidthPlan(np.zeros(self.rows, dtype=np.int64), place_BE < limit_B1, ~narrow_B)
 
     def _complements(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
         """Half of the narrowed rows take the largest narrower prefix, half its complement, in exact balance."""
@@ -152,15 +150,3 @@ class Sampler:
         """Widths that rows can be narrowed to: those that still hold the largest top-k of any layer."""
         widths, top_k = self.config.widths, max(self.config.top_k_by_layer, default=1)
         return [branch for branch in range(1, len(widths)) if widths[branch] >= top_k]
-
-    def _random_subsets(self, rng: np.random.Generator, share: float) -> WidthPlan | None:
-        """Rows that see a random subset of the experts, of a trained size."""
-        config = self.config
-        branches = self._narrow_branches()
-        narrow = rng.random(self.rows) < share
-        if not branches or not narrow.any():
-            return None
-        limit_B = np.where(narrow, np.array(config.widths)[rng.choice(branches, self.rows)], config.num_experts)
-        place_BE = rng.random((self.rows, config.num_experts)).argsort(1).argsort(1)
-        # one bias for all: rows that saw a random subset must not steer it, they never chose what was masked
-        return WidthPlan(np.zeros(self.rows, dtype=np.int64), place_BE < limit_B[:, None], ~narrow)

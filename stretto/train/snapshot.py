@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from stretto.base.config import Config, check_unchanged
+from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
@@ -84,13 +84,12 @@ class Snapshots:
                 for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
                     shutil.rmtree(old)
 
-    def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> SnapshotMeta:
+    def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
         """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed.
 
         Raises:
             UserError: the snapshot is damaged or of another network.
         """
-        meta = read_meta(path)
         for optimizer in optimizers:
             _start(optimizer)
         try:
@@ -105,7 +104,6 @@ class Snapshots:
             raise UserError(
                 f"{path}: cannot be restored: {_cause(error)}; delete this snapshot to use the one before"
             ) from error
-        return meta
 
     @contextmanager
     def _attempt(self, final: Path, ranks: Ranks) -> Iterator[None]:
@@ -135,22 +133,6 @@ def read_meta(path: Path) -> SnapshotMeta:
         return SnapshotMeta.model_validate(read_json(path / META))
     except ValueError as error:
         raise UserError(f"{path / META}: not a snapshot of this version: {str(error).splitlines()[0]}") from None
-
-
-def check_same_run(
-    meta: SnapshotMeta, recipe: Mapping[str, Any], data_hash: str, where: Path, layout: Sequence[str] = LAYOUT
-) -> None:
-    """Refuse to continue a run under another recipe or on other data.
-
-    Args:
-        layout: fields that may differ; one that ends with a dot stands for a whole table.
-
-    Raises:
-        UserError: naming the first field that differs.
-    """
-    if meta.data_hash != data_hash:
-        raise UserError(f"{where}: data: changed since this run started; use the same data, or start a new run folder")
-    check_unchanged(meta.recipe, recipe, where, layout)
 
 
 def _owned(model: Transformer, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor, str]]:

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.base.errors import UserError
-from stretto.model.count import count
+from stretto.base.receipt import Meter
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
-from stretto.model.spec import ModelConfig, Subnet, executed
-from stretto.model.transformer import Context, Transformer
+from stretto.model.spec import ModelConfig, Subnet, count, executed
+from stretto.model.transformer import Context, RowWidths, Transformer
 from stretto.ops.logprob import Teacher, head_loss
+from stretto.train.sampler import WidthPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,14 @@ class MicroBatch:
     """What the pass minimises; None: cross-entropy, or its blend with ``distil``, averaged over the step's targets."""
 
 
+def row_widths(plan: WidthPlan | None, rows: slice, device: torch.device) -> RowWidths | None:
+    """This rank's ``rows`` of a width plan."""
+    if plan is None:
+        return None
+    arrays = (plan.branch_B, plan.allowed_BE, plan.counted_B)
+    return RowWidths(*(torch.from_numpy(array[rows]).to(device) for array in arrays))
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step did; sums over all ranks."""
@@ -94,8 +104,6 @@ class StepResult:
     """Global norm before clipping."""
     flops: int
     """Executed by the model's matrix products, forward and backward, teachers and recomputation included."""
-    teacher_flops: int
-    """The part of them spent on teachers' forward passes."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Slots each expert got, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -132,7 +140,7 @@ def optimisation_step(
     tokens_by_kind: dict[str, int] = defaultdict(int)
     counts: dict[int, Tensor] = {}
     streams_N: list[Mapping[str, Tensor]] = []
-    flops = teacher_flops = 0
+    flops = 0
     for batch in batches:
         assert batch.distil is None or batch.objective is None, (
             "a pass has one loss: its objective's, or the blend with a teacher"
@@ -148,9 +156,7 @@ def optimisation_step(
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(trained.measured.streams_N)
-        student, teacher = _executed_flops(model.config, batch)
-        flops += (student + teacher) * ranks.world
-        teacher_flops += teacher * ranks.world
+        flops += _executed_flops(model.config, batch) * ranks.world
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -167,7 +173,6 @@ def optimisation_step(
         num_tokens=total_tokens,
         grad_norm=grad_norm,
         flops=flops,
-        teacher_flops=teacher_flops,
         counts=counts,
         streams_N=streams_N,
     )
@@ -190,7 +195,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
     targets_N, distil = batch.targets_BT.flatten(), batch.distil
     teacher, ce_weight = None, 1.0
     if distil is not None and (distil.learns or distil.ce_weight < 1.0):
-        plain = replace(batch.ctx, widths=None, routes_BTLK=None, want_routes=False)
+        plain = replace(batch.ctx, widths=None, routing=None)
         with autocast, torch.set_grad_enabled(distil.learns):
             taught = distil.model(batch.ids_BT, distil.subnet, plain)
             hidden_ND = taught.hidden_BTD.flatten(0, 1)
@@ -217,17 +222,35 @@ def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
         raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
 
 
-def _executed_flops(config: ModelConfig, batch: MicroBatch) -> tuple[int, int]:
-    """FLOPs of this rank's trained passes (forward and backward) and of a pass that only teaches.
-
-    A masked Subnet runs its router over all experts, and masked attention computes every score.
-    """
-    rows, length = batch.ids_BT.shape
-    forward = count(config, executed(config, batch.subnet)).forward_flops(rows * length, length)
+def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:
+    """FLOPs of this rank's passes: trained ones forward and backward, a teacher's forward."""
     passes = 4 if batch.ctx.recompute else 3
-    student, distil = passes * forward, batch.distil
-    if distil is None or not (distil.learns or distil.ce_weight < 1.0):
-        return student, 0
-    other = distil.model.config
-    taught = count(other, executed(other, distil.subnet)).forward_flops(rows * length, length)
-    return (student + passes * taught, 0) if distil.learns else (student, taught)
+    flops, distil = passes * _forward_flops(config, batch.subnet, batch.ids_BT), batch.distil
+    if distil is not None and (distil.learns or distil.ce_weight < 1.0):
+        flops += (passes if distil.learns else 1) * _forward_flops(distil.model.config, distil.subnet, batch.ids_BT)
+    return flops
+
+
+def _forward_flops(config: ModelConfig, subnet: Subnet, ids_BT: Tensor) -> int:
+    """A masked Subnet runs its router over all experts, and masked attention computes every score."""
+    rows, length = ids_BT.shape
+    return count(config, executed(config, subnet)).forward_flops(rows * length, length)
+
+
+@contextmanager
+def metered(model: Transformer, meter: Meter, world: int = 1) -> Iterator[None]:
+    """Add to ``meter`` the FLOPs and positions of every forward pass of ``model`` in this block, on ``world`` ranks: what no
+    training step counts, such as rankings and searches.
+
+    The head is counted once a pass, whether or not it is applied.
+    """
+
+    def add(module: Transformer, arguments: tuple[Any, ...], output: Any) -> None:
+        ids_BT, subnet, *_ = arguments
+        meter.add(flops=world * _forward_flops(module.config, subnet, ids_BT), tokens=world * ids_BT.numel())
+
+    hook = model.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -16,8 +16,7 @@ from stretto.base.records import Receipt
 from stretto.engine.memory import cache_within, least_bytes
 from stretto.engine.open import open_engine
 from stretto.engine.request import EngineConfig
-from stretto.model.count import count
-from stretto.model.spec import Subnet, extracted_config
+from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native.build import Library
 from stretto.search.rank import Sensitivities
 from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace

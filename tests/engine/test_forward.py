@@ -19,9 +19,8 @@ from stretto.engine.naive import generate_naive, logits_naive, subnets_by_positi
 from stretto.engine.request import Phases, Sampling
 from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, MoeLayer, Transformer, build
 from stretto.ops.native.build import load
 
 PAGE = 4

@@ -15,6 +15,7 @@ from torch import Tensor
 from stretto.base.routes import signed_routes
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
+from stretto.model.replay import Recorder, Replay
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import chosen_logprobs
@@ -86,11 +87,12 @@ def trainer_log_probs(
     )
     ids_BT[0, :before], positions_BT[0, :before], documents_BT[0, :before] = 5, torch.arange(before), 0
     ids_BT[1], positions_BT[1], documents_BT[1] = 7, torch.arange(total), 0
-    ctx = Context(positions_BT, documents_BT, want_routes=True, arithmetic=arithmetic)
+    recorder = Recorder(model.config, ids_BT)
+    ctx = Context(positions_BT, documents_BT, operators=arithmetic.operators, routing=recorder)
     output = model(ids_BT, subnet, ctx)
     hidden_TD, targets_T = output.hidden_BTD[0, place][:-1], torch.tensor(tokens[1:])
-    logp_T, _ = chosen_logprobs(hidden_TD, model.head_VD, targets_T, temperature, arithmetic=arithmetic)
-    return logp_T, output.routes_BTLK[0, place]
+    logp_T, _ = chosen_logprobs(hidden_TD, model.head_VD, targets_T, temperature, operators=arithmetic.operators)
+    return logp_T, recorder.own_BTLK[0, place]
 
 
 @pytest.mark.parametrize("arithmetic", EXACT, ids=str)
@@ -134,12 +136,12 @@ def test_without_invariance_the_sides_still_round_alike(arithmetic: Arithmetic) 
         None
     ]
     subnet = requests(model.config, seed=1, num=1)[0].phases.answer
-    ctx = replace(Context.plain(tokens), routes_BTLK=routes_1TLK)
+    ctx = replace(Context.plain(tokens), routing=Replay(routes_1TLK))
     temperature = requests(model.config, seed=1, num=1)[0].sampling.temperature
     apart = []
     for own in (arithmetic, Arithmetic()):
-        hidden_TD = model(tokens, subnet, replace(ctx, arithmetic=own)).hidden_BTD[0, :-1]
-        logp_T, _ = chosen_logprobs(hidden_TD, model.head_VD, tokens[0, 1:], temperature, arithmetic=own)
+        hidden_TD = model(tokens, subnet, replace(ctx, operators=own.operators)).hidden_BTD[0, :-1]
+        logp_T, _ = chosen_logprobs(hidden_TD, model.head_VD, tokens[0, 1:], temperature, operators=own.operators)
         apart.append(float((logp_T[len(done.prompt) - 1 :] - torch.from_numpy(done.logprobs)).abs().mean()))
     assert apart[0] < 0.3 * apart[1], apart
 
@@ -157,10 +159,10 @@ def test_every_arithmetic_trains_every_weight(arithmetic: Arithmetic) -> None:
     grads = []
     for own, recompute in ((arithmetic, False), (arithmetic, True), (Arithmetic(), False)):
         model.zero_grad()
-        ctx = replace(Context.plain(ids_BT), arithmetic=own, recompute=recompute)
+        ctx = replace(Context.plain(ids_BT), operators=own.operators, recompute=recompute)
         output = model(ids_BT, model.config.full(), ctx)
         hidden_ND = output.hidden_BTD[:, :-1].flatten(0, 1)
-        logp_N, _ = chosen_logprobs(hidden_ND, model.head_VD, ids_BT[:, 1:].flatten(), arithmetic=own)
+        logp_N, _ = chosen_logprobs(hidden_ND, model.head_VD, ids_BT[:, 1:].flatten(), operators=own.operators)
         (-logp_N.mean()).backward()
         grads.append(
             torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])

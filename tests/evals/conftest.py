@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stretto.data.loader import Batch
-from stretto.evals.loss import EvalBatch, to_device
+from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 
@@ -55,4 +55,4 @@ def numpy_batches() -> list[Batch]:
 
 @pytest.fixture
 def batches(numpy_batches: list[Batch]) -> tuple[EvalBatch, ...]:
-    return to_device(numpy_batches, "cpu")
+    return tuple(EvalBatch.of(batch, "cpu") for batch in numpy_batches)

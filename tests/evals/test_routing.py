@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.evals.routing import LayerRouting, routing
-from stretto.model.moe import MoeLayer
+from stretto.evals.routing import routing
+from stretto.model.transformer import MoeLayer
 from stretto.ops.grouped import experts_reference
 
 
@@ -64,8 +64,3 @@ def test_hooks_are_gone_afterwards(make_model, batches):
     model = make_model()
     routing(model, model.config.full(), batches)
     assert all(not m._forward_pre_hooks for m in model.modules() if isinstance(m, MoeLayer))
-
-
-def test_imbalance():
-    assert LayerRouting(0, (2, 2, 2), (1.0,) * 3).imbalance == 1.0
-    assert LayerRouting(0, (6, 0, 0), (1.0,) * 3).imbalance == 3.0

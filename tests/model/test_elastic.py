@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.model.elastic import extract, load_balance, slice_state, update_balance
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet, extracted_config
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, MoeLayer, Transformer, build
 
 VOCAB, ROWS, LENGTH = 41, 3, 16
 SHAPE: dict[str, Any] = {

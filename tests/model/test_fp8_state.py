@@ -27,7 +27,7 @@ def test_an_fp8_network_computes_the_same_bits_from_shipped_bytes() -> None:
     assert shipped.keys() == state.keys()
     other.load_state_dict(shipped)
     ids_BT = torch.randint(0, 31, (2, 9))
-    ctx = replace(Context.plain(ids_BT), arithmetic=Arithmetic("fp8", True))
+    ctx = replace(Context.plain(ids_BT), operators=Arithmetic("fp8", True).operators)
     assert torch.equal(model.logits(ids_BT, ctx=ctx), other.logits(ids_BT, ctx=ctx))
     assert not torch.equal(model.logits(ids_BT), other.logits(ids_BT))  # in fp32 the quantisation does show
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ops import exact
-from stretto.ops.attention import attention_reference, rotary_tables
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables
 
 
 def rand(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.ops import fp8
-from stretto.ops.fp8 import Fp8Weight, linear, product_reference, quantise_rows, quantise_weight
+from stretto.ops.fp8 import linear, product_reference, quantise_rows, quantise_weight
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -28,7 +28,8 @@ def test_a_weight_is_within_half_a_step_and_quantises_to_itself(rows: int, inner
     assert ((values_FD - weight_FD).abs() <= bound_FD * 1.00001).all()
     twice = quantise_weight(values_FD)
     assert torch.equal(twice.bytes_FD.view(torch.uint8), once.bytes_FD.view(torch.uint8))
-    assert torch.equal(twice.scale_IJ, once.scale_IJ) and twice.checksum() == once.checksum()
+    assert torch.equal(twice.scale_IJ, once.scale_IJ)
+    assert torch.equal(twice.bytes_FD.view(torch.uint8), once.bytes_FD.view(torch.uint8))
 
 
 def test_each_block_has_a_scale_of_its_own_from_its_largest_entry() -> None:
@@ -94,15 +95,6 @@ def test_gradients_are_products_of_quantised_operands() -> None:
     )
     # and near those of full precision: two operands, each off by up to 2^-4 of an entry, at random
     assert torch.nn.functional.cosine_similarity(x_ND.grad, upstream_NF @ weight_FD.detach(), dim=-1).min() > 0.99
-
-
-def test_a_checksum_feels_a_byte_and_a_scale() -> None:
-    weight = quantise_weight(rand(130, 130))
-    scale_IJ, raw = weight.scale_IJ.clone(), weight.bytes_FD.view(torch.uint8).clone()
-    scale_IJ[1, 1] *= 2
-    raw[0, 0] ^= 1
-    others = [Fp8Weight(weight.bytes_FD, scale_IJ), Fp8Weight(raw.view(fp8.FP8), weight.scale_IJ)]
-    assert len({weight.checksum(), *(other.checksum() for other in others)}) == 3
 
 
 def test_what_runs_is_said() -> None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.native import NativeForward
 from stretto.engine.sequence import Chunk
-from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Transformer, build
+from stretto.model.transformer import MoeLayer, Transformer, build
 from stretto.ops.native.build import load
 
 PAGE = 4

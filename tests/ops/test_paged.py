@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.attention import rotary_tables
-from stretto.ops.norm import rms_norm_reference
+from stretto.ops.operators import rms_norm_reference, rotary_tables
 from stretto.ops.paged import (
     ExpertWeights,
     Group,

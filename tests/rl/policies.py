@@ -12,6 +12,7 @@ import torch
 
 from stretto.base.trajectory import Group, Trajectory
 from stretto.model.checkpoint import write_checkpoint
+from stretto.model.replay import Recorder
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.rl.recipe import RlRecipe
@@ -64,7 +65,9 @@ def recipe(**changes: Any) -> RlRecipe:
 def recorded(model: Transformer, sample: Trajectory, temperature: float = 1.0, noise: float = 0.0) -> Trajectory:
     """``sample`` with log-probabilities and routes as ``model`` gives them, ``noise`` added to the former."""
     tokens = torch.from_numpy(np.concatenate([part.tokens for part in sample.segments])).long()[None]
-    output = model(tokens[:, :-1], model.config.full(), replace(Context.plain(tokens[:, :-1]), want_routes=True))
+    ids = tokens[:, :-1]
+    recorder = Recorder(model.config, ids)
+    output = model(ids, model.config.full(), replace(Context.plain(ids), routing=recorder))
     logits_TV = (output.hidden_BTD @ model.head_VD.T)[0] / temperature
     logp_T = logits_TV.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     logp_T = torch.cat([torch.zeros(1), logp_T]).numpy()
@@ -74,8 +77,7 @@ def recorded(model: Transformer, sample: Trajectory, temperature: float = 1.0, n
         own = logp_T[at : at + len(part.tokens)] + noise * rng.standard_normal(len(part.tokens))
         segments.append(replace(part, logprobs=(own * part.is_sampled).astype(np.float32)))
         at += len(part.tokens)
-    assert output.routes_BTLK is not None
-    routes = output.routes_BTLK[0].numpy().astype(np.uint8)
+    routes = recorder.own_BTLK[0].numpy().astype(np.uint8)
     return replace(sample, segments=tuple(segments), routes=routes)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stretto.base.trajectory import Group
-from stretto.model.moe import MoeLayer
 from stretto.model.parallel import join
-from stretto.model.transformer import Transformer
+from stretto.model.replay import Replay
+from stretto.model.transformer import MoeLayer, Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.rl.batches import pack
 from stretto.rl.credit import assign
@@ -172,8 +172,8 @@ def test_replay_is_of_the_engines_routes_in_r3_only() -> None:
     for off, r2, r3 in zip(*scored.values(), strict=True):
         assert torch.equal(off.proximal_BT, r2.proximal_BT)
         assert not torch.equal(off.proximal_BT, r3.proximal_BT)
-        assert off.ctx.routes_BTLK is None and r2.ctx.routes_BTLK is not None
-        assert r3.ctx.routes_BTLK is r3.mine["routes_BTLK"]
+        assert off.ctx.routing is None and isinstance(r2.ctx.routing, Replay)
+        assert isinstance(r3.ctx.routing, Replay) and r3.ctx.routing.routes_BTLK is r3.mine["routes_BTLK"]
 
 
 def test_recorded_routes_give_the_recorded_log_probs_whatever_the_router_would_do_now() -> None:

@@ -2,14 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.evals.loss import evaluate
-from stretto.search.rank import (
-    Sensitivities,
-    measure_sensitivities,
-    rank_experts,
-    rank_layers,
-    without_layers,
-)
+from stretto.evals.loss import evaluate, rank_layers, without_layers
+from stretto.search.rank import Sensitivities, measure_sensitivities, rank_experts
 
 
 def test_a_dead_layer_ranks_last(make_model, batches):

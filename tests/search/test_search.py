@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.evals.loss import evaluate
-from stretto.model.spec import ModelConfig, check_subnet
+from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
 from stretto.search.latency import DECODE, measure
-from stretto.search.rank import Sensitivities, fixed_layers
+from stretto.search.rank import Sensitivities
 from stretto.search.search import (
     Limits,
     Scorer,

@@ -16,8 +16,7 @@ from stretto.engine.naive import generate_naive
 from stretto.engine.request import Sampling
 from stretto.engine.service import Service
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.count import count
-from stretto.model.spec import ModelConfig
+from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import build
 from stretto.serve.settings import ServedModel
 from stretto.text.tokenizer import Tokenizer

@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from stretto.data.sources import Document
 from stretto.data.tokenise import tokenise
 from stretto.model.parallel import join
 from stretto.model.transformer import Transformer
-from stretto.train.pretrain import RankLayers, Trained, pretrain
+from stretto.train import loop
+from stretto.train.loop import Trained
 from stretto.train.recipe import Recipe
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -95,27 +98,33 @@ class Run:
         *,
         resume: bool = False,
         observe: Callable[[Transformer, int], Mapping[str, float]] = lambda model, step: {},
-        rank_layers: RankLayers | None = None,
+        rank_layers: Callable[[Transformer], tuple[int, ...]] | None = None,
         data: TokenSet | None = None,
         log: bool = False,
         **changes: Any,
     ) -> Trained:
+        """``observe`` (of the network and the steps done) and ``rank_layers`` stand in for the measurements of a run."""
         recipe = self.recipe(**changes)
         data = data or self.tokens
         train = recipe.train
-        return pretrain(
-            recipe,
-            self.folder,
-            Loader([data], [1.0], train.micro_rows, train.seq_len, train.seed),
-            data.manifest.data_hash,
-            join("cpu"),
-            observe=observe,
-            rank_layers=rank_layers,
-            tracker=(lambda step: Tracker(self.folder, first_step=step and step + 1, tensorboard=False))
-            if log
-            else None,
-            resume=resume,
-        )
+        loader = Loader([data], [1.0], train.micro_rows, train.seq_len, train.seed)
+
+        def losses(model: Transformer, *_: object) -> Mapping[str, float]:
+            return observe(model, loader.state()["position"] // train.rows)
+
+        def ranking(model: Transformer, *_: object) -> SimpleNamespace:
+            assert rank_layers is not None
+            return SimpleNamespace(order=rank_layers(model))
+
+        def tracker(step: int) -> Tracker:
+            return Tracker(self.folder, first_step=step and step + 1, tensorboard=False)
+
+        with mock.patch.multiple(loop, held_out_losses=losses, rank_layers=ranking):
+            data_hash, held_out = data.manifest.data_hash, [mock.sentinel.held_out]
+            return loop.pretrain(
+                recipe,
+                loop.Job(self.folder, loader, held_out, data_hash, join("cpu"), tracker if log else None, resume),
+            )
 
     @staticmethod
     def recipe(**changes: Any) -> Recipe:

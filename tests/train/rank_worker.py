@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ from stretto.base.errors import UserError
 from stretto.base.track import Tracker
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.shards import TokenSet
-from stretto.evals.loss import compare_many, to_device
+from stretto.evals.loss import EvalBatch, evaluate_many
 from stretto.model.parallel import Ranks, full_state, join
+from stretto.model.spec import SubnetChoice, named_subnets
 from stretto.model.transformer import Transformer
-from stretto.train.pretrain import pretrain
+from stretto.train import loop
 from stretto.train.recipe import Recipe
 
 
@@ -71,33 +73,35 @@ def run_case(case: dict[str, Any]) -> None:
         order = np.random.default_rng(case["order_seed"]).permutation(micro_rows)
         ranks, loader = Reordered(ranks.rank, ranks.world, ranks.device), ReorderedLoader(loader, order)
         object.__setattr__(ranks, "order", order)
-    held_out = to_device(eval_batches(data, 4, length, 2, 1, ranks.rank, ranks.world), ranks.device)
+    batches = eval_batches(data, 4, length, 2, 1, ranks.rank, ranks.world)
+    held_out = [EvalBatch.of(batch, ranks.device) for batch in batches]
 
-    def observe(model: Transformer, step: int) -> Mapping[str, float]:
-        subnets = {"full": model.config.full()}
-        subnets |= {name: choice.of(model.config) for name, choice in recipe.elastic.anchors.items()}
-        reports = compare_many(model, list(subnets.values()), held_out)
+    def losses(model: Transformer, presets: Mapping[str, SubnetChoice], *_: object) -> dict[str, float]:
+        """Of `held_out_losses`, and the KL to the full network beside each."""
+        subnets = named_subnets(model.config, presets)
+        reports = evaluate_many(model, list(subnets.values()), held_out, against_full=True)
         sums = [
             [report.nll * report.num_tokens, report.kl * report.num_tokens, report.num_tokens] for report in reports
         ]
         total = ranks.sum(torch.tensor(sums, dtype=torch.float64))
         means = (total[:, :2] / total[:, 2:]).tolist()
         return {
-            f"{what}/{name}": value
+            f"{name}{kind}": value
             for name, pair in zip(subnets, means, strict=True)
-            for what, value in zip(("loss", "kl"), pair, strict=True)
+            for kind, value in zip(("", "/kl"), pair, strict=True)
         }
 
-    trained = pretrain(
-        recipe,
-        run,
-        loader,
-        data.manifest.data_hash,
-        ranks,
-        observe=observe,
-        tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
-        resume=case.get("resume", False),
-    )
+    with mock.patch.object(loop, "held_out_losses", losses):
+        job = loop.Job(
+            run,
+            loader,
+            held_out,
+            data.manifest.data_hash,
+            ranks,
+            tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
+            resume=case.get("resume", False),
+        )
+        trained = loop.pretrain(recipe, job)
     weights = full_state(trained.model)
     assert bool(weights) == ranks.is_first
     if ranks.is_first:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.model.parallel import join
@@ -15,7 +16,7 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.snapshot import SnapshotMeta, Snapshots, check_same_run
+from stretto.train.snapshot import LAYOUT, SnapshotMeta, Snapshots
 
 CONFIG = ModelConfig(
     vocab_size=17, hidden_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=4, top_k=2,
@@ -77,6 +78,6 @@ def test_one_rank_hears_no_warning(tmp_path: Path) -> None:
 
 def test_a_resume_may_lay_experts_out_anew_but_change_nothing_else() -> None:
     saved = meta(1, {"train": {"ep": 1, "steps": 4}})
-    check_same_run(saved, {"train": {"ep": 2, "steps": 4}}, "d", Path("run"))
+    check_unchanged(saved.recipe, {"train": {"ep": 2, "steps": 4}}, Path("run"), LAYOUT)
     with pytest.raises(UserError, match=r"train\.steps: was 4"):
-        check_same_run(saved, {"train": {"ep": 1, "steps": 5}}, "d", Path("run"))
+        check_unchanged(saved.recipe, {"train": {"ep": 1, "steps": 5}}, Path("run"), LAYOUT)

@@ -1,4 +1,4 @@
-"""Pre-training: it learns, stops, goes on bit for bit, and refuses what it cannot go on from."""
+"""Training runs: they learn, stop, go on bit for bit, and refuse what they cannot go on from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,16 @@ import torch
 from torch import nn
 
 from stretto.base.errors import UserError
-from stretto.base.track import read_metrics
+from stretto.base.track import Tracker, read_metrics
+from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
-from stretto.model.transformer import Transformer
-from stretto.train.pretrain import Trained
+from stretto.model.elastic import extract
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Context, Transformer, build
+from stretto.ops.logprob import head_loss
+from stretto.train.loop import Job, Trained, heal
+from stretto.train.recipe import HealRecipe
 from stretto.train.sampler import Sampler
 from stretto.train.snapshot import read_meta
 
@@ -145,7 +152,7 @@ def test_ctrl_c_while_observing(make_run: Any, reference: Trained, assert_same: 
     def observe(model: Transformer, step: int) -> dict[str, float]:
         if step == 6 and stopped.steps()[-1] != 6:
             press_ctrl_c()
-        return {"loss/full": float(step)}
+        return {"full": float(step)}
 
     stopped = make_run("stopped")
     with pytest.raises(KeyboardInterrupt):
@@ -286,3 +293,103 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
         run(observe=observe)
     assert run.steps() == [4]
     assert_same(reference, run(resume=True))
+
+
+def test_training_imports_no_other_arithmetic_than_torchs_own() -> None:
+    """In a fresh interpreter: what only replay in another arithmetic needs is not on the plain path."""
+    code = (
+        "import sys, stretto.train.loop, stretto.apps.train\n"
+        "print(*(name for name in sys.modules if name in ('stretto.ops.exact', 'stretto.ops.fp8', 'stretto.ops.matmul')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [], found.stdout
+
+
+@pytest.fixture
+def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..., Trained]:
+    """Heals the corner of the reference run in the folder of that name."""
+
+    def train(name: str, resume: bool = False, teacher: bool = True, ce_weight: float = 0.5, steps: int = 8) -> Trained:
+        recipe = HealRecipe.model_validate(
+            {
+                "optim": {"lr": 3e-3, "decay_fraction": 1.0},
+                "train": {
+                    "steps": steps, "rows": 4, "seq_len": 48, "micro_batches": 2, "snapshot_every": 3, "log_every": 1,
+                    "dtype": "float32",
+                },
+                "ce_weight": ce_weight,
+            }
+        )  # fmt: skip
+        config = reference.model.config
+        job = Job(
+            tmp_path / name,
+            Loader([tokens], [1.0], recipe.train.micro_rows, recipe.train.seq_len, 1),
+            (),
+            tokens.manifest.data_hash,
+            join("cpu"),
+            tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),
+            resume=resume,
+        )
+        student, parent = extract(reference.model, config.subnet(4, 4, 2)), extract(reference.model, config.full())
+        return heal(recipe, job, student, parent if teacher else None)
+
+    return train
+
+
+def test_the_loss_falls_and_the_teacher_is_paid_for(heal_in: Callable[..., Trained], tmp_path: Path) -> None:
+    alone, taught = heal_in("alone", teacher=False, steps=16), heal_in("taught", steps=16)
+    for name in ("alone", "taught"):
+        losses = [row["loss/train"] for row in read_metrics(tmp_path / name)]
+        assert sum(losses[-3:]) < sum(losses[:3]) - 0.3
+    assert taught.tokens_by_kind == alone.tokens_by_kind
+    assert taught.meter.receipt().flops > alone.meter.receipt().flops
+    weights, others = taught.model.state_dict(), alone.model.state_dict()
+    assert any(not torch.equal(tensor, others[name]) for name, tensor in weights.items())
+
+
+def test_no_weight_on_the_teacher_is_no_teacher(heal_in: Callable[..., Trained], assert_same: Any) -> None:
+    assert_same(heal_in("alone", teacher=False, ce_weight=0.3), heal_in("ignored", ce_weight=1.0))
+
+
+def test_a_resumed_healing_is_an_uninterrupted_one(
+    heal_in: Callable[..., Trained], assert_same: Any, tmp_path: Path
+) -> None:
+    whole = heal_in("whole")
+    heal_in("stopped")
+    shutil.rmtree(tmp_path / "stopped" / "snapshots" / "step-0000008")
+    assert_same(whole, heal_in("stopped", resume=True))
+    with pytest.raises(UserError, match=r"ce_weight: was 0\.5 .* is 0\.4 now"):
+        heal_in("stopped", resume=True, ce_weight=0.4)
+
+
+def test_the_parent_is_left_as_it_was(heal_in: Callable[..., Trained], reference: Trained) -> None:
+    before = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
+    heal_in("run")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in reference.model.state_dict().items())
+
+
+CONFIG = ModelConfig(
+    vocab_size=48, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, top_k=2, expert_intermediate_size=8, qk_norm=True,
+)  # fmt: skip
+
+
+def gradients(model: Transformer, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    hidden_BTD = model(ids_BT, CONFIG.full(), Context.plain(ids_BT)).hidden_BTD
+    loss, _ = head_loss(hidden_BTD.flatten(0, 1), model.head_VD, ids_BT.flatten())
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_same_gradients() -> None:
+    """fp32 included, in which torch.compile cannot trace the grouped product."""
+    ids_BT = torch.randint(0, 48, (3, 12), generator=torch.Generator().manual_seed(0))
+    plain, compiled = build(CONFIG, 0), build(CONFIG, 0)
+    for block in compiled.blocks:
+        block.compile()
+    expected, found = gradients(plain, ids_BT), gradients(compiled, ids_BT)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # fused kernels round in another order: a few units of fp32 at the gradient's own scale, over 36 tokens
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max() + 1e-6)), name

@@ -1,0 +1,170 @@
+"""The operators a forward pass is made of: the interface that another arithmetic implements, torch's ordinary ones, and what
+those call: attention that does not cross document borders, rotary positions, RMSNorm.
+
+A model is given its operators as an argument. Training computes with `ORDINARY`; what a trainer and an engine agree on
+beside it (`stretto.ops.matmul`) brings others, and nothing here imports those.
+
+Shape letters: B rows, T positions, R rotated pairs, H query heads, G key/value heads, C head width, N tokens, D the normalised
+or inner width, F outputs (of an expert: 2·I), I expert width, E experts, K experts a token, V vocabulary, … any leading dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.grouped import experts, swiglu
+
+
+class Operators:
+    """torch's ordinary operators, and what is asked of others: the same functions, with gradients, rounded otherwise."""
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """``x`` · ``weight``ᵀ + ``bias`` for ``x`` […, D]."""
+        return F.linear(x_ND, weight_FD, bias_F)
+
+    def norm(self, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """`rms_norm`."""
+        return rms_norm(x_D, weight_D, eps)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """``x`` as it is kept between operators."""
+        return x
+
+    def swiglu(self, gate_up_NF: Tensor) -> Tensor:
+        """`stretto.ops.grouped.swiglu`."""
+        return swiglu(gate_up_NF)
+
+    def rotary_tables(self, positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+        """The function of that name: fp32 [B, T, R]."""
+        return rotary_tables(positions_BT, rotary_dim, theta)
+
+    def attention(self, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+        """The function of that name: [B, H, T, C]."""
+        return attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+        """fp32 whatever autocast says: routers decide on small differences."""
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return F.linear(x_ND.float(), gate_ED.float())
+
+    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
+        """Scores of all experts, fp32."""
+        return logits_NE.softmax(-1) if softmax else logits_NE.sigmoid()
+
+    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
+        """Experts of the ``top_k`` highest scores [N, K], falling; which of equals is torch's affair."""
+        return choice_NE.topk(top_k, dim=-1).indices
+
+    def gate_sum(self, gates_NK: Tensor) -> Tensor:
+        """[N, 1]."""
+        return gates_NK.sum(-1, keepdim=True)
+
+    def experts(
+        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+    ) -> Tensor:
+        """`stretto.ops.grouped.experts`: [N, D]."""
+        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI)
+
+    def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function from final hidden states […, D] to logits […, V], made once for many chunks of them."""
+        return partial(F.linear, weight=weight_VD)
+
+
+ORDINARY = Operators()
+
+
+def rms_norm_reference(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm written out, statistics in fp32: the definition that `rms_norm` is tested against."""
+    wide_D = x_D.float()
+    scale = torch.rsqrt(wide_D.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide_D * scale).to(x_D.dtype) * weight_D
+
+
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Normalise the last dim of ``x_D`` […, D] and scale by ``weight_D`` (D, or any shape that broadcasts to ``x_D``)."""
+    if x_D.device.type == "cpu" and x_D.dtype in (torch.float32, torch.float64):
+        return _CpuRmsNorm.apply(x_D, weight_D, eps)
+    if weight_D.dim() == 1:
+        return F.rms_norm(x_D, (x_D.shape[-1],), weight_D.to(x_D.dtype), eps)
+    return F.rms_norm(x_D, (x_D.shape[-1],), None, eps) * weight_D.to(x_D.dtype)
+
+
+class _CpuRmsNorm(torch.autograd.Function):
+    """torch's composite backward makes about a dozen passes over memory on a CPU; this one makes five."""
+
+    @staticmethod
+    def forward(ctx: Any, x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True).square_().div_(x_D.shape[-1]).add_(eps).rsqrt_()
+        normed_D = x_D * scale
+        ctx.save_for_backward(normed_D, weight_D, scale)
+        return normed_D * weight_D
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad_D,) = grads
+        normed_D, weight_D, scale = ctx.saved_tensors
+        grad_weight = (grad_D * normed_D).sum_to_size(weight_D.shape)
+        inner_D = grad_D * weight_D
+        mean = (inner_D * normed_D).mean(-1, keepdim=True)
+        return inner_D.addcmul_(normed_D, mean, value=-1).mul_(scale), grad_weight, None
+
+
+def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Tensor:
+    """Who may look at whom, [B, 1, T, T] bool: itself, earlier positions of the same document, and a shared beginning.
+
+    A padding position (document −1) sees the other padding before it; its output is never used.
+
+    Args:
+        documents_BT: number of each position's document.
+        shared_BT2: first and one past the last column of the beginning that its document continues.
+    """
+    mask_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+    if shared_BT2 is not None:
+        columns_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+        first_BT1, end_BT1 = shared_BT2.split(1, dim=-1)
+        mask_BTT |= (columns_T >= first_BT1) & (columns_T < end_BT1)
+    return mask_BTT.unsqueeze(1)
+
+
+def attention_reference(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """Softmax attention written out in fp32; ``mask_B1TT`` None is plain causal attention. Returns [B, H, T, C]."""
+    groups = q_BHTC.shape[1] // k_BGTC.shape[1]
+    k_BHTC = k_BGTC.repeat_interleave(groups, dim=1).float()
+    v_BHTC = v_BGTC.repeat_interleave(groups, dim=1).float()
+    scores_BHTT = q_BHTC.float() @ k_BHTC.transpose(-1, -2) / math.sqrt(q_BHTC.shape[-1])
+    if mask_B1TT is None:
+        length = q_BHTC.shape[2]
+        mask_B1TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=q_BHTC.device).tril()
+    scores_BHTT = scores_BHTT.masked_fill(~mask_B1TT, float("-inf"))
+    return (scores_BHTT.softmax(-1) @ v_BHTC).to(q_BHTC.dtype)
+
+
+def attention(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """`attention_reference` through torch's fused kernels. Returns [B, H, T, C]."""
+    grouped = q_BHTC.shape[1] != k_BGTC.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHTC, k_BGTC, v_BGTC, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=grouped
+    )
+
+
+def rotary_tables(positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, rotary_dim / 2] in fp32 of the rotation at each position (RoFormer, 2104.09864)."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions_BT.device) / rotary_dim
+    angle_BTR = positions_BT[..., None].float() * (1.0 / theta**exponent)
+    return angle_BTR.cos(), angle_BTR.sin()
+
+
+def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+    """Rotate the leading 2R of the C channels of every head; channel i is paired with channel i + R."""
+    half = cos_BTR.shape[-1]
+    cos, sin = cos_BTR.unsqueeze(2).to(x_BTHC.dtype), sin_BTR.unsqueeze(2).to(x_BTHC.dtype)
+    first, second = x_BTHC[..., :half], x_BTHC[..., half : 2 * half]
+    rest = x_BTHC[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
