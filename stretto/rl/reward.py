@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.asking import RewardRequest, Trouble, infra
-from stretto.rl.threads import Threads
+from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
 from stretto.tasks.task import Answer, TaskSource, score_fault
 
 _MAX_DETAIL = 300
@@ -52,7 +52,7 @@ class RewardRole:
         self._threads = Threads()
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
         self._num_waiting = self._num_judged = self._num_stuck = 0
-        self._outcomes: dict[str, int] = {}
+        self._outcomes: Counter[str] = Counter()
         self._busy_s = 0.0
 
     async def score(self, request: RewardRequest) -> Verdict:
@@ -60,14 +60,16 @@ class RewardRole:
         reward that is no finite number."""
         source = self._sources.get(request.source)
         if source is None:
-            return self._counted(infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}"))
-        self._num_waiting += 1
-        try:
-            async with self._turns[request.source]:
-                verdict = await self._judge(source, request)
-        finally:
-            self._num_waiting -= 1
-        return self._counted(verdict)
+            verdict = infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}")
+        else:
+            self._num_waiting += 1
+            try:
+                async with self._turns[request.source]:
+                    verdict = await self._judge(source, request)
+            finally:
+                self._num_waiting -= 1
+        self._outcomes[verdict.outcome.value] += 1
+        return verdict
 
     async def stats(self) -> RewardStats:
         return RewardStats(self._num_waiting, self._num_judged, dict(self._outcomes), self._busy_s, self._num_stuck)
@@ -75,16 +77,11 @@ class RewardRole:
     async def close(self) -> None:
         self._threads.close()
 
-    def _counted(self, verdict: Verdict) -> Verdict:
-        name = verdict.outcome.value
-        self._outcomes[name] = self._outcomes.get(name, 0) + 1
-        return verdict
-
     async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
         started_s = time.perf_counter()
         self._num_judged += 1
         try:
-            return await self._threads.run(lambda: judge(source, request), self._deadline_s, "score")
+            return await self._threads.run(lambda: _verdict(source, request), self._deadline_s, "score")
         except Trouble as trouble:
             self._num_stuck += 1
             return infra(request, str(trouble))
@@ -93,8 +90,7 @@ class RewardRole:
             self._busy_s += time.perf_counter() - started_s
 
 
-def judge(source: TaskSource, request: RewardRequest) -> Verdict:
-    """One verification, here and now."""
+def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
     started_s = time.perf_counter()
     try:
         problem = source.problem(request.item)
@@ -109,7 +105,7 @@ def judge(source: TaskSource, request: RewardRequest) -> Verdict:
         reward=float(score.reward),
         outcome=score.outcome,
         seconds=time.perf_counter() - started_s,
-        sandbox_s=score.sandbox_s,
+        sandbox_s=float(score.sandbox_s),
         detail=_short(score.detail),
         parts={name: float(value) for name, value in score.parts.items()},
     )

@@ -7,16 +7,49 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.engine import Engine
-from stretto.engine.request import Completion, EngineStats, Phases, QueueFull, Request, Sampling
+from stretto.engine.open import open_engine
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
 from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed
-from stretto.rl.asking import Generated, GenerateRequest, Trouble, Unavailable
+from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
+from stretto.rl.recipe import PrecisionConfig, RolloutConfig
+
+NO_WEIGHTS = -1
+"""Version of an engine that has not been told the run's weights yet."""
+
+
+def open_rollout_engine(
+    start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
+) -> Engine:
+    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
+
+    What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
+    that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
+    staleness repeats itself, whatever came in which order.
+    """
+    torch.set_num_threads(rollout.threads)
+    config = EngineConfig(
+        cache_bytes=rollout.cache_bytes,
+        max_batch=rollout.max_batch,
+        max_step_tokens=max(1024, rollout.max_batch),
+        precision=precision.rollout,
+        batch_invariant=precision.batch_invariant,
+        compiled_prefill=True,
+        page_size=rollout.page_size,
+    )
+    # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
+    dtype = torch.float32 if precision.rollout == "fp32" else None
+    opened = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes)
+    opened.engine.weight_version = NO_WEIGHTS
+    return opened.engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +142,11 @@ class EngineRole:
             started_s = fetched_s = time.perf_counter()
             pause_s = 0.0
             if version.number > self._version:
-                checksum = version.checksum
-                if source is None:
+                if source is not None:
+                    state = await asyncio.to_thread(self._read, source, version.checksum)
+                else:
                     assert self._fetch is not None, f"{self.name} has nowhere to fetch version {version.number} from"
-                    source, checksum = await asyncio.to_thread(self._fetch, version), ""  # verified there
-                state = source
-                if checksum:
-                    state = await asyncio.to_thread(self._read, source, checksum)
+                    state = await asyncio.to_thread(self._fetch, version)
                 fetched_s = time.perf_counter()
                 try:
                     pause_s = await self._service.call(lambda engine: self._load(engine, version.number, state))
@@ -149,24 +180,13 @@ class EngineRole:
         return time.perf_counter() - started_s
 
     async def _generate(self, request: GenerateRequest) -> Generated:
-        prompt = np.ascontiguousarray(request.tokens, np.int32)
-        key = prompt.tobytes()
+        key = request.tokens.tobytes()
         # A group's samples ask for their prompt at the same moment: one computes it, the others wait for its pages.
-        leader = self._prefills.get(key)
-        if leader is not None:
+        if leader := self._prefills.get(key):
             await leader.wait()
-        is_leader = len(prompt) > self._page_size and key not in self._prefills
         is_computed = asyncio.Event()
-        if is_leader:
-            self._prefills[key] = is_computed
-        try:
-            return await self._run(request, prompt, is_computed)
-        finally:
-            is_computed.set()
-            if is_leader and self._prefills.get(key) is is_computed:
-                del self._prefills[key]
-
-    async def _run(self, request: GenerateRequest, prompt: np.ndarray, is_computed: asyncio.Event) -> Generated:
+        is_long = len(request.tokens) > self._page_size
+        is_leader = is_long and self._prefills.setdefault(key, is_computed) is is_computed
         sampling = Sampling(
             temperature=request.temperature,
             seed=request.seed,
@@ -175,14 +195,19 @@ class EngineRole:
             ignore_eos=True,
         )
         name = f"{request.id}#{next(self._numbers)}"  # one that is being given up may still have the other name
+        asked = Request(name, tuple(request.tokens.tolist()), sampling, self._phases, request.want_routes)
         started_s = time.time()
-        tokens = tuple(prompt.tolist())
-        async with self._service.submit(Request(name, tokens, sampling, self._phases, request.want_routes)) as stream:
-            async for event in stream:
-                is_computed.set()
-                if isinstance(event, Completion):
-                    return _generated(event, request, started_s)
-        raise AssertionError(f"{name}: the stream ended without a completion")
+        try:
+            async with self._service.submit(asked) as stream:
+                async for event in stream:
+                    is_computed.set()
+                    if isinstance(event, Completion):
+                        return _generated(event, request, started_s)
+            raise AssertionError(f"{name}: the stream ended without a completion")
+        finally:
+            is_computed.set()
+            if is_leader:
+                del self._prefills[key]
 
 
 def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:

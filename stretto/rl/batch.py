@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
-from stretto.base.routes import signed_routes
 from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
-from stretto.rl.credit import Credit
+from stretto.rl.algorithms import Credit
+from stretto.rl.samples import signed_routes
 
 _ROUND = 8
 """Rows are cut to the longest that is used, rounded up to this: few distinct shapes, little padding."""

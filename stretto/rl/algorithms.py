@@ -1,6 +1,6 @@
-"""Credit: from the rewards of a group to a stream of advantages and weights for each token. Imports no torch.
+"""From the rewards of a group to a stream of advantages and weights for each token. Imports no torch.
 
-An algorithm is a choice of two functions here and one in `train.losses`; the trainer reads only the streams.
+An algorithm is a choice of two functions here and one in `rl.objective`; the trainer reads only the streams.
 
 Shape letters: G samples of a group, S tokens of a sample less one: entry t speaks of token t + 1, a target.
 """
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.trajectory import Group, Outcome, Trajectory
-from stretto.rl.loss import LossConfig
 
 _STD_FLOOR = 1e-4
 """Added to a group's standard deviation, as TRL does."""
@@ -70,18 +69,17 @@ def token_weights(nums_sampled: Sequence[int], kind: str, max_tokens: int) -> li
     return [1.0 / (len(nums_sampled) * max_tokens)] * len(nums_sampled)
 
 
-def assign(groups: Sequence[Group], loss: LossConfig) -> list[list[Credit]]:
-    """Streams by group and sample, for one update on all of ``groups``."""
+def assign(groups: Sequence[Group], advantage: str, normaliser: str) -> list[list[Credit]]:
+    """Streams by group and sample, for one update on all of ``groups``; kinds as of `advantages` and `token_weights`."""
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     max_tokens = max(group.task.max_tokens for group in groups)
-    weights = iter(token_weights([each.num_sampled for each in flat], loss.normaliser, max_tokens))
+    weights = iter(token_weights([each.num_sampled for each in flat], normaliser, max_tokens))
     result = []
     for group in groups:
-        for trajectory in group.trajectories:
-            failed = trajectory.verdict.outcome is Outcome.INFRA
-            assert not failed, f"ordinal {group.task.ordinal}: a failure of ours reached the trainer as a reward"
+        outcomes = {trajectory.verdict.outcome for trajectory in group.trajectories}
+        assert Outcome.INFRA not in outcomes, f"ordinal {group.task.ordinal}: a failure of ours is taken for a reward"
         rewards_G = np.array([trajectory.verdict.reward for trajectory in group.trajectories], np.float64)
-        gains_G = advantages(rewards_G, loss.advantage)
+        gains_G = advantages(rewards_G, advantage)
         pairs = zip(group.trajectories, gains_G, strict=True)
         result.append([_streams(trajectory, gain, next(weights)) for trajectory, gain in pairs])
     return result
