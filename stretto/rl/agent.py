@@ -298,7 +298,7 @@ class AgentRole:
             calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.tools else ()
             if last.ended == "stop" and not calls:
                 await self._finish(group, sample, "stop")
-            elif last.ended == "stop" and sample.num_turns >= settings.max_turns:
+            elif last.ended == "stop" and len(sample.turns()) >= settings.max_turns:
                 await self._finish(group, sample, "turns")
             elif last.ended == "length" or left <= 0:
                 await self._finish(group, sample, "length")

@@ -9,12 +9,11 @@ packed, when every sample has its end.
 One log a group and attempt: on many disks a new file costs more than all that is written to it. Only its own attempt
 appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was given up but
 lives on disturbs nobody. Nothing is ever overwritten: old tokens keep the log-probabilities, versions and routes they
-were sampled with, whatever weights the rest is sampled under. A log begins to exist with the first sampled token, since
-a prompt alone is nothing that could be lost. What a process has written survives its ``kill -9``; it is not fsynced, so
-losing the machine loses chunks, which costs time and nothing else. A torn last frame is dropped.
+were sampled with, whatever weights the rest is sampled under. What a process has written survives its ``kill -9``; it
+is not fsynced, so losing the machine loses chunks, which costs time and nothing else. A torn last frame is dropped.
 
 Imports no torch. Shape letters: R rows of routes, one a token (P: of all tokens but the last), L MoE layers of the
-maximum network, K route slots, N = P·L·K ids, Q = ⌈N / 8⌉ octets of ids.
+maximum network, K route slots, N = P·L·K ids of J bits, Q = ⌈N / 8⌉ octets of ids.
 """
 
 from __future__ import annotations
@@ -163,44 +162,17 @@ def _decode(head: _PartHead, raw: bytes) -> Part:
     return Part(Segment(tokens, True, logprobs, versions, head.started_s, head.finished_s), routes, head.ended)
 
 
-class Log:
-    """The file that the samples of one attempt at a group append to."""
-
-    def __init__(self, path: Path, unwritten: bytes = b""):
-        """
-        Args:
-            unwritten: what comes before all else in a file that does not exist yet.
-        """
-        self._path, self._unwritten = path, unwritten
-
-    def append(self, content: bytes) -> None:
-        """In one write.
-
-        Raises:
-            UserError: the disk is full.
-        """
-        whole = self._unwritten + content
-        with writing(self._path):
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                num_written = os.write(file, whole)
-            finally:
-                os.close(file)
-            if num_written < len(whole):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._unwritten = b""
-
-
 class Sample:
     """One sample as far as it has come. From its first sampled token on, everything appended is on the disk first."""
 
-    def __init__(self, task: Task, number: int, attempt: int, log: Log | None = None):
+    def __init__(self, task: Task, number: int, attempt: int):
         """
         Args:
             number: which of the group.
-            log: where it is written; None: nowhere.
         """
-        self.task, self.number, self.attempt, self.log = task, number, attempt, log
+        self.task, self.number, self.attempt = task, number, attempt
+        self.log: Path | None = None
+        """The file that it appends to, with the others of its group and attempt; None: it is not written down."""
         self.parts: list[Part] = []
         self.num_tokens = 0
         """Of all authors."""
@@ -216,11 +188,6 @@ class Sample:
         """Written by the agent loop, as the next; read by the watchdog."""
         self.since_s = time.time()
         self._unwritten = b""
-
-    @property
-    def num_turns(self) -> int:
-        """Of the model, the one that it is writing included."""
-        return sum(segment.is_sampled for segment in self.segments())
 
     def append(self, part: Part) -> None:
         """Write ``part`` down, then take it.
@@ -279,12 +246,21 @@ class Sample:
         )
 
     def _write(self, content: bytes, is_due: bool) -> None:
+        """Append to the log, in one write, once there is something that could be lost."""
         if self.log is None:
             return
         self._unwritten += content
-        if is_due or self.num_sampled:
-            self.log.append(self._unwritten)
-            self._unwritten = b""
+        if not is_due and not self.num_sampled:
+            return
+        with writing(self.log):
+            file = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+            try:
+                num_written = os.write(file, self._unwritten)
+            finally:
+                os.close(file)
+            if num_written < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._unwritten = b""
 
     def _take(self, part: Part) -> None:
         self.parts.append(part)
@@ -338,24 +314,17 @@ def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
     Raises:
         UserError: the logs there are of another task, or the disk is full.
     """
-    own = log_path(folder, task.ordinal, attempt)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
-    head = _frame(_Start(task, attempt))
-    if found is None:
-        log = Log(own, head)
-        return tuple(Sample(task, number, attempt, log) for number in range(task.group))
-    start, samples, good = _read(found.read_bytes())
+    start, samples, good = _read(found.read_bytes()) if found else (None, (), [])
     if start is not None and start.task != task:
         raise UserError(f"{found}: task: these logs are of another run or recipe; choose an empty run folder")
+    own = log_path(folder, task.ordinal, attempt)
     with replacing(own) as partial:
-        partial.write_bytes(b"".join((head, *good)))
-    log = Log(own)
+        partial.write_bytes(b"".join((_frame(_Start(task, attempt)), *good)))
     samples = samples or tuple(Sample(task, number, attempt) for number in range(task.group))
     for sample in samples:
-        sample.attempt, sample.log, sample.num_resumed = attempt, log, sample.num_sampled
+        sample.attempt, sample.log, sample.num_resumed = attempt, own, sample.num_sampled
     return samples
 
 
@@ -500,7 +469,7 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
     """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id.
 
     Ids follow each other in C order without gaps, low bits first, so a row costs L·K·`id_bits` / 8 bytes. (numpy's
-    packbits does the same in twice the time, and back in six times.)
+    packbits does the same in twice the time.)
     """
     assert routes_PLK.ndim == 3 and routes_PLK.dtype in (np.uint8, np.uint16), f"{routes_PLK.dtype} {routes_PLK.shape}"
     flat_N = routes_PLK.reshape(-1)
@@ -540,22 +509,12 @@ def unpack_routes(packed: bytes) -> np.ndarray:
             f"packed routes of {num_rows} rows are damaged: {len(body)} bytes of ids do not match their header"
         )
     dtype: type[np.uint8 | np.uint16] = np.uint8 if itemsize == 1 else np.uint16
-    bytes_Q16 = np.zeros((-(-num_ids // 8), 16), np.uint8)
-    bytes_Q16[:, :bits] = np.frombuffer(body.ljust(len(bytes_Q16) * bits, b"\0"), np.uint8).reshape(
-        len(bytes_Q16), bits
-    )
-    words_Q2 = bytes_Q16.view("<u8")
-    ids_Q8 = np.empty((len(bytes_Q16), 8), dtype)
-    mask = np.uint64((1 << bits) - 1)
-    for place in range(8):
-        word, shift = divmod(bits * place, 64)
-        value_Q = words_Q2[:, word] >> np.uint64(shift)
-        if shift + bits > 64:
-            value_Q |= words_Q2[:, 1] << np.uint64(64 - shift)
-        ids_Q8[:, place] = value_Q & mask
-    ids_N = ids_Q8.reshape(-1)[:num_ids]
-    ids_N[ids_N == num_experts] = np.iinfo(dtype).max
-    return ids_N.reshape(num_rows, num_layers, num_slots)
+    bits_NJ = np.unpackbits(np.frombuffer(body, np.uint8), count=num_ids * bits, bitorder="little")
+    # exact: ids are less than 2^16. By BLAS: packbits would take as long for each row as for many bytes
+    ids_N = bits_NJ.reshape(num_ids, bits).astype(np.float32) @ (2.0 ** np.arange(bits)).astype(np.float32)
+    routes_N = ids_N.astype(dtype)
+    routes_N[routes_N == num_experts] = np.iinfo(dtype).max
+    return routes_N.reshape(num_rows, num_layers, num_slots)
 
 
 def signed_routes(routes_PLK: np.ndarray) -> np.ndarray:

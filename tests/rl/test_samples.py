@@ -98,7 +98,7 @@ def test_comes_back_whole(tmp_path: Path, dtype: str) -> None:
     again = open_log(tmp_path, TASK, 1, 1)
     assert_same(again, log)
     assert again.finish_reason == log.finish_reason == "stop" and again.verdict == log.verdict == VERDICT
-    assert (again.num_tokens, again.num_sampled, again.num_turns, again.num_resumed) == (14, 9, 2, 9)
+    assert (again.num_tokens, again.num_sampled, len(again.turns()), again.num_resumed) == (14, 9, 2, 9)
     done = again.trajectory()
     assert (done.sample, done.attempt) == (1, 1)
     assert [len(segment.tokens) for segment in done.segments] == [3, 6, 2, 3]  # one segment a turn
@@ -211,7 +211,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     log = open_log(tmp_path, TASK, 0, 0)
     log.append(Part(context(np.array([1, 2], np.int32))))
     path = log_path(tmp_path, 3, 0)
-    path.parent.mkdir(exist_ok=True)
+    path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written: No space left on device; free some space"):
         log.append(sampled(log, 3))
