@@ -42,14 +42,6 @@ _PROBLEM_S = 60.0
 class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
     """A group could not be finished, for reasons of ours. Its log stays: another attempt goes on from there."""
 
-    def __init__(self, ordinal: int, attempt: int, why: str):
-        super().__init__(ordinal, attempt, why)  # it crosses processes
-        self.ordinal, self.attempt = ordinal, attempt
-        self._why = why
-
-    def __str__(self) -> str:
-        return f"ordinal {self.ordinal}, attempt {self.attempt}: {self._why}"
-
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
@@ -177,15 +169,12 @@ class AgentRole:
             connect: makes the clients; ``caller`` is what the runtime gives to roles that call others.
             store: puts a finished group where trainers find it, durably (`stretto.rl.samples.store_group`).
         """
-        self.name = name
-        self._settings = settings
-        self._dialogue = Dialogue(tokenizer)
-        self._sources = open_sources()
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
+        self.name, self._settings, self._store = name, settings, store
+        self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
-        self._store = store
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
         self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
@@ -248,7 +237,8 @@ class AgentRole:
         except TimeoutError as error:
             if not lease.expired():
                 raise
-            raise GroupFailed(task.ordinal, attempt, f"not finished within its lease of {lease_s:g} s") from error
+            why = f"not finished within its lease of {lease_s:g} s"
+            raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {why}") from error
 
     async def _run(self, task: Task, attempt: int, evaluated: AgentSettings | None) -> Group:
         """All samples at once; the first that fails ends the others, whose logs stay."""
@@ -274,7 +264,12 @@ class AgentRole:
                 runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
             trajectories = tuple(run.result() for run in runs)
         except Exception as error:
-            raise _failure(error, task.ordinal, attempt) from error
+            # of several a user's mistake first, then a fault of the code, then the first trouble
+            several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+            worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
+            if isinstance(worst, Trouble):
+                raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {worst}") from error
+            raise worst from error
         finally:
             self._loads[group.place] -= task.group
             del self._open[key]
@@ -466,10 +461,3 @@ def _seed(sample: Sample) -> int:
 
 def _wait(sample: Sample, what: str) -> None:
     sample.waits_for, sample.since_s = what, time.time()
-
-
-def _failure(error: Exception, ordinal: int, attempt: int) -> Exception:
-    """The one failure to report of several: a user's mistake first, then a fault of the code, then the first trouble."""
-    several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-    worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
-    return GroupFailed(ordinal, attempt, str(worst)) if isinstance(worst, Trouble) else worst

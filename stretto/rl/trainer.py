@@ -349,7 +349,6 @@ class TrainerRole:
         for start in range(0, len(groups), size):
             some = groups[start : start + size]
             batches = pack(
-                some,
                 assign(some, recipe.loss.advantage, recipe.loss.normaliser),
                 train.seq_len,
                 train.micro_rows,

@@ -128,11 +128,8 @@ def test_a_failure_of_ours_is_never_a_reward(tmp_path: Path) -> None:
     broken = Rewards(lambda request: infra(request, "raised ZeroDivisionError: division by zero"))
 
     async def work(engine: EngineRole) -> None:
-        with pytest.raises(
-            GroupFailed, match=r"ordinal 3, attempt 0: verifier: sources\.toy: item 7: raised Zero"
-        ) as told:
+        with pytest.raises(GroupFailed, match=r"^ordinal 3, attempt 0: verifier: sources\.toy: item 7: raised Zero"):
             await agent(tmp_path, [engine], broken).run_group(TASK, 0)
-        assert (told.value.ordinal, told.value.attempt) == (3, 0)
         assert not (tmp_path / GROUPS).exists()
         # of the first that failed the next attempt has every token: it asks the verifier alone
         done = [log for log in read_logs(log_of(tmp_path)) if log.num_sampled == 24]

@@ -271,7 +271,7 @@ def passes(
     replay: str = "r3",
     arithmetic: Arithmetic = PLAIN,
 ) -> list[Pass]:
-    batches = pack(made, assign(made, loss.advantage, loss.normaliser), seq_len, rows)
+    batches = pack(assign(made, loss.advantage, loss.normaliser), seq_len, rows)
     return [place(batch, join("cpu"), arithmetic, replays=replay == "r3") for batch in batches]
 
 
@@ -332,9 +332,8 @@ def test_a_shared_prompt_is_the_gradient_of_its_copies(replay: str) -> None:
     model, loss = network(), LossConfig()
     made = groups(None, num=3, rewards=(1.0, 0.0, 0.0, 0.5, 1.0, 0.0))
     shared, result, flat = gradient(model, made, loss, replay=replay, seq_len=200)
-    alone = [Group(replace(each.task, group=1), (one,)) for each in made for one in each.trajectories]
-    credits = [[one] for each in assign(made, loss.advantage, loss.normaliser) for one in each]
-    batches = pack(alone, credits, 200, 2)
+    alone = [[one] for each in assign(made, loss.advantage, loss.normaliser) for one in each]
+    batches = pack(alone, 200, 2)
     assert sum(each.batch.num_inputs for each in flat) < 0.9 * sum(each.num_inputs for each in batches)
     copies = [place(batch, join("cpu"), PLAIN, replays=replay == "r3") for batch in batches]
     for each in copies:
@@ -348,10 +347,9 @@ def test_a_shared_prompt_is_the_gradient_of_its_copies(replay: str) -> None:
 def test_shared_prompts_change_no_bit_of_exact_log_probs() -> None:
     model, exact = network(), Arithmetic("fp32", batch_invariant=True)
     made = groups(None, num=2)
-    alone = [Group(replace(each.task, group=1), (one,)) for each in made for one in each.trajectories]
-    credits = [[one] for each in assign(made, "grpo", "token") for one in each]
+    alone = [[one] for each in assign(made, "grpo", "token") for one in each]
     found = []
-    for batches in (pack(made, assign(made, "grpo", "token"), 200, 2), pack(alone, credits, 200, 2)):
+    for batches in (pack(assign(made, "grpo", "token"), 200, 2), pack(alone, 200, 2)):
         by_sample: dict[int, list[float]] = {}
         for batch in batches:
             logp_BT = score(model, place(batch, join("cpu"), exact, replays=True), 1.0, replays=True).logp_BT.numpy()
