@@ -9,6 +9,7 @@ Shape letters: N tokens (in the objective: of the rows of one pass, M of them wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,18 +91,16 @@ def kl_k2(logp_N: Tensor, reference_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyObjective:
-    """A policy loss on one rank's rows of a batch. The streams are those of `stretto.rl.batch.Batch`, flat."""
+    """A policy loss on one rank's rows of a batch."""
 
     config: LossConfig
     temperature: float
     """At which the tokens were sampled: the policy that is trained is the one that sampled."""
-    advantages_N: Tensor
-    weights_N: Tensor
-    behaviour_N: Tensor
-    proximal_N: Tensor | None
+    streams: Mapping[str, Tensor]
+    """Those of `stretto.rl.batch.Batch` by name."""
+    proximal_BT: Tensor | None
     """Log-probabilities of the trust region's centre; the behaviour's own for naive PPO. None: those of this pass."""
-    samples_N: Tensor
-    reference_N: Tensor | None = None
+    reference_BT: Tensor | None = None
     """Log-probabilities of the reference network, where there is a KL to it."""
     arithmetic: Arithmetic = PLAIN
 
@@ -110,11 +109,13 @@ class PolicyObjective:
         config = self.config
         all_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, arithmetic=self.arithmetic)
         kept_N = targets_N != IGNORED
-        logp_M, behaviour_M, advantages_M = all_N[kept_N], self.behaviour_N[kept_N], self.advantages_N[kept_N]
-        proximal_M = logp_M.detach() if self.proximal_N is None else self.proximal_N[kept_N]
+        names = ("behaviour_BT", "advantages_BT", "weights_BT", "samples_BT")
+        behaviour_M, advantages_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
+        logp_M = all_N[kept_N]
+        proximal_M = logp_M.detach() if self.proximal_BT is None else self.proximal_BT.flatten()[kept_N]
         bounds = (config.clip_low, config.clip_high)
         if config.policy == "gspo":
-            policy = gspo(logp_M, proximal_M, advantages_M, self.samples_N[kept_N], *bounds)
+            policy = gspo(logp_M, proximal_M, advantages_M, samples_M, *bounds)
         else:
             policy = (ppo if config.policy == "ppo" else cispo)(logp_M, proximal_M, advantages_M, *bounds)
         correction_M = torch.ones_like(behaviour_M)  # of what the rollout did otherwise than the proximal policy
@@ -124,8 +125,8 @@ class PolicyObjective:
             correction_M = icepop_weights(proximal_M, behaviour_M, *config.icepop_range)
         loss_M = correction_M * policy.loss_N
         if config.kl_weight:
-            assert self.reference_N is not None, "a KL needs the reference's log-probabilities"
-            loss_M = loss_M + config.kl_weight * kl_k2(logp_M, self.reference_N[kept_N])
+            assert self.reference_BT is not None, "a KL needs the reference's log-probabilities"
+            loss_M = loss_M + config.kl_weight * kl_k2(logp_M, self.reference_BT.flatten()[kept_N])
         is_cut_M = correction_M != (proximal_M - behaviour_M).exp()
         found = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
         found["cut"] = is_cut_M & (config.correction != "none")
@@ -133,4 +134,4 @@ class PolicyObjective:
         for name, value_M in found.items():
             streams_N[name][kept_N] = value_M.float()
         streams_N |= {"logp": all_N.detach(), "entropy": entropy_N}
-        return Measured((self.weights_N[kept_N] * loss_M).sum(), -all_N.detach(), streams_N)
+        return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N)

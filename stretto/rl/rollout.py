@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed
 from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
 from stretto.rl.recipe import PrecisionConfig, RolloutConfig
+from stretto.rl.weights import fetch
 
 NO_WEIGHTS = -1
 """Version of an engine that has not been told the run's weights yet."""
@@ -52,48 +52,27 @@ def open_rollout_engine(
     return opened.engine
 
 
-@dataclass(frozen=True, slots=True)
-class Activated:
-    """A change of weights. Written by `EngineRole.activate`."""
-
-    version: int
-    """Now serving."""
-    fetch_s: float
-    """Reading and checking, while requests went on."""
-    wait_s: float
-    """From then until the new weights served: the step that was being computed, and the pause itself."""
-    pause_s: float
-    """For which the engine computed nothing."""
-
-
 class EngineRole:
     """One engine in a thread of its own, behind async methods. What it samples under carries the version's number."""
 
     def __init__(
         self,
         open_engine: Callable[[], Engine],
-        fetch: Callable[[WeightVersion], Mapping[str, Tensor]] | None = None,
+        fetch: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
         *,
         name: str = "engine",
         waits: bool = False,
-        keep_cache: bool = False,
     ):
         """
         Args:
             open_engine: called once, here, where the role lives. The engine must keep routes if they will be asked for.
-            fetch: the verified tensors of a version (`stretto.rl.weights`); called in a thread.
+            fetch: the verified tensors of a version; called in a thread.
             waits: sample nothing before the first `activate`: one that is restarted opens with weights that are too old.
-            keep_cache: sequences in flight go on upon the keys and values of the old weights; else they are computed
-                again. What is recorded of their old tokens stays in both cases.
         """
-        self.name = name
+        self.name, self._fetch = name, fetch
         engine = open_engine()
-        self._phases = Phases(engine.model.config.full())
-        self._page_size = engine.config.page_size
+        self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
         self._version = engine.weight_version
-        self._read = engine.read_weights  # may run in another thread than the engine's
-        self._fetch = fetch
-        self._keep_cache = keep_cache
         self._service = Service(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
@@ -128,33 +107,24 @@ class EngineRole:
         except QueueFull as error:
             raise Trouble(f"{self.name}: {error}") from error
 
-    async def activate(self, version: WeightVersion, source: Mapping[str, Tensor] | None = None) -> Activated:
+    async def activate(self, version: WeightVersion) -> None:
         """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
 
-        Args:
-            source: its tensors, to be checked against its checksum; None: `fetch` brings them.
+        What was sampled before is computed again by the new weights; what is recorded of it stays.
 
         Raises:
-            UserError: another checksum, or tensors of another network; the old weights serve on.
+            UserError: it cannot be had, or has tensors of another network; the old weights serve on.
             Trouble: the engine is dead.
         """
         async with self._activating:
-            started_s = fetched_s = time.perf_counter()
-            pause_s = 0.0
             if version.number > self._version:
-                if source is not None:
-                    state = await asyncio.to_thread(self._read, source, version.checksum)
-                else:
-                    assert self._fetch is not None, f"{self.name} has nowhere to fetch version {version.number} from"
-                    state = await asyncio.to_thread(self._fetch, version)
-                fetched_s = time.perf_counter()
+                state = await asyncio.to_thread(self._fetch, version)
                 try:
-                    pause_s = await self._service.call(lambda engine: self._load(engine, version.number, state))
+                    await self._service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
                     raise Trouble(f"{self.name}: {error}") from error
                 self._version = version.number
             self._is_ready.set()
-            return Activated(self._version, fetched_s - started_s, time.perf_counter() - fetched_s, pause_s)
 
     async def stats(self) -> EngineStats:
         """
@@ -173,11 +143,6 @@ class EngineRole:
     def close(self) -> None:
         """Stop; what is in flight fails with `Trouble`."""
         self._service.close()
-
-    def _load(self, engine: Engine, version: int, state: Mapping[str, Tensor]) -> float:
-        started_s = time.perf_counter()
-        engine.load_weights(version, state, keep_cache=self._keep_cache)
-        return time.perf_counter() - started_s
 
     async def _generate(self, request: GenerateRequest) -> Generated:
         key = request.tokens.tobytes()
@@ -213,15 +178,13 @@ class EngineRole:
 def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:
     if done.finish_reason not in ("stop", "length"):
         raise Trouble(f"request {request.id}: {done.error or 'given up by the engine'}")
-    routes = done.routes
-    if routes is not None:
-        routes = routes[request.routes_from :].copy()  # the rest need not travel, nor be kept alive
     usage = done.usage
     return Generated(
         tokens=np.array(done.tokens, np.int32),
         logprobs=done.logprobs,
         versions=done.versions,
-        routes=routes,
+        # the rest need not travel, nor be kept alive
+        routes=None if done.routes is None else done.routes[request.routes_from :].copy(),
         finish_reason="stop" if done.finish_reason == "stop" else "length",
         cached_tokens=usage.cached_tokens,
         computed_tokens=usage.prompt_tokens - usage.cached_tokens,

@@ -95,12 +95,11 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
         for name in Batch.__slots__
         if (value := getattr(part, name)) is not None
     }
-    routes_BTLK = mine["routes_BTLK"] if replays else None
     ctx = Context(
         mine["positions_BT"],
         mine["documents_BT"],
         shared_BT2=mine["shared_BT2"],
-        routes_BTLK=routes_BTLK,
+        routes_BTLK=mine["routes_BTLK"] if replays else None,
         arithmetic=arithmetic,
     )
     return Pass(batch, mine, ctx, mine["behaviour_BT"])
@@ -143,21 +142,10 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
 
 def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet) -> MicroBatch:
     """The pass as the optimisation step takes it."""
-    objective = PolicyObjective(
-        loss,
-        temperature,
-        each.mine["advantages_BT"].flatten(),
-        each.mine["weights_BT"].flatten(),
-        each.mine["behaviour_BT"].flatten(),
-        None if each.proximal_BT is None else each.proximal_BT.flatten(),
-        each.mine["samples_BT"].flatten(),
-        None if each.reference_BT is None else each.reference_BT.flatten(),
-        each.ctx.arithmetic,
-    )
-    mine, num_targets = each.mine, each.batch.num_targets
-    return MicroBatch(
-        "policy", mine["tokens_BT"], mine["targets_BT"], each.ctx, subnet, num_targets, objective=objective
-    )
+    mine, ctx = each.mine, each.ctx
+    objective = PolicyObjective(loss, temperature, mine, each.proximal_BT, each.reference_BT, ctx.arithmetic)
+    tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
+    return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
 class TrainerRole:
@@ -186,8 +174,7 @@ class TrainerRole:
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
         self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
-        self._step = 0
-        self._num_tokens = 0
+        self._step = self._num_tokens = 0
 
     @property
     def version(self) -> int:
@@ -202,10 +189,13 @@ class TrainerRole:
             NonFiniteError: nothing was applied; the last snapshot is good.
         """
         assert step == self._step, f"step {step} was asked for, {self._step} is next"
-        recipe, started, temperature = self._recipe, time.perf_counter(), self._recipe.rollout.temperature
-        scores = self._scores_before(step)
+        started, recipe, config = time.perf_counter(), self._recipe, self._model.config
+        temperature, scores = recipe.rollout.temperature, self._scores_before(step)
         with self._meter:
-            groups = [self._load(ref) for ref in sorted(refs, key=lambda ref: ref.ordinal)]
+            refs = sorted(refs, key=lambda ref: ref.ordinal)
+            groups = [load_group(ref.location) for ref in refs]
+            for group, ref in zip(groups, refs, strict=True):
+                check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
             updates = self._plan(groups)
             flat = [each for update in updates for each in update]
             loaded = time.perf_counter()
@@ -219,7 +209,7 @@ class TrainerRole:
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
-            counts = count(self._model.config, self._model.config.full())
+            counts = count(config, config.full())
             shapes = [each.batch.tokens_BT.shape for each in flat]
             num_scored = scores + (self._reference is not None)
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
@@ -234,8 +224,8 @@ class TrainerRole:
         }
         return StepReport(self._step, num_samples, num_tokens, time.perf_counter() - started, scalars)
 
-    def publish(self, folder: Path | str | None = None) -> WeightVersion | None:
-        """The weights as they are, in ``folder`` or the run's own; None on all ranks but the first.
+    def publish(self) -> WeightVersion | None:
+        """The weights as they are, in the run's folder of them; None on all ranks but the first.
 
         Raises:
             UserError: the disk is full.
@@ -248,9 +238,8 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
-        folder = Path(folder) if folder is not None else self._run / WEIGHTS
-        version = publish(folder, self._step, state)
-        retire(folder, KEEP_VERSIONS)
+        version = publish(self._run / WEIGHTS, self._step, state)
+        retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 
     def save(self, cut: Mapping[str, Any]) -> Path:
@@ -335,29 +324,17 @@ class TrainerRole:
         is_needed = recipe.train.minibatches > 1 or recipe.replay == "r2" or step % FLIPS_EVERY == 0
         return recipe.loss.proximal == "recompute" and is_needed
 
-    def _load(self, ref: GroupRef) -> Group:
-        group, config = load_group(ref.location), self._model.config
-        check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
-        return group
-
     def _plan(self, groups: Sequence[Group]) -> list[list[Pass]]:
         """The passes of each update."""
         recipe, train = self._recipe, self._recipe.train
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
         has_routes = all(each.routes is not None for group in groups for each in group.trajectories)
-        size, updates = len(groups) // train.minibatches, []
+        replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
         for start in range(0, len(groups), size):
-            some = groups[start : start + size]
-            batches = pack(
-                assign(some, recipe.loss.advantage, recipe.loss.normaliser),
-                train.seq_len,
-                train.micro_rows,
-                share=self._ranks.world,
-                with_routes=recipe.replay == "r3" or has_routes,
-            )
-            updates.append(
-                [place(batch, self._ranks, self._arithmetic, replays=recipe.replay == "r3") for batch in batches]
-            )
+            streams = assign(groups[start : start + size], recipe.loss.advantage, recipe.loss.normaliser)
+            world, with_routes = self._ranks.world, replays or has_routes
+            batches = pack(streams, train.seq_len, train.micro_rows, share=world, with_routes=with_routes)
+            updates.append([place(batch, self._ranks, self._arithmetic, replays=replays) for batch in batches])
         return updates
 
     def _update(self, update: Sequence[Pass]) -> StepResult:

@@ -116,7 +116,7 @@ class Spoken:
 
 def role(model: Any = None, *, name: str = "engine", waits: bool = False, **options: Any) -> EngineRole:
     opened = functools.partial(engine, model or MODEL, **options)
-    return EngineRole(opened, name=name, waits=waits)
+    return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits)
 
 
 def settings(folder: Path, lease_s: float = 60.0, **limits: Any) -> AgentSettings:

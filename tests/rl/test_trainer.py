@@ -51,8 +51,8 @@ def refs_of(step: int, folder: Path) -> list[GroupRef]:
     return stored(folder / f"groups-{step}", made)
 
 
-def weights(trainer: TrainerRole, folder: Path) -> dict[str, Tensor]:
-    version = trainer.publish(folder)
+def weights(trainer: TrainerRole) -> dict[str, Tensor]:
+    version = trainer.publish()
     assert version is not None
     return fetch(version)
 
@@ -95,7 +95,7 @@ def test_a_single_update_finds_what_a_pass_before_it_would(
         monkeypatch.setattr("stretto.rl.trainer.FLIPS_EVERY", every)
         trainer = role(tmp_path / str(every), start)
         reports = [trainer.step(refs_of(step, tmp_path), step) for step in range(2)]
-        made[every] = weights(trainer, tmp_path / "weights" / str(every)), untimed(reports[1])
+        made[every] = weights(trainer), untimed(reports[1])
     assert 0 < made[1][1].pop("routes/flips") < 0.5
     assert same(made[1][0], made[10][0])
     assert made[1][1] == made[10][1]
@@ -106,7 +106,7 @@ def test_steps_are_numbered_and_taken_in_order_of_ordinals(tmp_path: Path, start
     refs = refs_of(0, tmp_path)
     forth.step(refs, 0)
     back.step(refs[::-1], 0)
-    assert same(weights(forth, tmp_path / "a"), weights(back, tmp_path / "b"))
+    assert same(weights(forth), weights(back))
     with pytest.raises(AssertionError, match="step 0 was asked for, 1 is next"):
         forth.step(refs, 0)
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, start: Path, cha
     assert again.version == 2
     report = again.step(refs_of(2, tmp_path), 2)
     assert untimed(report) == untimed(reports[2])
-    assert same(weights(again, tmp_path / "a"), weights(straight, tmp_path / "b"))
+    assert same(weights(again), weights(straight))
 
 
 def test_a_resume_from_another_start_is_refused(tmp_path: Path, start: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_resume_from_another_start_is_refused(tmp_path: Path, start: Path) -> 
 def test_a_non_finite_step_stops_and_changes_nothing(tmp_path: Path, start: Path) -> None:
     trainer = role(tmp_path / "run", start)
     trainer.step(refs_of(0, tmp_path), 0)
-    before = weights(trainer, tmp_path / "a")
+    before = weights(trainer)
     made = groups(network(), seed=1)
     sample = made[0].trajectories[0]
     poisoned = replace(sample.segments[1], logprobs=np.full_like(sample.segments[1].logprobs, np.nan))
@@ -166,7 +166,7 @@ def test_a_non_finite_step_stops_and_changes_nothing(tmp_path: Path, start: Path
     with pytest.raises(NonFiniteError, match="the gradient is not finite") as caught:
         trainer.step(stored(tmp_path / "poisoned", made), 1)
     assert "\n" not in str(caught.value)
-    assert trainer.version == 1 and same(before, weights(trainer, tmp_path / "b"))
+    assert trainer.version == 1 and same(before, weights(trainer))
 
 
 def test_routes_of_another_network_are_one_line(tmp_path: Path, start: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_result_is_a_checkpoint_with_its_cost(tmp_path: Path, start: Path) -
     report = trainer.step(refs_of(0, tmp_path), 0)
     trainer.write(tmp_path / "result")
     result = read_checkpoint(tmp_path / "result")
-    assert same(dict(result.model.state_dict()), weights(trainer, tmp_path / "a"))
+    assert same(dict(result.model.state_dict()), weights(trainer))
     assert result.lineage is not None and result.lineage.stage == "rl"
     assert result.lineage.receipt.tokens == report.num_tokens and result.lineage.receipt.flops > 0
     assert result.lineage.config["loss"]["policy"] == "ppo"
@@ -217,7 +217,7 @@ def test_learning_makes_the_rewarded_more_likely(tmp_path: Path, start: Path) ->
     for step in range(6):
         trainer.step(stored(tmp_path / "groups", made), step)
     before, after = network(), network()
-    after.load_state_dict(weights(trainer, tmp_path / "a"))
+    after.load_state_dict(weights(trainer))
     gains = []
     for model in (before, after):
         again = groups(model)  # the same tokens, as this network would score them
