@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
 from stretto.rl.buffer import GroupRef
 from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.dialogue import Dialogue, ToolCall
@@ -321,16 +321,15 @@ class AgentRole:
                 deadline_s=settings.lease_s,
             )
             done = await self._asked(group, request)
-            num = len(done.tokens)
+            num = len(done.segment.tokens)
             if not 0 < num <= max_tokens:
                 raise Trouble(f"{num} tokens were returned, 1 to {max_tokens} asked for")
             if settings.want_routes and done.routes is None:
                 raise Trouble("no routes were returned")
             # an engine that stops short of what was asked has come to the end of its positions
             is_over = num < max_tokens or num == group.room(sample)
-            segment = Segment(done.tokens, True, done.logprobs, done.versions, done.started_s, done.finished_s)
             ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
-            sample.append(Part(segment, done.routes if settings.want_routes else None, ended))
+            sample.append(Part(done.segment, done.routes if settings.want_routes else None, ended))
 
         await self._patiently("engine", ask, settings.attempts)
 
@@ -348,7 +347,7 @@ class AgentRole:
             raise type(trouble)(f"{engine.name}: {trouble}") from trouble
         stats.engine_s += time.perf_counter() - started_s
         stats.queued_s += done.queued_s
-        stats.tokens_sampled += len(done.tokens)
+        stats.tokens_sampled += len(done.segment.tokens)
         stats.cached_tokens += done.cached_tokens
         stats.computed_tokens += done.computed_tokens
         stats.route_bytes += 0 if done.routes is None else done.routes.nbytes

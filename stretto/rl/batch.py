@@ -65,8 +65,9 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows: a rank's share."""
-        streams: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Batch(**{name: None if value is None else value[part] for name, value in streams.items()})
+        streams = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in streams.items()}
+        return Batch(**cut)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from stretto.base.trajectory import Outcome, Verdict
+from stretto.base.trajectory import Outcome, Segment, Verdict
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import Caller, Handle, RoleDied, RoleError, RuntimeFailure
 
@@ -62,12 +62,8 @@ class GenerateRequest:
 class Generated:
     """What came of a request. Written by `EngineRole`."""
 
-    tokens: np.ndarray
-    """int32 [T] sampled, at least one."""
-    logprobs: np.ndarray
-    """fp32 [T], processed."""
-    versions: np.ndarray
-    """int32 [T]."""
+    segment: Segment
+    """At least one token."""
     routes: np.ndarray | None
     """uint8 or uint16 [R, L, K], of positions ``routes_from`` to the last token but one, prompt and cache hits included."""
     finish_reason: Literal["stop", "length"]
@@ -78,9 +74,6 @@ class Generated:
     num_preemptions: int
     """Times its keys and values were lost: to other requests, or to new weights."""
     queued_s: float
-    started_s: float
-    """Unix seconds, as is the next."""
-    finished_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +229,7 @@ class Threads:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
         except TimeoutError as error:
-            if done.done() and isinstance(done.exception(), TimeoutError):
+            if done.done() and not done.cancelled() and isinstance(done.exception(), TimeoutError):
                 raise  # the work's own
             raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.base.trajectory import WeightVersion
+from stretto.base.trajectory import Segment, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.open import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
@@ -180,9 +180,9 @@ def _generated(done: Completion, request: GenerateRequest, started_s: float) -> 
         raise Trouble(f"request {request.id}: {done.error or 'given up by the engine'}")
     usage = done.usage
     return Generated(
-        tokens=np.array(done.tokens, np.int32),
-        logprobs=done.logprobs,
-        versions=done.versions,
+        segment=Segment(
+            np.array(done.tokens, np.int32), True, done.logprobs, done.versions, started_s, finished_s=time.time()
+        ),
         # the rest need not travel, nor be kept alive
         routes=None if done.routes is None else done.routes[request.routes_from :].copy(),
         finish_reason="stop" if done.finish_reason == "stop" else "length",
@@ -190,6 +190,4 @@ def _generated(done: Completion, request: GenerateRequest, started_s: float) -> 
         computed_tokens=usage.prompt_tokens - usage.cached_tokens,
         num_preemptions=usage.num_preemptions,
         queued_s=usage.queued_s,
-        started_s=started_s,
-        finished_s=time.time(),
     )

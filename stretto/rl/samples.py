@@ -19,13 +19,14 @@ maximum network, K route slots, N = P·L·K ids of J bits, Q = ⌈N / 8⌉ octet
 from __future__ import annotations
 
 import errno
-import json
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,34 +46,37 @@ Ended = Literal["", "stop", "length"]
 
 # Frames
 
-_HEAD = struct.Struct("<4sIII")
-"""Magic, bytes of the description (JSON), bytes of the arrays, CRC-32 over both."""
+_HEAD = struct.Struct("<4sII")
+"""Magic, bytes that follow (one of the records below as msgpack), CRC-32 over them."""
 _MAGIC = b"STS1"
 
 
-class _Start(msgspec.Struct, tag="task", array_like=True):
+class _Start(msgspec.Struct, tag="start", array_like=True):
     """The first frame of a file."""
 
     task: Task
     attempt: int
 
 
-class _PartHead(msgspec.Struct, tag="part", array_like=True):
-    """Describes a `Part`. Its arrays: tokens; where sampled, log-probabilities and versions; routes."""
+class _Part(msgspec.Struct, tag="part", array_like=True):
+    """A `Part`, arrays as bytes."""
 
     sample: int
     start: int
     """Tokens of the sample before it."""
     rows: int
     """Routes of the sample before it."""
-    num_tokens: int
-    is_sampled: bool
+    tokens: bytes
     started_s: float
     finished_s: float
-    ended: Ended = ""
-    messages: tuple[dict[str, Any], ...] = ()
-    routes: tuple[str, int, int, int] | None = None
-    """Dtype and shape as they lie in a log; None: packed, or there are none."""
+    ended: Ended
+    messages: tuple[dict[str, Any], ...]
+    logprobs: bytes = b""
+    """Empty where not sampled, as the next two."""
+    versions: bytes = b""
+    routes: bytes = b""
+    shape: tuple[str, int, int, int] | None = None
+    """Of the routes, behind their dtype; None: they are packed."""
 
 
 class _End(msgspec.Struct, tag="end", array_like=True):
@@ -83,27 +87,25 @@ class _End(msgspec.Struct, tag="end", array_like=True):
     verdict: Verdict
 
 
-_Head = _Start | _PartHead | _End
+_Record = _Start | _Part | _End
+_DECODER = msgspec.msgpack.Decoder(_Record)
 
 
-def _frame(head: _Head, raw: bytes = b"") -> bytes:
-    # json rather than msgspec: text of a model or of a task may hold half a surrogate pair, which is no UTF-8
-    text = json.dumps(msgspec.to_builtins(head)).encode()
-    return _HEAD.pack(_MAGIC, len(text), len(raw), zlib.crc32(raw, zlib.crc32(text))) + text + raw
+def _frame(record: _Record) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
-def frames(content: bytes) -> Iterator[tuple[_Head, bytes, int]]:
-    """Description, arrays and end of each frame, up to the first that is torn or damaged."""
-    at = 0
-    while at + _HEAD.size <= len(content):
-        magic, num_text, num_raw, checksum = _HEAD.unpack_from(content, at)
-        middle = at + _HEAD.size + num_text
-        end = middle + num_raw
-        text, raw = content[at + _HEAD.size : middle], content[middle:end]
-        if magic != _MAGIC or end > len(content) or zlib.crc32(raw, zlib.crc32(text)) != checksum:
+def frames(content: bytes) -> Iterator[tuple[_Record, int]]:
+    """The record of each frame and where it ends, up to the first that is torn or damaged."""
+    end = 0
+    while end + _HEAD.size <= len(content):
+        magic, num_bytes, checksum = _HEAD.unpack_from(content, end)
+        start, end = end + _HEAD.size, end + _HEAD.size + num_bytes
+        body = content[start:end]
+        if magic != _MAGIC or len(body) != num_bytes or zlib.crc32(body) != checksum:
             return
-        yield msgspec.convert(json.loads(str(text, "utf-8")), _Head), raw, end
-        at = end
+        yield _DECODER.decode(body), end
 
 
 # Samples that are being written
@@ -127,39 +129,30 @@ def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0)
     return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
 
 
-def _encode(part: Part, sample: int, start: int, rows: int, packed: bytes = b"") -> bytes:
-    """``part`` as a frame. ``packed``: its routes, in place of those as they are."""
+def _encode(part: Part, sample: int, start: int, rows: int) -> _Part:
     segment, routes = part.segment, part.routes
-    head = _PartHead(
-        sample,
-        start,
-        rows,
-        len(segment.tokens),
-        segment.is_sampled,
-        segment.started_s,
-        segment.finished_s,
-        part.ended,
-        tuple(map(dict, part.messages)),
-        None if routes is None else (routes.dtype.name, *routes.shape),
-    )
-    raw = segment.tokens.astype("<i4").tobytes()
+    messages = tuple(map(dict, part.messages))
+    tokens, times = segment.tokens.astype("<i4").tobytes(), (segment.started_s, segment.finished_s)
+    record = _Part(sample, start, rows, tokens, *times, part.ended, messages)
     if segment.is_sampled:
-        raw += segment.logprobs.astype("<f4").tobytes() + segment.versions.astype("<i4").tobytes()
-    return _frame(head, raw + packed + (b"" if routes is None else routes.tobytes()))
+        record.logprobs = segment.logprobs.astype("<f4").tobytes()
+        record.versions = segment.versions.astype("<i4").tobytes()
+    if routes is not None:
+        record.routes, record.shape = routes.tobytes(), (routes.dtype.name, *routes.shape)
+    return record
 
 
-def _decode(head: _PartHead, raw: bytes) -> Part:
-    num, routes = head.num_tokens, None
-    tokens = np.frombuffer(raw, "<i4", num)
-    if not head.is_sampled:
-        return Part(context(tokens, head.started_s, head.finished_s), None, head.ended, head.messages)
-    logprobs, versions = np.frombuffer(raw, "<f4", num, 4 * num), np.frombuffer(raw, "<i4", num, 8 * num)
-    if head.routes is not None:
-        dtype, *shape = head.routes
-        routes = np.frombuffer(raw, dtype, offset=12 * num).reshape(shape)
-    elif len(raw) > 12 * num:
-        routes = unpack_routes(raw[12 * num :])
-    return Part(Segment(tokens, True, logprobs, versions, head.started_s, head.finished_s), routes, head.ended)
+def _decode(record: _Part) -> Part:
+    tokens, times, routes = np.frombuffer(record.tokens, "<i4"), (record.started_s, record.finished_s), None
+    if not record.logprobs:
+        return Part(context(tokens, *times), None, record.ended, record.messages)
+    logprobs, versions = np.frombuffer(record.logprobs, "<f4"), np.frombuffer(record.versions, "<i4")
+    if record.shape is not None:
+        dtype, *shape = record.shape
+        routes = np.frombuffer(record.routes, dtype).reshape(shape)
+    elif record.routes:
+        routes = unpack_routes(record.routes)
+    return Part(Segment(tokens, True, logprobs, versions, *times), routes, record.ended)
 
 
 class Sample:
@@ -209,7 +202,7 @@ class Sample:
         """Write the end down. A verdict that says nothing about the answer is none."""
         assert self.verdict is None, "it is closed"
         assert verdict.outcome is not Outcome.INFRA, str(verdict)
-        self._write(_frame(_End(self.number, finish_reason, verdict)), True)
+        self._write(_End(self.number, finish_reason, verdict), True)
         self.finish_reason, self.verdict = finish_reason, verdict
 
     def tokens(self) -> np.ndarray:
@@ -222,13 +215,8 @@ class Sample:
 
     def segments(self) -> tuple[Segment, ...]:
         """Parts of one author joined: a turn of the model is one segment, in however many chunks it came."""
-        runs: list[list[Segment]] = []
-        for part in self.parts:
-            if runs and part.segment.is_sampled and runs[-1][-1].is_sampled:
-                runs[-1].append(part.segment)
-            else:
-                runs.append([part.segment])
-        return tuple(_joined(run) for run in runs)
+        runs = groupby((part.segment for part in self.parts), attrgetter("is_sampled"))
+        return tuple(_joined(list(run)) for _, run in runs)
 
     def trajectory(self) -> Trajectory:
         """The record of a closed sample."""
@@ -245,11 +233,11 @@ class Sample:
             verdict=self.verdict,
         )
 
-    def _write(self, content: bytes, is_due: bool) -> None:
+    def _write(self, record: _Record, is_due: bool) -> None:
         """Append to the log, in one write, once there is something that could be lost."""
         if self.log is None:
             return
-        self._unwritten += content
+        self._unwritten += _frame(record)
         if not is_due and not self.num_sampled:
             return
         with writing(self.log):
@@ -268,14 +256,14 @@ class Sample:
         self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
         self.num_rows += 0 if part.routes is None else len(part.routes)
 
-    def _replay(self, head: _Head, raw: bytes) -> bool:
-        """Take a frame of a file; False: it is another writer's."""
+    def _replay(self, record: _Record) -> bool:
+        """Take what a file says; False: another writer does."""
         if self.verdict is not None:
             return False
-        if isinstance(head, _End):
-            self.finish_reason, self.verdict = head.finish_reason, head.verdict
-        elif isinstance(head, _PartHead) and (head.start, head.rows) == (self.num_tokens, self.num_rows):
-            self._take(_decode(head, raw))
+        if isinstance(record, _End):
+            self.finish_reason, self.verdict = record.finish_reason, record.verdict
+        elif isinstance(record, _Part) and (record.start, record.rows) == (self.num_tokens, self.num_rows):
+            self._take(_decode(record))
         else:
             return False
         return True
@@ -284,23 +272,23 @@ class Sample:
 def _joined(run: list[Segment]) -> Segment:
     if len(run) == 1:
         return run[0]
-    streams = {
+    streams: dict[str, Any] = {
         name: np.concatenate([getattr(each, name) for each in run]) for name in ("tokens", "logprobs", "versions")
     }
-    return Segment(**streams, is_sampled=True, started_s=run[0].started_s, finished_s=run[-1].finished_s)
+    return replace(run[0], **streams, finished_s=run[-1].finished_s)
 
 
 def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes]]:
     """What lies in a file: its first frame (None: nobody got so far), its samples, and the further frames that are good."""
     found = frames(content)
-    start, _, end = next(found, (None, b"", 0))
+    start, end = next(found, (None, 0))
     if not isinstance(start, _Start):
         return None, (), []
     samples = tuple(Sample(start.task, number, start.attempt) for number in range(start.task.group))
     good, lost = [], set[int]()
-    for head, raw, after in found:
-        number = len(samples) if isinstance(head, _Start) else head.sample  # a second start is of another writer too
-        if number not in lost and number < len(samples) and samples[number]._replay(head, raw):
+    for record, after in found:
+        number = len(samples) if isinstance(record, _Start) else record.sample  # a second start is another writer's too
+        if number not in lost and number < len(samples) and samples[number]._replay(record):
             good.append(content[end:after])
         else:
             lost.add(number)
@@ -369,7 +357,9 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         start, last = 0, each.segments[-1]
         assert last.is_sampled or not packed, "the model wrote last"
         for segment in each.segments:
-            content.append(_encode(Part(segment), each.sample, start, 0, packed if segment is last else b""))
+            record = _encode(Part(segment), each.sample, start, 0)
+            record.routes = packed if segment is last else b""
+            content.append(_frame(record))
             start += len(segment.tokens)
         content.append(_frame(_End(each.sample, each.finish_reason, each.verdict)))
     path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"

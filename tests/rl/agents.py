@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.config import Config
-from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
+from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.rl.agent import AgentRole, AgentSettings
 from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest
 from stretto.rl.dialogue import Dialogue
@@ -111,7 +111,8 @@ class Spoken:
         reason = "stop" if tokens[-1] in request.stop_ids else "length"
         versions = np.full(num, len(self.requests), np.int32)
         logprobs = np.full(num, -1.0, np.float32)
-        return Generated(tokens.astype(np.int32), logprobs, versions, routes, reason, 0, 0, 0, 0.0, 0.0, 0.0)
+        segment = Segment(tokens.astype(np.int32), True, logprobs, versions)
+        return Generated(segment, routes, reason, 0, 0, 0, 0.0)
 
 
 def role(model: Any = None, *, name: str = "engine", waits: bool = False, **options: Any) -> EngineRole:

@@ -23,7 +23,7 @@ NEW = WeightVersion(1, "", "", 0)
 
 
 def tokens_of(request: GenerateRequest, done: Generated) -> list[int]:
-    return [*request.tokens.tolist(), *done.tokens.tolist()]
+    return [*request.tokens.tolist(), *done.segment.tokens.tolist()]
 
 
 def test_one_row_less_than_tokens_and_the_next_call_brings_it() -> None:
@@ -53,7 +53,7 @@ def test_a_group_computes_its_prompt_once() -> None:
         for ask, done in zip(asks, found, strict=True):
             np.testing.assert_array_equal(done.routes, full_routes(MODEL, tokens_of(ask, done), FULL)[:-1])
         alone = await engine.generate(asks[4])
-        assert alone.tokens.tolist() == found[4].tokens.tolist()
+        assert alone.segment.tokens.tolist() == found[4].segment.tokens.tolist()
         assert not engine._prefills
 
     with_engines(work, role())
@@ -66,7 +66,7 @@ def test_who_waits_for_a_prompt_survives_its_leader() -> None:
         asks[0].cancel()
         found = await asyncio.gather(*asks, return_exceptions=True)
         assert isinstance(found[0], asyncio.CancelledError)
-        assert [len(done.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
+        assert [len(done.segment.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
 
     with_engines(work, role())
 
@@ -74,13 +74,13 @@ def test_who_waits_for_a_prompt_survives_its_leader() -> None:
 def test_only_what_is_asked_ends_a_turn() -> None:
     async def work(engine: EngineRole) -> None:
         whole = await engine.generate(ASK)
-        assert (len(whole.tokens), whole.finish_reason) == (12, "length")
-        stop = int(whole.tokens[6])
+        assert (len(whole.segment.tokens), whole.finish_reason) == (12, "length")
+        stop = int(whole.segment.tokens[6])
         cut = await engine.generate(replace(ASK, stop_ids=(stop,)))
-        num = whole.tokens.tolist().index(stop) + 1
-        assert (cut.tokens.tolist(), cut.finish_reason) == (whole.tokens[:num].tolist(), "stop")
+        num = whole.segment.tokens.tolist().index(stop) + 1
+        assert (cut.segment.tokens.tolist(), cut.finish_reason) == (whole.segment.tokens[:num].tolist(), "stop")
         plain = await engine.generate(replace(ASK, want_routes=False))
-        assert plain.routes is None and plain.tokens.tolist() == whole.tokens.tolist()
+        assert plain.routes is None and plain.segment.tokens.tolist() == whole.segment.tokens.tolist()
 
     with_engines(work, role())
 
@@ -95,11 +95,11 @@ def test_weights_change_while_requests_go_on() -> None:
         await engine.activate(NEW)
         assert engine.version == 1
         found = await running
-        num_old = int((found.versions == 0).sum())
-        assert found.versions.tolist() == [0] * num_old + [1] * (100 - num_old) and num_old < 100
+        num_old = int((found.segment.versions == 0).sum())
+        assert found.segment.versions.tolist() == [0] * num_old + [1] * (100 - num_old) and num_old < 100
         border = len(PROMPT) + num_old
-        assert found.tokens[:num_old].tolist() == plain.tokens[:num_old].tolist()
-        np.testing.assert_allclose(found.logprobs[:num_old], plain.logprobs[:num_old], atol=1e-4)
+        assert found.segment.tokens[:num_old].tolist() == plain.segment.tokens[:num_old].tolist()
+        np.testing.assert_allclose(found.segment.logprobs[:num_old], plain.segment.logprobs[:num_old], atol=1e-4)
         assert found.routes is not None and plain.routes is not None and len(found.routes) == len(PROMPT) + 99
         np.testing.assert_array_equal(found.routes[: border - 1], plain.routes[: border - 1])
         assert found.num_preemptions == bool(num_old)
@@ -107,7 +107,7 @@ def test_weights_change_while_requests_go_on() -> None:
         np.testing.assert_array_equal(found.routes[border - 1 :], fresh[border - 1 : -1])
         # nothing of the old weights is found in the cache
         later = await engine.generate(replace(ASK, seed=4))
-        assert set(later.versions.tolist()) == {1}
+        assert set(later.segment.versions.tolist()) == {1}
         np.testing.assert_array_equal(later.routes, full_routes(OTHER, tokens_of(ASK, later), FULL)[:-1])
 
     with_engines(work, role(network()))
@@ -122,7 +122,7 @@ def test_weights_that_are_not_those_announced_are_refused() -> None:
         with pytest.raises(UserError, match="checksum: is another"):
             await engine.activate(NEW)
         assert engine.version == 0
-        assert set((await engine.generate(ASK)).versions.tolist()) == {0}
+        assert set((await engine.generate(ASK)).segment.versions.tolist()) == {0}
 
     with_engines(work, role())
 
@@ -144,7 +144,7 @@ def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
             await hurried
         assert not asked.done()
         await engine.activate(NEW)
-        assert set((await asked).versions.tolist()) == {1}
+        assert set((await asked).segment.versions.tolist()) == {1}
 
     with_engines(work, role(network(), waits=True))
 
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_a_request_that_is_given_up(how: str) -> None:
             await running
         await settled(engine)
         again = await engine.generate(ASK)  # the same name as the one that was given up
-        assert len(again.tokens) == 12
+        assert len(again.segment.tokens) == 12
 
     with_engines(work, role(OTHER))
 

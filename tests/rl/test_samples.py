@@ -113,7 +113,7 @@ def test_torn_anywhere_and_written_on(tmp_path: Path) -> None:
     """Cut at every byte: what is left is a beginning in whole parts, and appending gives the whole again."""
     fill(open_log(tmp_path / "whole", TASK, 0, 0))
     content = log_path(tmp_path / "whole", 3, 0).read_bytes()
-    ends = [end for _, _, end in frames(content)]
+    ends = [end for _, end in frames(content)]
     full = Sample(TASK, 0, 0)
     fill(full)
     path = log_path(tmp_path / "torn", 3, 0)
