@@ -96,27 +96,23 @@ def infra(request: RewardRequest, why: str) -> Verdict:
 
 
 class EngineClient(Protocol):
-    """An engine to sample from."""
+    """An engine to sample from. Cancelled or out of time, a request leaves nothing in it.
+
+    Raises:
+        Trouble: it is dead, busy, slow, or its output was no number.
+        UserError: the request cannot be served by it, now or later.
+    """
 
     @property
     def name(self) -> str: ...
 
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """Sample. Cancelled or out of time, it leaves nothing of the request in the engine.
-
-        Raises:
-            Trouble: the engine is dead, busy, slow, or its output was no number.
-            UserError: the request cannot be served by this engine, now or later.
-        """
-        ...
+    async def generate(self, request: GenerateRequest) -> Generated: ...
 
 
 class RewardClient(Protocol):
-    """Whoever verifies."""
+    """Whoever verifies. The outcome is INFRA, with the task's name in the detail, where there is no verdict to be had."""
 
-    async def score(self, request: RewardRequest) -> Verdict:
-        """A verdict; INFRA, with the task's name in its detail, where there is none to be had."""
-        ...
+    async def score(self, request: RewardRequest) -> Verdict: ...
 
 
 class RemoteEngine:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
@@ -19,19 +18,19 @@ _MAX_DETAIL = 300
 """Characters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RewardStats:
-    """Counts since the start. Written by `RewardRole`, read by metrics."""
+    """Counts since the start. Written by `RewardRole`, which hands out copies; read by metrics."""
 
-    num_waiting: int
+    num_waiting: int = 0
     """In flight now, the next included."""
-    num_judged: int
+    num_judged: int = 0
     """Being judged now."""
-    outcomes: Mapping[str, int]
+    outcomes: dict[str, int] = field(default_factory=dict)
     """Verdicts by outcome."""
-    busy_s: float
+    busy_s: float = 0.0
     """Spent judging, summed over those that were judged at once."""
-    num_stuck: int
+    num_stuck: int = 0
     """Judgements that did not return and were left behind in their threads; with any, start the role again."""
 
 
@@ -46,48 +45,44 @@ class RewardRole:
             open_sources: called once, here, where the role lives.
             deadline_s: of one verification, its queue not counted.
         """
-        self.name = name
-        self._sources = open_sources()
-        self._deadline_s = deadline_s
-        self._threads = Threads()
+        self.name, self._sources, self._deadline_s = name, open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
-        self._num_waiting = self._num_judged = self._num_stuck = 0
-        self._outcomes: Counter[str] = Counter()
-        self._busy_s = 0.0
+        self._threads, self._stats = Threads(), RewardStats()
 
     async def score(self, request: RewardRequest) -> Verdict:
         """The verdict on a sample; INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
         reward that is no finite number."""
-        source = self._sources.get(request.source)
+        source, stats = self._sources.get(request.source), self._stats
         if source is None:
             verdict = infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}")
         else:
-            self._num_waiting += 1
+            stats.num_waiting += 1
             try:
                 async with self._turns[request.source]:
                     verdict = await self._judge(source, request)
             finally:
-                self._num_waiting -= 1
-        self._outcomes[verdict.outcome.value] += 1
+                stats.num_waiting -= 1
+        outcome = verdict.outcome.value
+        stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + 1
         return verdict
 
     async def stats(self) -> RewardStats:
-        return RewardStats(self._num_waiting, self._num_judged, dict(self._outcomes), self._busy_s, self._num_stuck)
+        return replace(self._stats, outcomes=dict(self._stats.outcomes))
 
     async def close(self) -> None:
         self._threads.close()
 
     async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
         started_s = time.perf_counter()
-        self._num_judged += 1
+        self._stats.num_judged += 1
         try:
             return await self._threads.run(lambda: _verdict(source, request), self._deadline_s, "score")
         except Trouble as trouble:
-            self._num_stuck += 1
+            self._stats.num_stuck += 1
             return infra(request, str(trouble))
         finally:
-            self._num_judged -= 1
-            self._busy_s += time.perf_counter() - started_s
+            self._stats.num_judged -= 1
+            self._stats.busy_s += time.perf_counter() - started_s
 
 
 def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:

@@ -44,8 +44,6 @@ SUFFIX = ".group"
 Ended = Literal["", "stop", "length"]
 """Whether the model's turn ended with a part, and by what."""
 
-# Frames
-
 _HEAD = struct.Struct("<4sII")
 """Magic, bytes that follow (one of the records below as msgpack), CRC-32 over them."""
 _MAGIC = b"STS1"
@@ -159,10 +157,6 @@ class Sample:
     """One sample as far as it has come. From its first sampled token on, everything appended is on the disk first."""
 
     def __init__(self, task: Task, number: int, attempt: int):
-        """
-        Args:
-            number: which of the group.
-        """
         self.task, self.number, self.attempt = task, number, attempt
         self.log: Path | None = None
         """The file that it appends to, with the others of its group and attempt; None: it is not written down."""
@@ -191,10 +185,9 @@ class Sample:
         """
         assert self.verdict is None, "it is closed"
         assert self.parts or not part.segment.is_sampled, "a sample begins with its prompt"
-        if part.routes is not None:
-            num_wanted = self.num_tokens + len(part.segment.tokens) - 1 - self.num_rows
-            if not part.segment.is_sampled or len(part.routes) != num_wanted:
-                raise Trouble(f"{len(part.routes)} rows of routes were returned, {num_wanted} belong to the tokens")
+        num_wanted = self.num_tokens + len(part.segment.tokens) - 1 - self.num_rows
+        if part.routes is not None and len(part.routes) != num_wanted:
+            raise Trouble(f"{len(part.routes)} rows of routes were returned, {num_wanted} belong to the tokens")
         self._write(_encode(part, self.number, self.num_tokens, self.num_rows), part.segment.is_sampled)
         self._take(part)
 
@@ -237,16 +230,17 @@ class Sample:
         """Append to the log, in one write, once there is something that could be lost."""
         if self.log is None:
             return
-        self._unwritten += _frame(record)
+        content = self._unwritten + _frame(record)
         if not is_due and not self.num_sampled:
+            self._unwritten = content
             return
         with writing(self.log):
-            file = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+            file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                num_written = os.write(file, self._unwritten)
+                num_written = os.write(file, content)
             finally:
                 os.close(file)
-            if num_written < len(self._unwritten):
+            if num_written < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._unwritten = b""
 
