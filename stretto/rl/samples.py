@@ -44,70 +44,6 @@ SUFFIX = ".group"
 Ended = Literal["", "stop", "length"]
 """Whether the model's turn ended with a part, and by what."""
 
-_HEAD = struct.Struct("<4sII")
-"""Magic, bytes that follow (one of the records below as msgpack), CRC-32 over them."""
-_MAGIC = b"STS1"
-
-
-class _Start(msgspec.Struct, tag="start", array_like=True):
-    """The first frame of a file."""
-
-    task: Task
-    attempt: int
-
-
-class _Part(msgspec.Struct, tag="part", array_like=True):
-    """A `Part`, arrays as bytes."""
-
-    sample: int
-    start: int
-    """Tokens of the sample before it."""
-    rows: int
-    """Routes of the sample before it."""
-    tokens: bytes
-    started_s: float
-    finished_s: float
-    ended: Ended
-    messages: tuple[dict[str, Any], ...]
-    logprobs: bytes = b""
-    """Empty where not sampled, as the next two."""
-    versions: bytes = b""
-    routes: bytes = b""
-    shape: tuple[str, int, int, int] | None = None
-    """Of the routes, behind their dtype; None: they are packed."""
-
-
-class _End(msgspec.Struct, tag="end", array_like=True):
-    """A sample is finished."""
-
-    sample: int
-    finish_reason: str
-    verdict: Verdict
-
-
-_Record = _Start | _Part | _End
-_DECODER = msgspec.msgpack.Decoder(_Record)
-
-
-def _frame(record: _Record) -> bytes:
-    body = msgspec.msgpack.encode(record)
-    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
-
-
-def frames(content: bytes) -> Iterator[tuple[_Record, int]]:
-    """The record of each frame and where it ends, up to the first that is torn or damaged."""
-    end = 0
-    while end + _HEAD.size <= len(content):
-        magic, num_bytes, checksum = _HEAD.unpack_from(content, end)
-        start, end = end + _HEAD.size, end + _HEAD.size + num_bytes
-        body = content[start:end]
-        if magic != _MAGIC or len(body) != num_bytes or zlib.crc32(body) != checksum:
-            return
-        yield _DECODER.decode(body), end
-
-
-# Samples that are being written
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -127,30 +63,58 @@ def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0)
     return Segment(tokens, False, np.zeros(num, np.float32), np.full(num, -1, np.int32), started_s, finished_s)
 
 
-def _encode(part: Part, sample: int, start: int, rows: int) -> _Part:
-    segment, routes = part.segment, part.routes
-    messages = tuple(map(dict, part.messages))
-    tokens, times = segment.tokens.astype("<i4").tobytes(), (segment.started_s, segment.finished_s)
-    record = _Part(sample, start, rows, tokens, *times, part.ended, messages)
-    if segment.is_sampled:
-        record.logprobs = segment.logprobs.astype("<f4").tobytes()
-        record.versions = segment.versions.astype("<i4").tobytes()
-    if routes is not None:
-        record.routes, record.shape = routes.tobytes(), (routes.dtype.name, *routes.shape)
-    return record
+class _Start(msgspec.Struct, tag="start", array_like=True):
+    """The first frame of a file."""
+
+    task: Task
+    attempt: int
 
 
-def _decode(record: _Part) -> Part:
-    tokens, times, routes = np.frombuffer(record.tokens, "<i4"), (record.started_s, record.finished_s), None
-    if not record.logprobs:
-        return Part(context(tokens, *times), None, record.ended, record.messages)
-    logprobs, versions = np.frombuffer(record.logprobs, "<f4"), np.frombuffer(record.versions, "<i4")
-    if record.shape is not None:
-        dtype, *shape = record.shape
-        routes = np.frombuffer(record.routes, dtype).reshape(shape)
-    elif record.routes:
-        routes = unpack_routes(record.routes)
-    return Part(Segment(tokens, True, logprobs, versions, *times), routes, record.ended)
+class _Next(msgspec.Struct, tag="part", array_like=True):
+    """What a sample goes on with."""
+
+    sample: int
+    num_tokens: int
+    """The sample has before, as the next."""
+    num_rows: int
+    part: Part
+
+
+class _End(msgspec.Struct, tag="end", array_like=True):
+    """A sample is finished."""
+
+    sample: int
+    finish_reason: str
+    verdict: Verdict
+    routes: bytes = b""
+    """Of a stored group: all of the sample's, packed."""
+
+
+_Record = _Start | _Next | _End
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
+_DECODER = msgspec.msgpack.Decoder(
+    _Record, dec_hook=lambda _, array: np.frombuffer(array[2], array[0]).reshape(array[1])
+)
+_HEAD = struct.Struct("<4sII")
+"""Magic, bytes that follow (a record as msgpack), CRC-32 over them."""
+_MAGIC = b"STS1"
+
+
+def _frame(record: _Record) -> bytes:
+    body = _ENCODER.encode(record)
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def frames(content: bytes) -> Iterator[tuple[_Record, int]]:
+    """The record of each frame and where it ends, up to the first that is torn or damaged."""
+    end = 0
+    while end + _HEAD.size <= len(content):
+        magic, num_bytes, checksum = _HEAD.unpack_from(content, end)
+        start, end = end + _HEAD.size, end + _HEAD.size + num_bytes
+        body = content[start:end]
+        if magic != _MAGIC or len(body) != num_bytes or zlib.crc32(body) != checksum:
+            return
+        yield _DECODER.decode(body), end
 
 
 class Sample:
@@ -171,6 +135,8 @@ class Sample:
         self.finish_reason = ""
         self.verdict: Verdict | None = None
         """None until it is closed."""
+        self.routes: np.ndarray | None = None
+        """All of them, where they are known at once: of a stored group."""
         self.waits_for = "its problem"
         """Written by the agent loop, as the next; read by the watchdog."""
         self.since_s = time.time()
@@ -188,7 +154,7 @@ class Sample:
         num_wanted = self.num_tokens + len(part.segment.tokens) - 1 - self.num_rows
         if part.routes is not None and len(part.routes) != num_wanted:
             raise Trouble(f"{len(part.routes)} rows of routes were returned, {num_wanted} belong to the tokens")
-        self._write(_encode(part, self.number, self.num_tokens, self.num_rows), part.segment.is_sampled)
+        self._write(_Next(self.number, self.num_tokens, self.num_rows, part), part.segment.is_sampled)
         self._take(part)
 
     def close(self, finish_reason: str, verdict: Verdict) -> None:
@@ -215,13 +181,12 @@ class Sample:
         """The record of a closed sample."""
         assert self.verdict is not None, "it is not closed"
         rows = [part.routes for part in self.parts if part.routes is not None]
-        routes = np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else None
         return Trajectory(
             ordinal=self.task.ordinal,
             sample=self.number,
             attempt=self.attempt,
             segments=self.segments(),
-            routes=routes,
+            routes=np.concatenate(rows) if rows else self.routes,
             finish_reason=self.finish_reason,
             verdict=self.verdict,
         )
@@ -256,8 +221,9 @@ class Sample:
             return False
         if isinstance(record, _End):
             self.finish_reason, self.verdict = record.finish_reason, record.verdict
-        elif isinstance(record, _Part) and (record.start, record.rows) == (self.num_tokens, self.num_rows):
-            self._take(_decode(record))
+            self.routes = unpack_routes(record.routes) if record.routes else None
+        elif isinstance(record, _Next) and (record.num_tokens, record.num_rows) == (self.num_tokens, self.num_rows):
+            self._take(record.part)
         else:
             return False
         return True
@@ -346,16 +312,13 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     attempt, route_bytes = trajectories[0].attempt, 0
     content = [_frame(_Start(task, attempt))]
     for each in trajectories:
-        packed = b"" if each.routes is None else pack_routes(each.routes, _num_experts(each.routes))
-        route_bytes += len(packed)
-        start, last = 0, each.segments[-1]
-        assert last.is_sampled or not packed, "the model wrote last"
+        num_tokens = 0
         for segment in each.segments:
-            record = _encode(Part(segment), each.sample, start, 0)
-            record.routes = packed if segment is last else b""
-            content.append(_frame(record))
-            start += len(segment.tokens)
-        content.append(_frame(_End(each.sample, each.finish_reason, each.verdict)))
+            content.append(_frame(_Next(each.sample, num_tokens, 0, Part(segment))))
+            num_tokens += len(segment.tokens)
+        packed = b"" if each.routes is None else pack_routes(each.routes, _num_experts(each.routes))
+        content.append(_frame(_End(each.sample, each.finish_reason, each.verdict, packed)))
+        route_bytes += len(packed)
     path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(b"".join(content))
