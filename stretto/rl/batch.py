@@ -11,7 +11,7 @@ Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -75,16 +75,13 @@ class _Bundle:
     """Samples in one row that begin like the first; made by `_bundles`."""
 
     samples: list[Streams]
-    length: int
-    """Positions that it takes."""
-    shared: list[int] = field(default_factory=lambda: [0])
+    shared: list[int]
     """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
 
-    def add(self, sample: Streams, shared: int) -> None:
-        self.samples.append(sample)
-        self.shared.append(shared)
-        self.shared[0] = max(self.shared[0], shared)
-        self.length += sample.num_inputs - shared
+    @property
+    def length(self) -> int:
+        """Positions that it takes."""
+        return sum(sample.num_inputs for sample in self.samples) - sum(self.shared[1:])
 
 
 def pack(
@@ -138,9 +135,10 @@ def _bundles(samples: Sequence[Streams], seq_len: int) -> list[_Bundle]:
         fitting = [pair for pair in found if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
         if fitting:
             bundle, shared = max(fitting, key=lambda pair: pair[1])
-            bundle.add(sample, shared)
+            bundle.samples.append(sample)
+            bundle.shared = [max(bundle.shared[0], shared), *bundle.shared[1:], shared]
         else:
-            bundles.append(_Bundle([sample], sample.num_inputs))
+            bundles.append(_Bundle([sample], [0]))
     return bundles
 
 
