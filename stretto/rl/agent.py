@@ -160,7 +160,6 @@ class AgentRole:
         connect: Callable[[Caller | None], Clients],
         store: Callable[[Path, Group], GroupRef],
         *,
-        name: str = "agent",
         caller: Caller | None = None,
     ):
         """
@@ -171,7 +170,7 @@ class AgentRole:
         """
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
-        self.name, self._settings, self._store = name, settings, store
+        self._settings, self._store = settings, store
         self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
