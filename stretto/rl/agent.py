@@ -100,28 +100,18 @@ class Wait:
 class AgentStats:
     """Counts since the start, but for what is in flight. Written by the agent, which hands out copies; read by metrics."""
 
-    num_groups: int = 0
-    """In flight, as the next."""
     num_samples: int = 0
+    """In flight."""
     groups_finished: int = 0
-    groups_failed: int = 0
-    tokens_sampled: int = 0
-    """Received from engines by this agent."""
     tokens_resumed: int = 0
     """Taken from the logs of earlier attempts: work that a failure did not lose."""
     cached_tokens: int = 0
     """Prompt tokens that engines had in their prefix caches."""
     computed_tokens: int = 0
     """The other prompt tokens."""
-    route_bytes: int = 0
-    """Of routes as received."""
     engine_s: float = 0.0
     """Summed over requests, queues included, as the next; several wait at once."""
     queued_s: float = 0.0
-    verify_s: float = 0.0
-    """As verifiers report it."""
-    sandbox_s: float = 0.0
-    """Processor seconds of tools and verifiers, of groups that were finished."""
     troubles: dict[str, int] = field(default_factory=dict)
     """Failed tries by what was tried."""
 
@@ -138,8 +128,6 @@ class _Open:
     problem: Problem = field(init=False)
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
-    sandbox_s: float = 0.0
-    """Processor seconds of its tools."""
 
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema() for tool in self.tools.values()]
@@ -187,13 +175,9 @@ class AgentRole:
             GroupFailed: for reasons of ours, within the lease; the next attempt goes on from the logs.
             UserError: what no attempt would mend: a full disk, a prompt that is too long, a template without tool turns.
         """
-        try:
-            group = await self._within_lease(task, attempt)
-            # not interruptible by a lease that ends meanwhile: a stored group is reported
-            ref = await asyncio.to_thread(self._store, self._settings.folder / GROUPS, group)
-        except BaseException:
-            self._stats.groups_failed += 1
-            raise
+        group = await self._within_lease(task, attempt)
+        # not interruptible by a lease that ends meanwhile: a stored group is reported
+        ref = await asyncio.to_thread(self._store, self._settings.folder / GROUPS, group)
         self._stats.groups_finished += 1
         return ref
 
@@ -222,8 +206,7 @@ class AgentRole:
 
     async def stats(self) -> AgentStats:
         num_samples = sum(len(group.samples) for group in self._open.values())
-        troubles = dict(self._stats.troubles)
-        return replace(self._stats, num_groups=len(self._open), num_samples=num_samples, troubles=troubles)
+        return replace(self._stats, num_samples=num_samples, troubles=dict(self._stats.troubles))
 
     async def close(self) -> None:
         self._threads.close()
@@ -261,7 +244,7 @@ class AgentRole:
             self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
             async with asyncio.TaskGroup() as tasks:
                 runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
-            trajectories = tuple(run.result() for run in runs)
+            return Group(task, tuple(run.result() for run in runs))
         except Exception as error:
             # of several a user's mistake first, then a fault of the code, then the first trouble
             several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
@@ -272,9 +255,6 @@ class AgentRole:
         finally:
             self._loads[group.place] -= task.group
             del self._open[key]
-        self._stats.verify_s += sum(each.verdict.seconds for each in trajectories)
-        self._stats.sandbox_s += sum(each.verdict.sandbox_s for each in trajectories) + group.sandbox_s
-        return Group(task, trajectories)
 
     async def _write(self, group: _Open, sample: Sample) -> Trajectory:
         """The sample, written to its end and verified.
@@ -346,10 +326,8 @@ class AgentRole:
             raise type(trouble)(f"{engine.name}: {trouble}") from trouble
         stats.engine_s += time.perf_counter() - started_s
         stats.queued_s += done.queued_s
-        stats.tokens_sampled += len(done.segment.tokens)
         stats.cached_tokens += done.cached_tokens
         stats.computed_tokens += done.computed_tokens
-        stats.route_bytes += 0 if done.routes is None else done.routes.nbytes
         return done
 
     def _engine(self, first: int, avoid: int | None = None) -> int:
@@ -393,7 +371,6 @@ class AgentRole:
             async with self._tool_slots:
                 _wait(sample, what)
                 result = await self._threads.run(called, group.settings.tool_s, what)
-            group.sandbox_s += result.sandbox_s
             if result.outcome is Outcome.INFRA:
                 raise Trouble(result.text)
             return result
