@@ -117,7 +117,7 @@ class AgentStats:
 
 
 @dataclass(slots=True)
-class _Open:
+class _InFlight:
     """A group in flight: what its samples share."""
 
     task: Task
@@ -165,7 +165,7 @@ class AgentRole:
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
         self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._stats = AgentStats()
 
     async def run_group(self, task: Task, attempt: int) -> GroupRef:
@@ -199,13 +199,13 @@ class AgentRole:
         now_s = time.time()
         found = [
             Wait(each.task.ordinal, each.number, each.attempt, each.waits_for, now_s - each.since_s, each.num_sampled)
-            for group in self._open.values()
+            for group in self._in_flight.values()
             for each in group.samples
         ]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     async def stats(self) -> AgentStats:
-        num_samples = sum(len(group.samples) for group in self._open.values())
+        num_samples = sum(len(group.samples) for group in self._in_flight.values())
         return replace(self._stats, num_samples=num_samples, troubles=dict(self._stats.troubles))
 
     async def close(self) -> None:
@@ -228,9 +228,11 @@ class AgentRole:
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
         key = (task.ordinal, -1 if evaluated else attempt)
-        assert key not in self._open, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
+        assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
         tools = {tool.name: tool for tool in source.tools()}
-        group = self._open[key] = _Open(task, evaluated or self._settings, tools, self._engine(first=task.ordinal))
+        group = self._in_flight[key] = _InFlight(
+            task, evaluated or self._settings, tools, self._engine(first=task.ordinal)
+        )
         self._loads[group.place] += task.group
         try:
             async with self._problems:
@@ -254,9 +256,9 @@ class AgentRole:
             raise worst from error
         finally:
             self._loads[group.place] -= task.group
-            del self._open[key]
+            del self._in_flight[key]
 
-    async def _write(self, group: _Open, sample: Sample) -> Trajectory:
+    async def _write(self, group: _InFlight, sample: Sample) -> Trajectory:
         """The sample, written to its end and verified.
 
         Raises:
@@ -282,7 +284,7 @@ class AgentRole:
                 await self._generate(group, sample, min(settings.chunk_tokens, left))
         return sample.trajectory()
 
-    async def _generate(self, group: _Open, sample: Sample, max_tokens: int) -> None:
+    async def _generate(self, group: _InFlight, sample: Sample, max_tokens: int) -> None:
         """One chunk of an engine."""
         _wait(sample, "an engine")
         settings = group.settings
@@ -312,7 +314,7 @@ class AgentRole:
 
         await self._patiently("engine", ask, settings.attempts)
 
-    async def _asked(self, group: _Open, request: GenerateRequest) -> Generated:
+    async def _asked(self, group: _InFlight, request: GenerateRequest) -> Generated:
         """From the group's engine."""
         place, stats, started_s = group.place, self._stats, time.perf_counter()
         engine = self._engines[place]
@@ -337,7 +339,7 @@ class AgentRole:
         order = [(first + step) % num for step in range(num)]
         return min((place for place in order if place != avoid or num == 1), key=self._loads.__getitem__)
 
-    async def _use(self, group: _Open, sample: Sample, calls: Sequence[ToolCall]) -> None:
+    async def _use(self, group: _InFlight, sample: Sample, calls: Sequence[ToolCall]) -> None:
         """The turn of the tools that the model called."""
         started_s = time.time()
         results = [await self._call(group, sample, call) for call in calls]
@@ -352,7 +354,7 @@ class AgentRole:
         ]
         sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(told)))
 
-    async def _call(self, group: _Open, sample: Sample, call: ToolCall) -> ToolResult:
+    async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
         tool, arguments = group.tools.get(call.name), call.arguments
         if tool is None:
             known = ", ".join(group.tools)
@@ -377,7 +379,7 @@ class AgentRole:
 
         return await self._patiently(what, ask, group.settings.attempts)
 
-    async def _finish(self, group: _Open, sample: Sample, reason: str) -> None:
+    async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
         _wait(sample, "a verdict")
         dialogue, task, turns = self._dialogue, sample.task, sample.turns()
