@@ -23,7 +23,6 @@ import torch
 from rich.table import Table
 
 from bench.common.measure import wide_console
-from stretto.base.routes import signed_routes
 from stretto.base.track import progress
 from stretto.data.shards import TokenSet
 from stretto.engine.engine import Engine
@@ -33,6 +32,7 @@ from stretto.model.replay import Recorder, Replay
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.rl.samples import signed_routes
 
 PAIRS = {
     "bf16 → fp32": (Arithmetic("bf16"), PLAIN),

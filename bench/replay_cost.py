@@ -20,7 +20,6 @@ import torch
 
 from bench.common.measure import SLOW, Sample, Step, fastest_calibration, measure, random_prompts, table, wide_console
 from bench.train_speed import OPTIM, shapes
-from stretto.base.routes import HEADER_BYTES, pack_routes, signed_routes, unpack_routes
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
@@ -31,6 +30,7 @@ from stretto.model.transformer import Context, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.native.build import load
 from stretto.optim.build import build_optimizers
+from stretto.rl.samples import HEADER_BYTES, pack_routes, signed_routes, unpack_routes
 from stretto.train.step import MicroBatch, optimisation_step
 
 PROMPT, LENGTH = 32, 128

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stretto.base.trajectory import Trajectory
-from stretto.rl.agent import LOGS
 from stretto.rl.folder import JOURNAL_FILE
-from stretto.rl.groups import load_group
-from stretto.rl.tokenlog import logged_ordinals, read_logs
+from stretto.rl.recipe import LOGS
+from stretto.rl.samples import load_group, logged_ordinals, read_logs
 
 Key = tuple[int, int]
 """Ordinal and sample."""

@@ -1,6 +1,7 @@
 """What the subsystems of a reinforcement-learning run hand each other: records only.
 
-Tokens, never text: what was sampled is never tokenised again. Each record is written once, by whom its text names.
+Tokens, never text: what was sampled is never tokenised again. Each record is written once, by whom its text names. Apart
+from `stretto.base.records` so that the controller starts without pydantic.
 
 Shape letters: T tokens of a segment, P rows of routes, L MoE layers of the maximum network, K route slots.
 """
@@ -8,9 +9,8 @@ Shape letters: T tokens of a segment, P rows of routes, L MoE layers of the maxi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -79,8 +79,8 @@ class Segment:
     finished_s: float = 0.0
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.logprobs), len(self.versions)}
-        assert len(lengths) == 1, f"a segment of {len(self.tokens)} tokens has streams of lengths {sorted(lengths)}"
+        lengths = len(self.tokens), len(self.logprobs), len(self.versions)
+        assert lengths[0] == lengths[1] == lengths[2], f"a segment has streams of lengths {lengths}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,6 @@ class Verdict:
     latency_s: float = 0.0
     """From asking to this verdict, queues and further tries included. Written by the agent loop."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it. (`dataclasses.asdict` copies deeply, for a fortieth of an agent's time.)"""
-        plain: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return plain | {"outcome": self.outcome.value, "parts": dict(self.parts)}
-
-    @staticmethod
-    def from_json(plain: Mapping[str, Any]) -> Verdict:
-        return Verdict(**{**plain, "outcome": Outcome(plain["outcome"])})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
@@ -127,8 +118,11 @@ class Trajectory:
     finish_reason: str
     """``stop``, ``length``, ``turns`` (too many) or ``tool`` (one that may end the episode did)."""
     verdict: Verdict
-    num_turns: int = 1
-    """Turns of the model."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the model."""
+        return sum(segment.is_sampled for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
@@ -161,9 +155,7 @@ class WeightVersion:
 
     number: int
     location: str
-    """Where the tensors are: a folder or a store's key, as the publisher's store understands it."""
+    """The file of its tensors."""
     checksum: str
     """SHA-256 over names, types, shapes and bytes of all tensors."""
     num_bytes: int
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for the log, plain values."""

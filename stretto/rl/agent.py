@@ -1,82 +1,85 @@
-"""The agent loop as a role: runs groups of samples, many at once, between engines, tools and verifiers.
+"""The agent loop as a role: writes groups of samples, many at once, between engines, tools and verifiers.
 
 It waits most of its time, so one loop carries any number of samples, whatever the engines' batches are. All that a
-sample has come to is in its token log, so an agent may be killed at any point and another goes on.
+sample has come to is in its log, and what comes next is a function of that alone: an agent may be killed at any point,
+and a sample that another goes on with is an ordinary one.
 
-Imports no torch.
+Tokens in, tokens out: each request is everything so far, to the token, and what comes back is appended. Text is read
+to find tool calls and to be verified, never to be tokenised again. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Task, Trajectory
-from stretto.rl.asking import (
-    EngineClient,
-    GroupFailed,
-    Patience,
-    RewardClient,
-    Troubles,
-    group_failure,
-)
+from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
 from stretto.rl.buffer import GroupRef
-from stretto.rl.crew import Crew
-from stretto.rl.dialogue import Dialogue
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.threads import Threads
-from stretto.rl.tokenlog import TokenLog, open_logs, remove_logs
-from stretto.rl.turns import Limits, SampleLoop
+from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
+from stretto.rl.dialogue import Dialogue, ToolCall
+from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
+from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs
 from stretto.runtime.runtime import Caller
-from stretto.tasks.task import TaskSource
+from stretto.sandbox.outcome import ToolResult
+from stretto.tasks.task import Problem, TaskSource, Tool
 from stretto.text.tokenizer import Tokenizer
 
-LOGS, GROUPS = "tokens", "groups"
-"""Folders of a run, for token logs and for finished groups."""
+T = TypeVar("T")
+
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
 _PROBLEM_S = 60.0
 
 
+class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
+    """A group could not be finished, for reasons of ours. Its log stays: another attempt goes on from there."""
+
+
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What an agent needs of the recipe."""
+    """How samples are drawn; what an agent needs of the recipe."""
 
     folder: Path
     """Of the run."""
-    limits: Limits
+    chunk_tokens: int
+    """Asked of an engine at once."""
+    temperature: float
+    max_turns: int
+    max_len: int
+    """Tokens of a whole sample, prompt and tools included."""
+    want_routes: bool
     lease_s: float
-    """A group that takes longer is given up; its logs stay."""
-    patience: Patience
-    """With engines and tools."""
+    """A group that takes longer is given up; its log stays. Also the deadline of one request to an engine."""
+    tool_s: float
+    """Deadline of one call of a tool; tools have limits of their own, so this is for those that hang."""
+    attempts: int
+    """Times that an engine or a tool is tried; a verifier without a verdict at most three times."""
+    first_pause_s: float = 0.1
+    """Before the second attempt; each further pause is twice as long."""
+    longest_pause_s: float = 5.0
 
     @classmethod
     def of(cls, recipe: RlRecipe, folder: Path | str) -> AgentSettings:
         """Those of ``recipe``, for a run in ``folder``."""
-        rollout, failures = recipe.rollout, recipe.failures
-        limits = Limits(
-            chunk_tokens=rollout.chunk_tokens,
-            temperature=rollout.temperature,
-            max_turns=rollout.max_turns,
+        return cls(
+            folder=Path(folder),
+            chunk_tokens=recipe.rollout.chunk_tokens,
+            temperature=recipe.rollout.temperature,
+            max_turns=recipe.rollout.max_turns,
             max_len=recipe.train.seq_len,
             want_routes=recipe.replay == "r3",
-            call_s=failures.lease_s,
+            lease_s=recipe.failures.lease_s,
             tool_s=recipe.runtime.rewards.deadline_s,
-            verify_attempts=min(3, failures.max_attempts),
+            attempts=recipe.failures.max_attempts,
         )
-        return cls(Path(folder), limits, failures.lease_s, Patience(failures.max_attempts))
-
-
-@dataclass(frozen=True, slots=True)
-class Clients:
-    """Whom an agent talks to."""
-
-    engines: Sequence[EngineClient]
-    rewards: RewardClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,34 +96,45 @@ class Wait:
     num_sampled: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgentStats:
-    """Counts since the start, but for what is in flight. Written by the agent, read by metrics."""
+    """Counts since the start, but for what is in flight. Written by the agent, which hands out copies; read by metrics."""
 
-    num_groups: int
-    """In flight, as the next."""
-    num_samples: int
-    groups_finished: int
-    groups_failed: int
-    tokens_sampled: int
-    """Received from engines by this agent."""
-    tokens_resumed: int
+    num_samples: int = 0
+    """In flight."""
+    groups_finished: int = 0
+    tokens_resumed: int = 0
     """Taken from the logs of earlier attempts: work that a failure did not lose."""
-    cached_tokens: int
+    cached_tokens: int = 0
     """Prompt tokens that engines had in their prefix caches."""
-    computed_tokens: int
+    computed_tokens: int = 0
     """The other prompt tokens."""
-    route_bytes: int
-    """Of routes as received."""
-    engine_s: float
+    engine_s: float = 0.0
     """Summed over requests, queues included, as the next; several wait at once."""
-    queued_s: float
-    verify_s: float
-    """As verifiers report it."""
-    sandbox_s: float
-    """Processor seconds of tools and verifiers."""
-    troubles: Mapping[str, int]
+    queued_s: float = 0.0
+    troubles: dict[str, int] = field(default_factory=dict)
     """Failed tries by what was tried."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A group in flight: what its samples share."""
+
+    task: Task
+    settings: AgentSettings
+    tools: Mapping[str, Tool]
+    place: int
+    """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
+    problem: Problem = field(init=False)
+    prompt: np.ndarray = field(init=False)
+    samples: Sequence[Sample] = ()
+
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema() for tool in self.tools.values()]
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
+        return min(self.task.max_tokens - sample.num_sampled, self.settings.max_len - sample.num_tokens)
 
 
 class AgentRole:
@@ -134,46 +148,37 @@ class AgentRole:
         connect: Callable[[Caller | None], Clients],
         store: Callable[[Path, Group], GroupRef],
         *,
-        name: str = "agent",
         caller: Caller | None = None,
     ):
         """
         Args:
             open_sources: called once, here, where the role lives.
             connect: makes the clients; ``caller`` is what the runtime gives to roles that call others.
-            store: puts a finished group where trainers find it, durably (`stretto.rl.groups.store_group`).
+            store: puts a finished group where trainers find it, durably (`stretto.rl.samples.store_group`).
         """
-        self.name = name
-        self._settings = settings
-        self._dialogue = Dialogue(tokenizer)
-        self._sources = open_sources()
         clients = connect(caller)
-        self._crew = Crew(clients.engines)
-        self._rewards = clients.rewards
-        self._store = store
-        self._troubles = Troubles()
+        assert clients.engines, "an agent needs an engine"
+        self._settings, self._store = settings, store
+        self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
+        self._engines, self._rewards = clients.engines, clients.rewards
+        self._loads = [0] * len(self._engines)  # samples of this agent by engine
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
         self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
-        self._open: dict[tuple[int, int], list[SampleLoop]] = {}
-        self._finished = self._failed = self._resumed = 0
-        self._verify_s = self._sandbox_s = 0.0
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._stats = AgentStats()
 
     async def run_group(self, task: Task, attempt: int) -> GroupRef:
         """Draw and verify all samples of ``task``, store the group, and say where it lies.
 
         Raises:
-            GroupFailed: for reasons of ours, within the lease; the next attempt goes on from the token logs.
+            GroupFailed: for reasons of ours, within the lease; the next attempt goes on from the logs.
             UserError: what no attempt would mend: a full disk, a prompt that is too long, a template without tool turns.
         """
-        try:
-            group = await self._within_lease(task, attempt)
-            # not interruptible by a lease that ends meanwhile: a stored group is reported
-            ref = await asyncio.to_thread(self._store, self._settings.folder / GROUPS, group)
-        except BaseException:
-            self._failed += 1
-            raise
-        self._finished += 1
+        group = await self._within_lease(task, attempt)
+        # not interruptible by a lease that ends meanwhile: a stored group is reported
+        ref = await asyncio.to_thread(self._store, self._settings.folder / GROUPS, group)
+        self._stats.groups_finished += 1
         return ref
 
     async def evaluate(self, task: Task, temperature: float) -> Group:
@@ -182,11 +187,10 @@ class AgentRole:
         Raises:
             GroupFailed, UserError: as `run_group`.
         """
-        limits = replace(self._settings.limits, temperature=temperature, want_routes=False)
-        return await self._within_lease(task, 0, limits)
+        return await self._within_lease(task, 0, replace(self._settings, temperature=temperature, want_routes=False))
 
     async def forget(self, ordinals: Sequence[int]) -> None:
-        """Delete the token logs of ordinals that have ended."""
+        """Delete the logs of ordinals that have ended."""
         for ordinal in ordinals:
             remove_logs(self._settings.folder / LOGS, ordinal)
 
@@ -194,42 +198,20 @@ class AgentRole:
         """Every sample in flight and what it waits for, longest first."""
         now_s = time.time()
         found = [
-            Wait(
-                ordinal=loop.task.ordinal,
-                sample=loop.sample,
-                attempt=loop.attempt,
-                waits_for=loop.waits_for,
-                seconds=now_s - loop.since_s,
-                num_sampled=loop.log.num_sampled,
-            )
-            for loops in self._open.values()
-            for loop in loops
+            Wait(each.task.ordinal, each.number, each.attempt, each.waits_for, now_s - each.since_s, each.num_sampled)
+            for group in self._in_flight.values()
+            for each in group.samples
         ]
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     async def stats(self) -> AgentStats:
-        crew = self._crew
-        return AgentStats(
-            num_groups=len(self._open),
-            num_samples=sum(len(loops) for loops in self._open.values()),
-            groups_finished=self._finished,
-            groups_failed=self._failed,
-            tokens_sampled=crew.tokens_sampled,
-            tokens_resumed=self._resumed,
-            cached_tokens=crew.cached_tokens,
-            computed_tokens=crew.computed_tokens,
-            route_bytes=crew.route_bytes,
-            engine_s=crew.engine_s,
-            queued_s=crew.queued_s,
-            verify_s=self._verify_s,
-            sandbox_s=self._sandbox_s,
-            troubles=dict(self._troubles.counts),
-        )
+        num_samples = sum(len(group.samples) for group in self._in_flight.values())
+        return replace(self._stats, num_samples=num_samples, troubles=dict(self._stats.troubles))
 
     async def close(self) -> None:
         self._threads.close()
 
-    async def _within_lease(self, task: Task, attempt: int, evaluated: Limits | None = None) -> Group:
+    async def _within_lease(self, task: Task, attempt: int, evaluated: AgentSettings | None = None) -> Group:
         lease_s = self._settings.lease_s
         try:
             async with asyncio.timeout(lease_s) as lease:
@@ -237,57 +219,222 @@ class AgentRole:
         except TimeoutError as error:
             if not lease.expired():
                 raise
-            raise GroupFailed(task.ordinal, attempt, f"not finished within its lease of {lease_s:g} s") from error
+            why = f"not finished within its lease of {lease_s:g} s"
+            raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {why}") from error
 
-    async def _run(self, task: Task, attempt: int, evaluated: Limits | None) -> Group:
+    async def _run(self, task: Task, attempt: int, evaluated: AgentSettings | None) -> Group:
         """All samples at once; the first that fails ends the others, whose logs stay."""
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
-        share = self._crew.share(task)
         key = (task.ordinal, -1 if evaluated else attempt)
-        assert key not in self._open, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
-        loops = self._open[key] = []
+        assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
+        tools = {tool.name: tool for tool in source.tools()}
+        group = self._in_flight[key] = _InFlight(
+            task, evaluated or self._settings, tools, self._engine(first=task.ordinal)
+        )
+        self._loads[group.place] += task.group
         try:
             async with self._problems:
                 what = f"sources.{task.source}: item {task.item}"
-                problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
-            prompt = self._dialogue.prompt(problem.messages, [tool.schema() for tool in source.tools()])
-            folder = self._settings.folder / LOGS
-            logs = [TokenLog() for _ in range(task.group)] if evaluated else open_logs(folder, task, attempt)
-            self._resumed += sum(log.num_resumed for log in logs)
-            for sample, log in enumerate(logs):
-                loops.append(
-                    SampleLoop(
-                        log,
-                        task,
-                        sample,
-                        attempt,
-                        problem=problem,
-                        prompt=prompt,
-                        tools=source.tools(),
-                        dialogue=self._dialogue,
-                        limits=evaluated or self._settings.limits,
-                        generate=share.generate,
-                        rewards=self._rewards,
-                        patience=self._settings.patience,
-                        troubles=self._troubles,
-                        threads=self._threads,
-                        tool_slots=self._tool_slots,
-                    )
-                )
-            async with asyncio.TaskGroup() as crowd:
-                runs = [crowd.create_task(loop.run()) for loop in loops]
-            trajectories = tuple(run.result() for run in runs)
+                group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
+            group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas())
+            if evaluated:
+                group.samples = [Sample(task, number, 0) for number in range(task.group)]
+            else:
+                group.samples = open_samples(self._settings.folder / LOGS, task, attempt)
+            self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
+            async with asyncio.TaskGroup() as tasks:
+                runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
+            return Group(task, tuple(run.result() for run in runs))
         except Exception as error:
-            raise group_failure(error, task.ordinal, attempt) from error
+            # of several a user's mistake first, then a fault of the code, then the first trouble
+            several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+            worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
+            if isinstance(worst, Trouble):
+                raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {worst}") from error
+            raise worst from error
         finally:
-            share.leave()
-            del self._open[key]
-        self._count(trajectories, loops)
-        return Group(task, trajectories)
+            self._loads[group.place] -= task.group
+            del self._in_flight[key]
 
-    def _count(self, trajectories: Sequence[Trajectory], loops: Sequence[SampleLoop]) -> None:
-        self._verify_s += sum(each.verdict.seconds for each in trajectories)
-        self._sandbox_s += sum(each.verdict.sandbox_s for each in trajectories)
-        self._sandbox_s += sum(loop.sandbox_s for loop in loops)
+    async def _write(self, group: _InFlight, sample: Sample) -> Trajectory:
+        """The sample, written to its end and verified.
+
+        Raises:
+            Trouble: an engine, a tool or the verifier kept failing; the log goes on from here at the next attempt.
+            UserError: the prompt leaves no room to write, or what a patient caller cannot mend either.
+        """
+        settings, task, now_s = group.settings, group.task, time.time()
+        if not sample.parts:
+            check_room(task, len(group.prompt), settings.max_len)
+            sample.append(Part(context(group.prompt, now_s, now_s)))
+        while sample.verdict is None:
+            last, left = sample.parts[-1], group.room(sample)
+            calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.tools else ()
+            if last.ended == "stop" and not calls:
+                await self._finish(group, sample, "stop")
+            elif last.ended == "stop" and len(sample.turns()) >= settings.max_turns:
+                await self._finish(group, sample, "turns")
+            elif last.ended == "length" or left <= 0:
+                await self._finish(group, sample, "length")
+            elif calls:
+                await self._use(group, sample, calls)
+            else:
+                await self._generate(group, sample, min(settings.chunk_tokens, left))
+        return sample.trajectory()
+
+    async def _generate(self, group: _InFlight, sample: Sample, max_tokens: int) -> None:
+        """One chunk of an engine."""
+        _wait(sample, "an engine")
+        settings = group.settings
+
+        async def ask() -> None:
+            request = GenerateRequest(
+                id=f"{sample.task.ordinal}.{sample.number}.{sample.attempt}",
+                tokens=sample.tokens(),
+                max_tokens=max_tokens,
+                temperature=settings.temperature,
+                seed=_seed(sample),
+                stop_ids=self._dialogue.stop_ids,
+                want_routes=settings.want_routes,
+                routes_from=sample.num_rows,
+                deadline_s=settings.lease_s,
+            )
+            done = await self._asked(group, request)
+            num = len(done.segment.tokens)
+            if not 0 < num <= max_tokens:
+                raise Trouble(f"{num} tokens were returned, 1 to {max_tokens} asked for")
+            if settings.want_routes and done.routes is None:
+                raise Trouble("no routes were returned")
+            # an engine that stops short of what was asked has come to the end of its positions
+            is_over = num < max_tokens or num == group.room(sample)
+            ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
+            sample.append(Part(done.segment, done.routes if settings.want_routes else None, ended))
+
+        await self._patiently("engine", ask, settings.attempts)
+
+    async def _asked(self, group: _InFlight, request: GenerateRequest) -> Generated:
+        """From the group's engine."""
+        place, stats, started_s = group.place, self._stats, time.perf_counter()
+        engine = self._engines[place]
+        try:
+            done = await engine.generate(request)
+        except Trouble as trouble:
+            if group.place == place:
+                self._loads[place] -= group.task.group
+                group.place = self._engine(first=place + 1, avoid=place)
+                self._loads[group.place] += group.task.group
+            raise type(trouble)(f"{engine.name}: {trouble}") from trouble
+        stats.engine_s += time.perf_counter() - started_s
+        stats.queued_s += done.queued_s
+        stats.cached_tokens += done.cached_tokens
+        stats.computed_tokens += done.computed_tokens
+        return done
+
+    def _engine(self, first: int, avoid: int | None = None) -> int:
+        """The least loaded engine, another than ``avoid`` if there is one. Ties go round by ``first``: several agents
+        that know nothing of each other do not all begin at the same one."""
+        num = len(self._engines)
+        order = [(first + step) % num for step in range(num)]
+        return min((place for place in order if place != avoid or num == 1), key=self._loads.__getitem__)
+
+    async def _use(self, group: _InFlight, sample: Sample, calls: Sequence[ToolCall]) -> None:
+        """The turn of the tools that the model called."""
+        started_s = time.time()
+        results = [await self._call(group, sample, call) for call in calls]
+        texts = [result.text for result in results]
+        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas(), calls, texts)
+        if sample.num_tokens + len(tokens) >= group.settings.max_len:
+            await self._finish(group, sample, "length")  # no room for the model to go on from it
+            return
+        told = [
+            {"role": "tool", "name": call.name, "content": result.text, "outcome": result.outcome.value}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(told)))
+
+    async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
+        tool, arguments = group.tools.get(call.name), call.arguments
+        if tool is None:
+            known = ", ".join(group.tools)
+            return ToolResult(f"error: there is no tool {call.name!r}; there are {known}", Outcome.WRONG, 0.0)
+        if arguments is None:
+            return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
+        what = f"tool {tool.name}"
+
+        def called() -> ToolResult:
+            try:
+                return tool.call(arguments)
+            except Exception as error:  # whatever a tool raises is no answer to the model
+                raise Trouble(f"{tool.name} raised {type(error).__name__}: {error}") from error
+
+        async def ask() -> ToolResult:
+            async with self._tool_slots:
+                _wait(sample, what)
+                result = await self._threads.run(called, group.settings.tool_s, what)
+            if result.outcome is Outcome.INFRA:
+                raise Trouble(result.text)
+            return result
+
+        return await self._patiently(what, ask, group.settings.attempts)
+
+    async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
+        """Have it verified and close it."""
+        _wait(sample, "a verdict")
+        dialogue, task, turns = self._dialogue, sample.task, sample.turns()
+        told = [part.messages for part in sample.parts if part.messages]
+        messages: list[Mapping[str, Any]] = []
+        for number, turn in enumerate(turns):
+            messages += [dialogue.message(turn), *(told[number] if number < len(told) else ())]
+        request = RewardRequest(task.source, task.item, dialogue.text(turns[-1]), tuple(messages), _seed(sample))
+
+        async def ask() -> Verdict:
+            verdict = await self._rewards.score(request)
+            if verdict.outcome is Outcome.INFRA:
+                raise Trouble(verdict.detail)
+            return verdict
+
+        verdict = await self._patiently("verifier", ask, min(3, group.settings.attempts))
+        sample.close(reason, replace(verdict, latency_s=time.time() - sample.since_s))
+        _wait(sample, "its group")
+
+    async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], attempts: int) -> T:
+        """Await ``work()`` until it succeeds. Who is unavailable is waited for; it is the lease that ends that.
+
+        Raises:
+            Trouble: that of the last attempt. Anything else passes at once.
+        """
+        settings, failures, pause_s = self._settings, 0, self._settings.first_pause_s
+        while True:
+            try:
+                return await work()
+            except Trouble as trouble:
+                self._stats.troubles[what] = self._stats.troubles.get(what, 0) + 1
+                failures += not isinstance(trouble, Unavailable)
+                if failures == attempts:
+                    raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
+            await asyncio.sleep(pause_s)
+            pause_s = min(settings.longest_pause_s, 2 * pause_s)
+
+
+def check_room(task: Task, num_tokens: int, max_len: int) -> None:
+    """
+    Raises:
+        UserError: a prompt of ``num_tokens`` leaves none for the answer.
+    """
+    if num_tokens >= max_len:
+        raise UserError(
+            f"sources.{task.source}: item {task.item}: its prompt of {num_tokens} tokens leaves no room to answer in "
+            f"train.seq_len {max_len}; raise that or choose shorter problems"
+        )
+
+
+def _seed(sample: Sample) -> int:
+    """63 bits that no two samples share but by accident."""
+    digest = blake2b(f"{sample.task.seed}/{sample.number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _wait(sample: Sample, what: str) -> None:
+    sample.waits_for, sample.since_s = what, time.time()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from stretto.rl.agent import check_room
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.factories import SourceTables
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.turns import check_room
 from stretto.tasks.task import TaskSource
 from stretto.text.tokenizer import Tokenizer
 

@@ -1,14 +1,22 @@
-"""Engines and verifiers behind a runtime, as the agent loop sees them. Imports no torch."""
+"""Engines and verifiers as the agent loop sees them: what it asks of them, how that fails, and how they are reached.
+
+The two interfaces are met by roles behind a runtime and by the roles themselves. Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol, TypeVar
 
-from stretto.base.trajectory import Verdict
-from stretto.rl.agent import Clients
-from stretto.rl.asking import Generated, GenerateRequest, RewardRequest, Trouble, Unavailable, infra
+import numpy as np
+
+from stretto.base.trajectory import Outcome, Segment, Verdict
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import Caller, Handle, RoleDied, RoleError, RuntimeFailure
 
@@ -16,6 +24,95 @@ T = TypeVar("T")
 
 _SLACK_S = 5.0
 """Between the deadline that a role keeps itself and the one by which its caller gives it up: for the way there and back."""
+_IDLE = 4
+"""Threads kept for later calls."""
+
+
+class Trouble(RuntimeError):  # noqa: N818 - data, not a fault
+    """Something of ours did not work: a dead engine, a full queue, a deadline. Worth another try; never a reward."""
+
+
+class Unavailable(Trouble):
+    """Nobody is there to do it: an engine that died and is being started again, which takes as long as it takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """A chunk of one sample. Written by the agent loop."""
+
+    id: str
+    """Unique among the requests in flight of all agents."""
+    tokens: np.ndarray
+    """int32 [T], everything so far."""
+    max_tokens: int
+    """To sample at most."""
+    temperature: float
+    seed: int
+    """With a token's position it decides the draw, so that chunks of any size give the same tokens."""
+    stop_ids: tuple[int, ...]
+    """These end the turn, and nothing else does; the one that did is part of the tokens."""
+    want_routes: bool = True
+    routes_from: int = 0
+    """Rows before this position are known, and are not sent again."""
+    deadline_s: float = 600.0
+    """After this the engine gives the request up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """What came of a request. Written by `EngineRole`."""
+
+    segment: Segment
+    """At least one token."""
+    routes: np.ndarray | None
+    """uint8 or uint16 [R, L, K], of positions ``routes_from`` to the last token but one, prompt and cache hits included."""
+    finish_reason: Literal["stop", "length"]
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    computed_tokens: int
+    """The other prompt tokens."""
+    num_preemptions: int
+    """Times its keys and values were lost: to other requests, or to new weights."""
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """A finished sample to be verified. Written by the agent loop."""
+
+    source: str
+    item: int
+    text: str
+    """The last turn of the model."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """All that followed the prompt, tool turns included, the last turn too."""
+    seed: int | None = None
+    """As of `stretto.tasks.task.Answer`."""
+
+
+def infra(request: RewardRequest, why: str) -> Verdict:
+    """The verdict that says nothing about the answer."""
+    return Verdict(0.0, Outcome.INFRA, 0.0, detail=f"sources.{request.source}: item {request.item}: {why}")
+
+
+class EngineClient(Protocol):
+    """An engine to sample from. Cancelled or out of time, a request leaves nothing in it.
+
+    Raises:
+        Trouble: it is dead, busy, slow, or its output was no number.
+        UserError: the request cannot be served by it, now or later.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def generate(self, request: GenerateRequest) -> Generated: ...
+
+
+class RewardClient(Protocol):
+    """Whoever verifies. The outcome is INFRA, with the task's name in the detail, where there is no verdict to be had."""
+
+    async def score(self, request: RewardRequest) -> Verdict: ...
 
 
 class RemoteEngine:
@@ -26,9 +123,13 @@ class RemoteEngine:
         self._caller, self._handle = caller, handle
 
     async def generate(self, request: GenerateRequest) -> Generated:
-        # No idempotency key: a call with one is not cancelled in the engine when its agent gives it up.
         deadline_s = request.deadline_s + _SLACK_S
-        done: Generated = await _attributed(self._caller.call(self._handle, "generate", request, deadline_s=deadline_s))
+        try:
+            done: Generated = await self._caller.call(self._handle, "generate", request, deadline_s=deadline_s)
+        except RuntimeFailure as failure:  # a `UserError` passes
+            is_role_error = isinstance(failure, RoleError) and failure.kind == Unavailable.__name__
+            is_absent = is_role_error or isinstance(failure, RoleDied)
+            raise (Unavailable if is_absent else Trouble)(str(failure)) from failure
         return done
 
 
@@ -41,8 +142,8 @@ class RemoteRewards:
             deadline_s: of one verification, as the roles keep it; a request waits for its turn before.
         """
         assert handles, "a reward needs a verifier"
-        self._caller, self._handles, self._deadline_s = caller, tuple(handles), deadline_s
-        self._loads = [0] * len(self._handles)
+        self._caller, self._handles, self._deadline_s = caller, handles, deadline_s
+        self._loads = [0] * len(handles)
 
     async def score(self, request: RewardRequest) -> Verdict:
         place = self._loads.index(min(self._loads))
@@ -57,23 +158,24 @@ class RemoteRewards:
 
 
 class PooledRewards:
-    """`RewardRole`s in pools that live on the agent's own loop."""
+    """`RewardRole`s in pools, by source, that live on the agent's own loop."""
 
     def __init__(self, pools: Mapping[str, ElasticPool], deadline_s: float):
-        """
-        Args:
-            pools: by source.
-            deadline_s: of one verification, as the roles keep it.
-        """
         self._pools, self._deadline_s = pools, deadline_s
 
     async def score(self, request: RewardRequest) -> Verdict:
-        pool = self._pools[request.source]
         try:
-            verdict: Verdict = await pool.call("score", request, deadline_s=self._deadline_s + _SLACK_S)
+            return await self._pools[request.source].call("score", request, deadline_s=self._deadline_s + _SLACK_S)
         except RuntimeFailure as failure:
             return infra(request, str(failure))
-        return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Whom an agent talks to."""
+
+    engines: Sequence[EngineClient]
+    rewards: RewardClient
 
 
 Verifiers = tuple[Handle, ...] | Mapping[str, ElasticPool]
@@ -97,12 +199,55 @@ class Connect:
         return Clients(engines, RemoteRewards(caller, self.rewards, self.reward_s))
 
 
-async def _attributed(work: Awaitable[T]) -> T:
-    """What the runtime reports as its own or the role's failure is trouble to an agent; a `UserError` passes."""
-    try:
-        return await work
-    except RoleDied as died:
-        raise Unavailable(str(died)) from died
-    except RuntimeFailure as failure:
-        is_absent = isinstance(failure, RoleError) and failure.kind == Unavailable.__name__
-        raise (Unavailable if is_absent else Trouble)(str(failure)) from failure
+class Threads:
+    """Runs code of others, which may hang: any number of calls at once, each in a thread that may have served others before.
+
+    Not concurrent.futures' executor, which bounds the calls at work, counts those that hang among them, and has the
+    process wait at its exit for every thread. Here one that hangs holds up neither loop nor exit.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[_Call | None]] = []
+
+    async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
+        """What ``work`` returns.
+
+        Raises:
+            Trouble: nothing within ``deadline_s``. Whatever ``work`` raises.
+        """
+        if self._idle:
+            inbox = self._idle.pop()
+        else:
+            inbox = SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), name=what, daemon=True).start()
+        done: Future[T] = Future()
+        inbox.put((work, done))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+        except TimeoutError as error:
+            if done.done() and not done.cancelled() and isinstance(done.exception(), TimeoutError):
+                raise  # the work's own
+            raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error
+
+    def close(self) -> None:
+        """Let the idle ones end; those that are busy end with the process."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _serve(self, inbox: SimpleQueue[_Call | None]) -> None:
+        while (call := inbox.get()) is not None:
+            work, done = call
+            is_wanted = done.set_running_or_notify_cancel()
+            try:
+                tell = partial(done.set_result, work() if is_wanted else None)
+            except Exception as error:
+                tell = partial(done.set_exception, error)
+            if len(self._idle) < _IDLE:
+                self._idle.append(inbox)  # before its caller hears of it: the next call finds it here
+            else:
+                inbox.put(None)
+            if is_wanted:
+                tell()
+
+
+_Call = tuple[Callable[[], Any], Future[Any]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -102,15 +102,15 @@ class Dialogue:
 
     def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
         """The tool calls in a turn, in order; one that cannot be read is text."""
-        return tuple(ToolCall(call.name, _arguments(call.arguments)) for call in read_answer(self.text(turn))[1])
+        found = read_answer(self.text(turn))[1]
+        # a name may spell half a surrogate pair, which is no UTF-8
+        return tuple(ToolCall(_utf8(call.name), _arguments(call.arguments)) for call in found)
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        content, calls = read_answer(self.text(turn))
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            functions = [{"name": call.name, "arguments": _arguments(call.arguments)} for call in calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        message: dict[str, Any] = {"role": "assistant", "content": read_answer(self.text(turn))[0]}
+        if calls := self.calls(turn):
+            message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
         return message
 
     def _encoded(self, text: str) -> np.ndarray:
@@ -123,6 +123,10 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _offers(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     return [Tool.model_validate(dict(tool)) for tool in tools]
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _arguments(text: str) -> Mapping[str, Any] | None:

@@ -20,10 +20,10 @@ from stretto.base.trajectory import Ending, WeightVersion
 from stretto.rl.buffer import GroupRef
 from stretto.rl.controller import Controller
 from stretto.rl.fleet import Fleet
-from stretto.rl.groups import discard
 from stretto.rl.ledger import Handout
 from stretto.rl.measures import StepReport
 from stretto.rl.roles import Roles
+from stretto.rl.samples import discard
 from stretto.rl.trace import Span, Trace
 from stretto.rl.watchdog import Watchdog
 from stretto.runtime.runtime import RoleDied, RoleError, Runtime, RuntimeFailure

@@ -10,9 +10,9 @@ from typing import Any
 
 from stretto.rl.agent import AgentRole, AgentSettings
 from stretto.rl.clients import Connect, Verifiers
-from stretto.rl.groups import store_group
 from stretto.rl.recipe import PrecisionConfig, RlRecipe, RolloutConfig, SandboxConfig, SourceConfig
 from stretto.rl.reward import RewardRole
+from stretto.rl.samples import store_group
 from stretto.runtime.runtime import Handle
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
@@ -100,8 +100,10 @@ def _trainer(recipe: RlRecipe, folder: Path, start: Path) -> Any:
 def _engine(
     name: str, start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
 ) -> Any:
-    from stretto.rl.engines import open_rollout_engine  # torch, where the role lives
-    from stretto.rl.rollout import EngineRole
+    from stretto.rl.rollout import (
+        EngineRole,
+        open_rollout_engine,  # torch, where the role lives
+    )
     from stretto.rl.weights import fetch
 
     opened = partial(open_rollout_engine, start, rollout, precision, routes, device)

@@ -13,11 +13,9 @@ from pathlib import Path
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, remove, write_json
-from stretto.rl.agent import GROUPS, LOGS
 from stretto.rl.controller import Controller
-from stretto.rl.groups import SUFFIX, discard
-from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
-from stretto.rl.tokenlog import logged_ordinals, remove_logs
+from stretto.rl.recipe import GROUPS, LAYOUT, LOGS, SNAPSHOTS, WEIGHTS, RlRecipe
+from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
 
 JOURNAL_FILE = "groups.jsonl"
 RECIPE_FILE = "recipe.json"

@@ -1,10 +1,15 @@
-"""The recipe's policy loss as an objective of the optimisation step, and what the trainer says about it.
+"""From the streams of a batch to the loss: policy losses of token log-probabilities, and the recipe's choice among them.
 
-Shape letters: N tokens of the rows of one pass, M of them with a target.
+Every loss is free of weights and sums: the objective multiplies by each token's share of the whole update and adds up,
+so that no split over micro-batches, rows or ranks changes a gradient. π is the network being trained, the proximal
+policy is the centre of the trust region, μ is what sampled the tokens; all are log-probabilities, processed, fp32.
+
+Shape letters: N tokens (in the objective: of the rows of one pass, M of them with a target).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,59 +18,120 @@ from torch import Tensor
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.operators import ORDINARY, Operators
 from stretto.rl.loss import LossConfig
-from stretto.train.losses import PolicyLoss, cispo, gspo, icepop_weights, kl_k2, ppo, tis_weights
 from stretto.train.step import Measured
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A loss for each token."""
+
+    loss_N: Tensor
+    """To be minimised; differentiable in the log-probabilities of π."""
+    ratio_N: Tensor
+    """π over the proximal policy, of tokens or of whole samples; detached."""
+    clipped_N: Tensor
+    """The trust region took the gradient of this token away (CISPO: bounded its weight); bool."""
+
+
+def ppo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    """−min(u·A, clip(u, 1 − low, 1 + high)·A), u = π/proximal (1707.06347; unequal bounds: DAPO, 2503.14476).
+
+    With μ as the proximal policy this is PPO; with the trainer's own recomputation, weighted by `tis_weights`, it is
+    the decoupled form (2110.00641, AReaL 2505.24298). The two are the same where the proximal policy is μ.
+    """
+    return _clipped((logp_N - proximal_N).exp(), advantages_N, clip_low, clip_high)
+
+
+def gspo(
+    logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """`ppo` with one ratio for all tokens of a sample: the geometric mean of theirs (GSPO, 2507.18071).
+
+    ``samples_N`` numbers the sample of each token, from 0; all tokens of a sample must be there.
+    """
+    num_samples = int(samples_N.max()) + 1 if len(samples_N) else 0
+    delta_N = logp_N - proximal_N
+    sums = delta_N.new_zeros(num_samples).index_add(0, samples_N, delta_N)
+    lengths = torch.bincount(samples_N, minlength=num_samples).clamp_min(1)
+    return _clipped((sums / lengths).exp()[samples_N], advantages_N, clip_low, clip_high)
+
+
+def cispo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    """−sg(clip(u))·A·log π (CISPO, 2506.13585): a ratio out of bounds is bounded, and no token loses its gradient."""
+    ratio_N = (logp_N.detach() - proximal_N).exp()
+    bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return PolicyLoss(-bounded_N * advantages_N * logp_N, ratio_N, bounded_N != ratio_N)
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    plain_N, clipped_N = ratio_N * advantages_N, bounded_N * advantages_N
+    return PolicyLoss(-torch.minimum(plain_N, clipped_N), ratio_N.detach(), clipped_N < plain_N)
+
+
+def tis_weights(proximal_N: Tensor, behaviour_N: Tensor, cap: float) -> Tensor:
+    """min(proximal/μ, ``cap``): truncated importance sampling of what the rollout did otherwise. No gradient."""
+    return (proximal_N - behaviour_N).detach().exp().clamp(max=cap)
+
+
+def icepop_weights(proximal_N: Tensor, behaviour_N: Tensor, low: float, high: float) -> Tensor:
+    """proximal/μ within [``low``, ``high``], and 0 outside: such tokens are left out (IcePop). No gradient."""
+    ratio_N = (proximal_N - behaviour_N).detach().exp()
+    return torch.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
+
+
+def kl_k2(logp_N: Tensor, reference_N: Tensor) -> Tensor:
+    """½(log π − log reference)²: over tokens of π, its gradient is that of KL(π ‖ reference).
+
+    Not log π − log reference (k1), whose gradient is zero in expectation, and not reference/π − 1 − log(reference/π)
+    (k3), whose gradient is that of the other direction, KL(reference ‖ π).
+    """
+    return 0.5 * (logp_N - reference_N).square()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyObjective:
-    """A policy loss on one rank's rows of a batch. The streams are those of `stretto.rl.batches.Batch`, flat."""
+    """A policy loss on one rank's rows of a batch."""
 
     config: LossConfig
     temperature: float
     """At which the tokens were sampled: the policy that is trained is the one that sampled."""
-    advantages_N: Tensor
-    weights_N: Tensor
-    behaviour_N: Tensor
-    proximal_N: Tensor | None
+    streams: Mapping[str, Tensor]
+    """Those of `stretto.rl.batch.Batch` by name."""
+    proximal_BT: Tensor | None
     """Log-probabilities of the trust region's centre; the behaviour's own for naive PPO. None: those of this pass."""
-    samples_N: Tensor
-    reference_N: Tensor | None = None
+    reference_BT: Tensor | None = None
     """Log-probabilities of the reference network, where there is a KL to it."""
     operators: Operators = ORDINARY
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
         """Sum of weight·(correction·policy loss + kl_weight·k2) over the targets."""
-        logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, operators=self.operators)
+        config = self.config
+        all_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, operators=self.operators)
         kept_N = targets_N != IGNORED
-        proximal_N = logp_N.detach() if self.proximal_N is None else self.proximal_N
-        policy, correction_M = self._policy(logp_N[kept_N], proximal_N[kept_N], kept_N)
+        names = ("behaviour_BT", "advantages_BT", "weights_BT", "samples_BT")
+        behaviour_M, advantages_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
+        logp_M = all_N[kept_N]
+        proximal_M = logp_M.detach() if self.proximal_BT is None else self.proximal_BT.flatten()[kept_N]
+        bounds = (config.clip_low, config.clip_high)
+        if config.policy == "gspo":
+            policy = gspo(logp_M, proximal_M, advantages_M, samples_M, *bounds)
+        else:
+            policy = (ppo if config.policy == "ppo" else cispo)(logp_M, proximal_M, advantages_M, *bounds)
+        correction_M = torch.ones_like(behaviour_M)  # of what the rollout did otherwise than the proximal policy
+        if config.correction == "tis":
+            correction_M = tis_weights(proximal_M, behaviour_M, config.tis_cap)
+        elif config.correction == "icepop":
+            correction_M = icepop_weights(proximal_M, behaviour_M, *config.icepop_range)
         loss_M = correction_M * policy.loss_N
-        if self.config.kl_weight:
-            assert self.reference_N is not None, "a KL needs the reference's log-probabilities"
-            loss_M = loss_M + self.config.kl_weight * kl_k2(logp_N[kept_N], self.reference_N[kept_N])
-        # what the correction cut off or left out, as far as there is one
-        is_cut_M = correction_M != (proximal_N - self.behaviour_N)[kept_N].exp()
+        if config.kl_weight:
+            assert self.reference_BT is not None, "a KL needs the reference's log-probabilities"
+            loss_M = loss_M + config.kl_weight * kl_k2(logp_M, self.reference_BT.flatten()[kept_N])
+        is_cut_M = correction_M != (proximal_M - behaviour_M).exp()
         found = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
-        found["cut"] = is_cut_M & (self.config.correction != "none")
+        found["cut"] = is_cut_M & (config.correction != "none")
         streams_N = {name: torch.zeros_like(entropy_N) for name in found}
         for name, value_M in found.items():
             streams_N[name][kept_N] = value_M.float()
-        streams_N |= {"logp": logp_N.detach(), "entropy": entropy_N}
-        return Measured((self.weights_N[kept_N] * loss_M).sum(), -logp_N.detach(), streams_N)
-
-    def _policy(self, logp_M: Tensor, proximal_M: Tensor, kept_N: Tensor) -> tuple[PolicyLoss, Tensor]:
-        """The loss of each target, and its factor: what the rollout did otherwise than the proximal policy."""
-        config, advantages_M = self.config, self.advantages_N[kept_N]
-        bounds = (config.clip_low, config.clip_high)
-        if config.policy == "gspo":
-            policy = gspo(logp_M, proximal_M, advantages_M, self.samples_N[kept_N], *bounds)
-        else:
-            token_loss = ppo if config.policy == "ppo" else cispo
-            policy = token_loss(logp_M, proximal_M, advantages_M, *bounds)
-        behaviour_M = self.behaviour_N[kept_N]
-        if config.correction == "tis":
-            return policy, tis_weights(proximal_M, behaviour_M, config.tis_cap)
-        if config.correction == "icepop":
-            return policy, icepop_weights(proximal_M, behaviour_M, *config.icepop_range)
-        return policy, torch.ones_like(behaviour_M)
+        streams_N |= {"logp": all_N.detach(), "entropy": entropy_N}
+        return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N)

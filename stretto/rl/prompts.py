@@ -46,10 +46,8 @@ class Prompts:
         """The task of ``ordinal``: its source drawn by weight, its item new until a source is used up, then shuffled anew."""
         place = bisect_right(self.cumulative, key_of(self.seed, _Purpose.SOURCE, ordinal) / 2**64)
         place = min(place, len(self.names) - 1)
-        size = self.sizes[place]
-        if size is None:
-            item = ordinal
-        else:
+        item, size = ordinal, self.sizes[place]
+        if size is not None:
             epoch, within = divmod(ordinal, size)
             order = key_of(self.seed, _Purpose.ORDER, place, epoch)
             item = int(permute(np.array([within], np.int64), size, order)[0])
@@ -73,11 +71,8 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
     Raises:
         UserError: a source has too few problems to hold some out.
     """
-    names = tuple(recipe.sources)
-    weights = [recipe.sources[name].weight for name in names]
-    total = sum(weights)
+    names, sizes = tuple(recipe.sources), list[int | None]()
     num_held_out = -(-recipe.train.eval_prompts // len(names))
-    sizes: list[int | None] = []
     for name in names:
         size = num_items[name]
         if size is not None and size <= num_held_out:
@@ -85,5 +80,6 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
                 f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts"
             )
         sizes.append(None if size is None else size - num_held_out)
-    cumulative = tuple(accumulate(weight / total for weight in weights))
+    total = sum(source.weight for source in recipe.sources.values())
+    cumulative = tuple(accumulate(source.weight / total for source in recipe.sources.values()))
     return Prompts(names, cumulative, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)

@@ -12,7 +12,7 @@ from stretto.optim.schedule import OptimConfig
 from stretto.rl.loss import LossConfig
 
 Precision = Literal["fp32", "bf16", "fp8"]
-SNAPSHOTS, WEIGHTS = "snapshots", "weights"
+SNAPSHOTS, WEIGHTS, GROUPS, LOGS = "snapshots", "weights", "groups", "tokens"
 """Folders of a run."""
 LAYOUT = ("runtime.", "failures.", "sandbox.")
 """Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""

@@ -8,93 +8,82 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.asking import RewardRequest, Trouble, infra
-from stretto.rl.threads import Threads
+from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
 from stretto.tasks.task import Answer, TaskSource, score_fault
 
 _MAX_DETAIL = 300
 """Characters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RewardStats:
-    """Counts since the start. Written by `RewardRole`, read by metrics."""
+    """Counts since the start. Written by `RewardRole`, which hands out copies; read by metrics."""
 
-    num_waiting: int
+    num_waiting: int = 0
     """In flight now, the next included."""
-    num_judged: int
+    num_judged: int = 0
     """Being judged now."""
-    outcomes: Mapping[str, int]
+    outcomes: dict[str, int] = field(default_factory=dict)
     """Verdicts by outcome."""
-    busy_s: float
+    busy_s: float = 0.0
     """Spent judging, summed over those that were judged at once."""
-    num_stuck: int
+    num_stuck: int = 0
     """Judgements that did not return and were left behind in their threads; with any, start the role again."""
 
 
 class RewardRole:
     """Verifies samples: of each source as many at once as it says (`TaskSource.at_once`), mostly one."""
 
-    def __init__(
-        self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0, *, name: str = "reward"
-    ):
+    def __init__(self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0):
         """
         Args:
             open_sources: called once, here, where the role lives.
             deadline_s: of one verification, its queue not counted.
         """
-        self.name = name
-        self._sources = open_sources()
-        self._deadline_s = deadline_s
-        self._threads = Threads()
+        self._sources, self._deadline_s = open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
-        self._num_waiting = self._num_judged = self._num_stuck = 0
-        self._outcomes: dict[str, int] = {}
-        self._busy_s = 0.0
+        self._threads, self._stats = Threads(), RewardStats()
 
     async def score(self, request: RewardRequest) -> Verdict:
         """The verdict on a sample; INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
         reward that is no finite number."""
-        source = self._sources.get(request.source)
+        source, stats = self._sources.get(request.source), self._stats
         if source is None:
-            return self._counted(infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}"))
-        self._num_waiting += 1
-        try:
-            async with self._turns[request.source]:
-                verdict = await self._judge(source, request)
-        finally:
-            self._num_waiting -= 1
-        return self._counted(verdict)
+            verdict = infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}")
+        else:
+            stats.num_waiting += 1
+            try:
+                async with self._turns[request.source]:
+                    verdict = await self._judge(source, request)
+            finally:
+                stats.num_waiting -= 1
+        outcome = verdict.outcome.value
+        stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + 1
+        return verdict
 
     async def stats(self) -> RewardStats:
-        return RewardStats(self._num_waiting, self._num_judged, dict(self._outcomes), self._busy_s, self._num_stuck)
+        return replace(self._stats, outcomes=dict(self._stats.outcomes))
 
     async def close(self) -> None:
         self._threads.close()
 
-    def _counted(self, verdict: Verdict) -> Verdict:
-        name = verdict.outcome.value
-        self._outcomes[name] = self._outcomes.get(name, 0) + 1
-        return verdict
-
     async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
         started_s = time.perf_counter()
-        self._num_judged += 1
+        self._stats.num_judged += 1
         try:
-            return await self._threads.run(lambda: judge(source, request), self._deadline_s, "score")
+            return await self._threads.run(lambda: _verdict(source, request), self._deadline_s, "score")
         except Trouble as trouble:
-            self._num_stuck += 1
+            self._stats.num_stuck += 1
             return infra(request, str(trouble))
         finally:
-            self._num_judged -= 1
-            self._busy_s += time.perf_counter() - started_s
+            self._stats.num_judged -= 1
+            self._stats.busy_s += time.perf_counter() - started_s
 
 
-def judge(source: TaskSource, request: RewardRequest) -> Verdict:
-    """One verification, here and now."""
+def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
     started_s = time.perf_counter()
     try:
         problem = source.problem(request.item)
@@ -109,12 +98,14 @@ def judge(source: TaskSource, request: RewardRequest) -> Verdict:
         reward=float(score.reward),
         outcome=score.outcome,
         seconds=time.perf_counter() - started_s,
-        sandbox_s=score.sandbox_s,
+        sandbox_s=float(score.sandbox_s),
         detail=_short(score.detail),
         parts={name: float(value) for name, value in score.parts.items()},
     )
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(
+        text.encode(errors="replace").decode().split()
+    )  # half a surrogate pair is no UTF-8, and is not stored
     return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

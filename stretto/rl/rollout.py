@@ -6,31 +6,50 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from stretto.base.trajectory import WeightVersion
+from stretto.base.trajectory import Segment, WeightVersion
 from stretto.engine.engine import Engine
-from stretto.engine.request import Completion, EngineStats, Phases, QueueFull, Request, Sampling
+from stretto.engine.open import open_engine
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
 from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed
-from stretto.rl.asking import Generated, GenerateRequest, Trouble, Unavailable
+from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
+from stretto.rl.recipe import PrecisionConfig, RolloutConfig
+from stretto.rl.weights import fetch
+
+NO_WEIGHTS = -1
+"""Version of an engine that has not been told the run's weights yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activated:
-    """A change of weights. Written by `EngineRole.activate`."""
+def open_rollout_engine(
+    start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
+) -> Engine:
+    """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
 
-    version: int
-    """Now serving."""
-    fetch_s: float
-    """Reading and checking, while requests went on."""
-    wait_s: float
-    """From then until the new weights served: the step that was being computed, and the pause itself."""
-    pause_s: float
-    """For which the engine computed nothing."""
+    What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
+    that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
+    staleness repeats itself, whatever came in which order.
+    """
+    torch.set_num_threads(rollout.threads)
+    config = EngineConfig(
+        cache_bytes=rollout.cache_bytes,
+        max_batch=rollout.max_batch,
+        max_step_tokens=max(1024, rollout.max_batch),
+        precision=precision.rollout,
+        batch_invariant=precision.batch_invariant,
+        compiled_prefill=True,
+        page_size=rollout.page_size,
+    )
+    # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
+    dtype = torch.float32 if precision.rollout == "fp32" else None
+    opened = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes)
+    opened.engine.weight_version = NO_WEIGHTS
+    return opened.engine
 
 
 class EngineRole:
@@ -39,28 +58,21 @@ class EngineRole:
     def __init__(
         self,
         open_engine: Callable[[], Engine],
-        fetch: Callable[[WeightVersion], Mapping[str, Tensor]] | None = None,
+        fetch: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
         *,
         name: str = "engine",
         waits: bool = False,
-        keep_cache: bool = False,
     ):
         """
         Args:
             open_engine: called once, here, where the role lives. The engine must keep routes if they will be asked for.
-            fetch: the verified tensors of a version (`stretto.rl.weights`); called in a thread.
+            fetch: the verified tensors of a version; called in a thread.
             waits: sample nothing before the first `activate`: one that is restarted opens with weights that are too old.
-            keep_cache: sequences in flight go on upon the keys and values of the old weights; else they are computed
-                again. What is recorded of their old tokens stays in both cases.
         """
-        self.name = name
+        self.name, self._fetch = name, fetch
         engine = open_engine()
-        self._phases = Phases(engine.model.config.full())
-        self._page_size = engine.config.page_size
+        self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
         self._version = engine.weight_version
-        self._read = engine.read_weights  # may run in another thread than the engine's
-        self._fetch = fetch
-        self._keep_cache = keep_cache
         self._service = Service(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
@@ -95,35 +107,24 @@ class EngineRole:
         except QueueFull as error:
             raise Trouble(f"{self.name}: {error}") from error
 
-    async def activate(self, version: WeightVersion, source: Mapping[str, Tensor] | None = None) -> Activated:
+    async def activate(self, version: WeightVersion) -> None:
         """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
 
-        Args:
-            source: its tensors, to be checked against its checksum; None: `fetch` brings them.
+        What was sampled before is computed again by the new weights; what is recorded of it stays.
 
         Raises:
-            UserError: another checksum, or tensors of another network; the old weights serve on.
+            UserError: it cannot be had, or has tensors of another network; the old weights serve on.
             Trouble: the engine is dead.
         """
         async with self._activating:
-            started_s = fetched_s = time.perf_counter()
-            pause_s = 0.0
             if version.number > self._version:
-                checksum = version.checksum
-                if source is None:
-                    assert self._fetch is not None, f"{self.name} has nowhere to fetch version {version.number} from"
-                    source, checksum = await asyncio.to_thread(self._fetch, version), ""  # verified there
-                state = source
-                if checksum:
-                    state = await asyncio.to_thread(self._read, source, checksum)
-                fetched_s = time.perf_counter()
+                state = await asyncio.to_thread(self._fetch, version)
                 try:
-                    pause_s = await self._service.call(lambda engine: self._load(engine, version.number, state))
+                    await self._service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
                     raise Trouble(f"{self.name}: {error}") from error
                 self._version = version.number
             self._is_ready.set()
-            return Activated(self._version, fetched_s - started_s, time.perf_counter() - fetched_s, pause_s)
 
     async def stats(self) -> EngineStats:
         """
@@ -143,30 +144,14 @@ class EngineRole:
         """Stop; what is in flight fails with `Trouble`."""
         self._service.close()
 
-    def _load(self, engine: Engine, version: int, state: Mapping[str, Tensor]) -> float:
-        started_s = time.perf_counter()
-        engine.load_weights(version, state, keep_cache=self._keep_cache)
-        return time.perf_counter() - started_s
-
     async def _generate(self, request: GenerateRequest) -> Generated:
-        prompt = np.ascontiguousarray(request.tokens, np.int32)
-        key = prompt.tobytes()
+        key = request.tokens.tobytes()
         # A group's samples ask for their prompt at the same moment: one computes it, the others wait for its pages.
-        leader = self._prefills.get(key)
-        if leader is not None:
+        if leader := self._prefills.get(key):
             await leader.wait()
-        is_leader = len(prompt) > self._page_size and key not in self._prefills
         is_computed = asyncio.Event()
-        if is_leader:
-            self._prefills[key] = is_computed
-        try:
-            return await self._run(request, prompt, is_computed)
-        finally:
-            is_computed.set()
-            if is_leader and self._prefills.get(key) is is_computed:
-                del self._prefills[key]
-
-    async def _run(self, request: GenerateRequest, prompt: np.ndarray, is_computed: asyncio.Event) -> Generated:
+        is_long = len(request.tokens) > self._page_size
+        is_leader = is_long and self._prefills.setdefault(key, is_computed) is is_computed
         sampling = Sampling(
             temperature=request.temperature,
             seed=request.seed,
@@ -175,33 +160,34 @@ class EngineRole:
             ignore_eos=True,
         )
         name = f"{request.id}#{next(self._numbers)}"  # one that is being given up may still have the other name
+        asked = Request(name, tuple(request.tokens.tolist()), sampling, self._phases, request.want_routes)
         started_s = time.time()
-        tokens = tuple(prompt.tolist())
-        async with self._service.submit(Request(name, tokens, sampling, self._phases, request.want_routes)) as stream:
-            async for event in stream:
-                is_computed.set()
-                if isinstance(event, Completion):
-                    return _generated(event, request, started_s)
-        raise AssertionError(f"{name}: the stream ended without a completion")
+        try:
+            async with self._service.submit(asked) as stream:
+                async for event in stream:
+                    is_computed.set()
+                    if isinstance(event, Completion):
+                        return _generated(event, request, started_s)
+            raise AssertionError(f"{name}: the stream ended without a completion")
+        finally:
+            is_computed.set()
+            if is_leader:
+                del self._prefills[key]
 
 
 def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:
     if done.finish_reason not in ("stop", "length"):
         raise Trouble(f"request {request.id}: {done.error or 'given up by the engine'}")
-    routes = done.routes
-    if routes is not None:
-        routes = routes[request.routes_from :].copy()  # the rest need not travel, nor be kept alive
     usage = done.usage
     return Generated(
-        tokens=np.array(done.tokens, np.int32),
-        logprobs=done.logprobs,
-        versions=done.versions,
-        routes=routes,
+        segment=Segment(
+            np.array(done.tokens, np.int32), True, done.logprobs, done.versions, started_s, finished_s=time.time()
+        ),
+        # the rest need not travel, nor be kept alive
+        routes=None if done.routes is None else done.routes[request.routes_from :].copy(),
         finish_reason="stop" if done.finish_reason == "stop" else "length",
         cached_tokens=usage.cached_tokens,
         computed_tokens=usage.prompt_tokens - usage.cached_tokens,
         num_preemptions=usage.num_preemptions,
         queued_s=usage.queued_s,
-        started_s=started_s,
-        finished_s=time.time(),
     )

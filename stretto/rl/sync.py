@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
-from stretto.rl.agent import AgentRole, AgentSettings, Clients
+from stretto.rl.agent import AgentRole, AgentSettings
 from stretto.rl.buffer import GroupRef
-from stretto.rl.engines import open_rollout_engine
+from stretto.rl.clients import Clients
 from stretto.rl.factories import SourceTables
-from stretto.rl.groups import store_group
 from stretto.rl.measures import StepReport
 from stretto.rl.prompts import plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
-from stretto.rl.rollout import EngineRole
+from stretto.rl.rollout import EngineRole, open_rollout_engine
+from stretto.rl.samples import store_group
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.text.tokenizer import load_tokenizer

@@ -4,52 +4,148 @@ One step: load the groups, give credit, pack; recompute log-probabilities with t
 policy, and the mismatch with what the engine recorded); then one optimiser update for each part of the groups. Every
 forward pass of a batch, recomputed activations included, takes the same routes.
 
-Shape letters: B rows, T positions, N targets of a step over all ranks, W branches of balance state, E experts.
+Shape letters: B rows, T positions, N targets of a step over all ranks, L MoE layers, K route slots, W branches of
+balance state, E experts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.base.records import new_lineage, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
-from stretto.data.pack import IGNORED
+from stretto.data.pack import IGNORED, PADDING
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.elastic import load_balance
-from stretto.model.fp8_state import is_quantised, pack_state
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
-from stretto.model.spec import count
+from stretto.model.replay import Recorder, Replay
+from stretto.model.spec import Subnet, count
+from stretto.model.transformer import Context, Transformer
+from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
-from stretto.rl import measures
-from stretto.rl.batches import pack
+from stretto.rl.algorithms import assign
+from stretto.rl.batch import Batch, pack
 from stretto.rl.buffer import GroupRef
-from stretto.rl.credit import assign
-from stretto.rl.groups import check_routes, load_group
-from stretto.rl.measures import StepReport
-from stretto.rl.passes import Pass, forward_flops, gather, micro_batch, place, recompute, score
-from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
-from stretto.rl.weights import publish, retire
+from stretto.rl.loss import LossConfig
+from stretto.rl.measures import StepReport, mismatch, staleness
+from stretto.rl.measures import samples as sample_scalars
+from stretto.rl.measures import update as update_scalars
+from stretto.rl.objective import PolicyObjective
+from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, RlRecipe
+from stretto.rl.samples import check_routes, load_group
+from stretto.rl.weights import is_quantised, pack_state, publish, retire
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import peak_memory
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
-from stretto.train.step import StepResult, optimisation_step
+from stretto.train.step import MicroBatch, StepResult, optimisation_step
 
 STAGE = "rl"
 KEEP_VERSIONS = 4
 """Weight files kept: engines may lag behind while they fetch."""
 FLIPS_EVERY = 10
 """Steps between two looks at route flips, where they cost a pass of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One batch and what is found out about it before the update; made by `place`."""
+
+    batch: Batch
+    """All ranks' rows."""
+    mine: dict[str, Tensor]
+    """Streams of this rank's rows, on the device, by their names in `Batch`."""
+    ctx: Context
+    """Of every pass of the policy; its routes are what is replayed."""
+    proximal_BT: Tensor | None
+    """Centre of the trust region; None: the policy as the update itself finds it, which is the same in a first update."""
+    reference_BT: Tensor | None = None
+    num_flips: int = 0
+    """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
+    num_recorded: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """A forward pass without gradient; written by `score`."""
+
+    logp_BT: Tensor
+    """Of the targets, 0 elsewhere."""
+    own_BTLK: Tensor | None
+    """The network's own choice of experts."""
+
+
+def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
+    """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
+    part = batch.rows(ranks.rows(len(batch.tokens_BT)))
+    mine = {
+        name: torch.from_numpy(value).to(ranks.device)
+        for name in Batch.__slots__
+        if (value := getattr(part, name)) is not None
+    }
+    ctx = Context(
+        mine["positions_BT"],
+        mine["documents_BT"],
+        shared_BT2=mine["shared_BT2"],
+        operators=arithmetic.operators,
+        routing=Replay(mine["routes_BTLK"]) if replays else None,
+    )
+    return Pass(batch, mine, ctx, mine["behaviour_BT"])
+
+
+@torch.no_grad()
+def score(
+    model: Transformer, each: Pass, temperature: float, *, want_routes: bool = False, replays: bool = False
+) -> Scored:
+    """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass."""
+    tokens_BT, routing = each.mine["tokens_BT"], each.ctx.routing if replays else None
+    recorder = Recorder(model.config, tokens_BT, routing) if want_routes else None
+    ctx = replace(each.ctx, routing=recorder or routing)
+    output = model(tokens_BT, model.config.full(), ctx)
+    logp_N, _ = chosen_logprobs(
+        output.hidden_BTD.flatten(0, 1),
+        model.head_VD,
+        each.mine["targets_BT"].flatten(),
+        temperature,
+        operators=ctx.operators,
+    )
+    return Scored(logp_N.view_as(tokens_BT), None if recorder is None else recorder.own_BTLK)
+
+
+def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
+    """Make the policy as it is the centre of the trust region, and compare its choice of experts with the engine's.
+
+    With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
+    """
+    found = score(model, each, temperature, want_routes=True, replays=True)
+    each.proximal_BT = found.logp_BT
+    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), found.own_BTLK
+    assert own_BTLK is not None, "the pass was asked for routes"
+    if recorded_BTLK is not None:
+        is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
+        is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
+        each.num_flips, each.num_recorded = int((is_other_BTL & is_known_BTL).sum()), int(is_known_BTL.sum())
+    if replay == "r2":
+        each.ctx = replace(each.ctx, routing=Replay(own_BTLK))
+
+
+def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet) -> MicroBatch:
+    """The pass as the optimisation step takes it."""
+    mine, ctx = each.mine, each.ctx
+    objective = PolicyObjective(loss, temperature, mine, each.proximal_BT, each.reference_BT, ctx.operators)
+    tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
+    return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
 class TrainerRole:
@@ -78,8 +174,7 @@ class TrainerRole:
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
         self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
-        self._step = 0
-        self._num_tokens = 0
+        self._step = self._num_tokens = 0
 
     @property
     def version(self) -> int:
@@ -94,39 +189,43 @@ class TrainerRole:
             NonFiniteError: nothing was applied; the last snapshot is good.
         """
         assert step == self._step, f"step {step} was asked for, {self._step} is next"
-        recipe, started = self._recipe, time.perf_counter()
-        temperature = recipe.rollout.temperature
+        started, recipe, config = time.perf_counter(), self._recipe, self._model.config
+        temperature, scores = recipe.rollout.temperature, self._scores_before(step)
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
-            groups = [self._load(ref) for ref in refs]
+            groups = [load_group(ref.location) for ref in refs]
+            for group, ref in zip(groups, refs, strict=True):
+                check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
             updates = self._plan(groups)
             flat = [each for update in updates for each in update]
             loaded = time.perf_counter()
             for each in flat:
-                if self._scores_before(step):
+                if scores:
                     recompute(self._model, each, temperature, recipe.replay)
                 elif recipe.loss.proximal == "recompute":
                     each.proximal_BT = None
-            if self._reference is not None:
-                for each in flat:
+                if self._reference is not None:
                     each.reference_BT = score(self._reference, each, temperature).logp_BT
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
-            num_scored = self._scores_before(step) + (self._reference is not None)
-            self._meter.add(flops=num_scored * forward_flops(self._model.config, flat))
+            counts = count(config, config.full())
+            shapes = [each.batch.tokens_BT.shape for each in flat]
+            num_scored = scores + (self._reference is not None)
+            flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
+            self._meter.add(flops=num_scored * flops)
+            num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
             self._step += 1
-            self._num_tokens += sum(ref.num_tokens for ref in refs)
+            self._num_tokens += num_tokens
         scalars = self._measure(groups, flat, results) | {
             "time/load_s": loaded - started,
             "time/recompute_s": scored - loaded,
             "time/update_s": updated - scored,
         }
-        num_samples, num_tokens = (sum(getattr(ref, name) for ref in refs) for name in ("num_samples", "num_tokens"))
         return StepReport(self._step, num_samples, num_tokens, time.perf_counter() - started, scalars)
 
-    def publish(self, folder: Path | str | None = None) -> WeightVersion | None:
-        """The weights as they are, in ``folder`` or the run's own; None on all ranks but the first.
+    def publish(self) -> WeightVersion | None:
+        """The weights as they are, in the run's folder of them; None on all ranks but the first.
 
         Raises:
             UserError: the disk is full.
@@ -139,9 +238,8 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
-        folder = Path(folder) if folder is not None else self._run / WEIGHTS
-        version = publish(folder, self._step, state)
-        retire(folder, KEEP_VERSIONS)
+        version = publish(self._run / WEIGHTS, self._step, state)
+        retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 
     def save(self, cut: Mapping[str, Any]) -> Path:
@@ -167,7 +265,7 @@ class TrainerRole:
         """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
 
         Raises:
-            UserError: the snapshot is damaged, or of another recipe or another start.
+            UserError: the snapshot is damaged, or of another start.
         """
         path = self._snapshots.latest()
         if path is None:
@@ -177,7 +275,6 @@ class TrainerRole:
             raise UserError(
                 f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
             )
-        check_unchanged(meta.recipe, self._recipe.model_dump(mode="json"), self._run, LAYOUT)
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self._step, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(STAGE, meta.receipt.device, self._ranks.world, spent=meta.receipt)
@@ -227,30 +324,17 @@ class TrainerRole:
         is_needed = recipe.train.minibatches > 1 or recipe.replay == "r2" or step % FLIPS_EVERY == 0
         return recipe.loss.proximal == "recompute" and is_needed
 
-    def _load(self, ref: GroupRef) -> Group:
-        group, config = load_group(ref.location), self._model.config
-        check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
-        return group
-
     def _plan(self, groups: Sequence[Group]) -> list[list[Pass]]:
         """The passes of each update."""
         recipe, train = self._recipe, self._recipe.train
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
         has_routes = all(each.routes is not None for group in groups for each in group.trajectories)
-        size, updates = len(groups) // train.minibatches, []
+        replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
         for start in range(0, len(groups), size):
-            some = groups[start : start + size]
-            batches = pack(
-                some,
-                assign(some, recipe.loss),
-                train.seq_len,
-                train.micro_rows,
-                share=self._ranks.world,
-                with_routes=recipe.replay == "r3" or has_routes,
-            )
-            updates.append(
-                [place(batch, self._ranks, self._arithmetic, replays=recipe.replay == "r3") for batch in batches]
-            )
+            streams = assign(groups[start : start + size], recipe.loss.advantage, recipe.loss.normaliser)
+            world, with_routes = self._ranks.world, replays or has_routes
+            batches = pack(streams, train.seq_len, train.micro_rows, share=world, with_routes=with_routes)
+            updates.append([place(batch, self._ranks, self._arithmetic, replays=replays) for batch in batches])
         return updates
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
@@ -274,15 +358,15 @@ class TrainerRole:
         """All scalars of a step that just ended; the same on every rank."""
         version, recipe = self._step - 1, self._recipe
         streams = [stream for result in results for stream in result.streams_N]
-        found = {name: gather(passes, self._ranks, [each[name] for each in streams]) for name in streams[0]}
+        found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
         centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
-        before_N = gather(passes, self._ranks, centres) if self._scores_before(version) else found["logp"]
+        before_N = self._gathered(passes, centres) if self._scores_before(version) else found["logp"]
         references = [each.reference_BT for each in passes if each.reference_BT is not None]
         versions_N = np.concatenate([each.batch.versions_BT[each.batch.targets_BT != IGNORED] for each in passes])
         behaviour_N = np.concatenate([each.batch.behaviour_BT[each.batch.targets_BT != IGNORED] for each in passes])
-        scalars = measures.mismatch(before_N, behaviour_N.astype(np.float64), versions_N == version)
-        scalars |= measures.update(found, gather(passes, self._ranks, references) if references else None)
-        scalars |= measures.samples(groups) | measures.staleness(groups, version)
+        scalars = mismatch(before_N, behaviour_N.astype(np.float64), versions_N == version)
+        scalars |= update_scalars(found, self._gathered(passes, references) if references else None)
+        scalars |= sample_scalars(groups) | staleness(groups, version)
         flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
         num_flips, num_recorded = self._ranks.sum(flips).tolist()
         if num_recorded:
@@ -299,3 +383,12 @@ class TrainerRole:
             "batch/positions": float(num_places),
             "batch/shared": 1.0 - num_inputs / num_copied,
         }
+
+    def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
+        """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""
+        parts = []
+        for each, value in zip(passes, mine, strict=True):
+            whole_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
+            whole_BT[self._ranks.rows(len(whole_BT))] = value.view(-1, whole_BT.shape[1])
+            parts.append(self._ranks.sum(whole_BT).cpu().numpy()[each.batch.targets_BT != IGNORED])
+        return np.concatenate(parts).astype(np.float64)

@@ -3,18 +3,21 @@
 Publishing is slow and off everybody's path; activating is a short pause in an engine. A version's file carries its
 checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The
 files need not survive the machine, snapshots do: they are written to the page cache and read from it, or lie in a
-folder of /dev/shm. Between hosts that share no files, versions travel through the runtime's store.
+folder of /dev/shm.
+
+For an FP8 engine they travel as bytes and scales, a quarter of what fp32 takes. Only what it multiplies in FP8 is
+quantised, by the quantiser it uses itself; values that were quantised once quantise to the same bytes again, so nothing is
+lost on the way that the engine would have kept.
+
+Shape letters: E experts, F outputs, D inner dim, I and J blocks of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,16 +27,13 @@ from stretto.base.paths import replacing
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.weights import state_checksum
 from stretto.model.checkpoint import write_file
-from stretto.model.fp8_state import unpack_state
-from stretto.model.parallel import Ranks
-from stretto.runtime.runtime import Caller, Ref
+from stretto.ops.fp8 import FP8, Fp8Weight, quantise_weight
 
+_BYTES, _SCALE = ":fp8", ":scale"
 _AGAIN = "publish the version again"
 
 
-def publish(
-    folder: Path | str, number: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None
-) -> WeightVersion:
+def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
     """Write ``state`` as version ``number``; complete under its name when this returns. ``state`` may change afterwards.
 
     Raises:
@@ -44,11 +44,12 @@ def publish(
     path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
     with replacing(path) as partial:  # also where it exists: it may be damaged, which is why it is published again
         write_file(partial, tensors)
-    return WeightVersion(number, str(path), checksum, _num_bytes(tensors), extra or {})
+    return WeightVersion(number, str(path), checksum, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def fetch(version: WeightVersion) -> dict[str, Tensor]:
-    """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which may be retired meanwhile.
+    """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which
+    may be retired meanwhile.
 
     Raises:
         UserError: the file is gone or damaged, or its checksum is another.
@@ -60,7 +61,11 @@ def fetch(version: WeightVersion) -> dict[str, Tensor]:
         raise UserError(f"{path}: no such file; {_AGAIN}, or keep more of them") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not readable as safetensors: {error}; {_AGAIN}") from None
-    _check(state, version)
+    found = state_checksum(state)
+    if found != version.checksum:
+        raise UserError(
+            f"{path}: checksum: is {found}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
+        )
     return unpack_state(state)
 
 
@@ -71,71 +76,47 @@ def retire(folder: Path | str, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
-async def publish_to_store(
-    caller: Caller, number: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None
-) -> WeightVersion:
-    """`publish` through the runtime's object store: for hosts that share no files. The caller frees `stored_ref`."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    # numpy has no bf16, so bytes travel
-    arrays = {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor).copy())
-        for name, tensor in tensors.items()
-    }
-    ref = await caller.put(arrays)
-    return WeightVersion(
-        number, f"store:{ref.id}", state_checksum(tensors), _num_bytes(tensors), {**(extra or {}), "ref": ref}
+def is_quantised(name: str) -> bool:
+    """Whether products with the tensor of that name, of a `Transformer`'s state dict, are in FP8."""
+    return name.startswith("blocks.") and name.endswith(
+        ("qkv.weight", "out.weight", "gate_up", "gate_up.weight", "down", "down.weight")
     )
 
 
-def stored_ref(version: WeightVersion) -> Ref:
-    """Where the store keeps a version that `publish_to_store` made."""
-    ref = version.extra["ref"]
-    assert isinstance(ref, Ref), f"version {version.number} lies in {version.location}"
-    return ref
+def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with each weight that `is_quantised` as two tensors: its bytes (uint8, its shape) and its scales (fp32)."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if not is_quantised(name):
+            packed[name] = tensor
+            continue
+        stack = [quantise_weight(one) for one in (tensor if tensor.ndim == 3 else tensor[None])]
+        bytes_EFD = torch.stack([weight.bytes_FD.view(torch.uint8) for weight in stack])
+        scale_EIJ = torch.stack([weight.scale_IJ for weight in stack])
+        packed[name + _BYTES], packed[name + _SCALE] = (
+            (bytes_EFD, scale_EIJ) if tensor.ndim == 3 else (bytes_EFD[0], scale_EIJ[0])
+        )
+    return packed
 
 
-async def fetch_from_store(caller: Caller, version: WeightVersion, deadline_s: float) -> dict[str, Tensor]:
-    """`fetch` from the runtime's object store.
+def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the values that `pack_state` kept, fp32 where they were quantised.
 
     Raises:
-        RefLost, DeadlinePassed: of `Caller.get`.
-        UserError: another checksum.
+        UserError: bytes without their scales.
     """
-    arrays = await caller.get(stored_ref(version), deadline_s)
-    state = {
-        name: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).view(shape)
-        for name, (dtype, shape, array) in arrays.items()
-    }
-    _check(state, version)
-    return unpack_state(state)
-
-
-def broadcast(state: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
-    """Rank 0's ``state`` on every rank, over NCCL or gloo; what the others pass is not looked at. All must call it."""
-    if ranks.world == 1:
-        return state
-    listed = [[(name, tensor.dtype, tensor.shape) for name, tensor in state.items()] if ranks.is_first else None]
-    dist.broadcast_object_list(listed, 0, device=ranks.device)
-    received: dict[str, Tensor] = {}
-    for name, dtype, shape in listed[0] or ():
-        tensor = state[name].to(ranks.device).contiguous() if ranks.is_first else None
-        received[name] = torch.empty(shape, dtype=dtype, device=ranks.device) if tensor is None else tensor
-        dist.broadcast(received[name], 0)
-    return received
-
-
-def _check(state: Mapping[str, Tensor], version: WeightVersion) -> None:
-    found = state_checksum(state)
-    if found != version.checksum:
-        raise UserError(
-            f"{version.location}: checksum: is {found}, version {version.number} was announced with "
-            f"{version.checksum}; {_AGAIN}"
-        )
-
-
-def _num_bytes(state: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    state: dict[str, Tensor] = {}
+    for name, tensor in packed.items():
+        if name.endswith(_SCALE):
+            continue
+        if not name.endswith(_BYTES):
+            state[name] = tensor
+            continue
+        own = name.removesuffix(_BYTES)
+        if own + _SCALE not in packed:
+            raise UserError(f"weights: {own}: FP8 bytes without scales; send {own + _SCALE} too")
+        scale = packed[own + _SCALE]
+        stack = zip(*((tensor, scale) if tensor.ndim == 3 else (tensor[None], scale[None])), strict=True)
+        values = torch.stack([Fp8Weight(one.view(FP8), scale_IJ).dequantise() for one, scale_IJ in stack])
+        state[own] = values if tensor.ndim == 3 else values[0]
+    return state

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.base.routes import signed_routes
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.replay import Recorder, Replay
@@ -20,6 +19,7 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
+from stretto.rl.samples import signed_routes
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {

@@ -18,14 +18,14 @@ from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import build
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
-from stretto.rl.agent import AgentRole, AgentSettings, Clients
+from stretto.rl.agent import AgentRole, AgentSettings
+from stretto.rl.clients import Clients
 from stretto.rl.dialogue import Dialogue
-from stretto.rl.engines import open_rollout_engine
-from stretto.rl.groups import store_group
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
-from stretto.rl.rollout import EngineRole
+from stretto.rl.rollout import EngineRole, open_rollout_engine
+from stretto.rl.samples import store_group
 from stretto.rl.sync import run_synchronously
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch

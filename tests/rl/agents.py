@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from stretto.base.config import Config
-from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.agent import LOGS, AgentRole, AgentSettings, Clients
-from stretto.rl.asking import Generated, GenerateRequest, Patience, RewardRequest
+from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.rl.agent import AgentRole, AgentSettings
+from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest
 from stretto.rl.dialogue import Dialogue
-from stretto.rl.groups import store_group
+from stretto.rl.recipe import LOGS
 from stretto.rl.rollout import EngineRole
-from stretto.rl.tokenlog import log_path
-from stretto.rl.turns import Limits
+from stretto.rl.samples import log_path, store_group
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
 from stretto.text.chat import CHATML
@@ -30,15 +29,18 @@ from tests.engine.engines import CONFIG, check_idle, engine, network
 MODEL = network()
 OTHER = network(seed=1)
 TASK = Task(ordinal=3, source="toy", item=7, group=3, seed=11, max_tokens=24)
-LIMITS = Limits(
+SETTINGS = AgentSettings(
+    folder=Path(),
     chunk_tokens=100,
     temperature=1.0,
     max_turns=3,
     max_len=150,
     want_routes=True,
-    call_s=60,
+    lease_s=60,
     tool_s=60,
-    verify_attempts=2,
+    attempts=3,
+    first_pause_s=0.001,
+    longest_pause_s=0.01,
 )
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3, "why": "the cat sat"}}</tool_call>'
@@ -109,16 +111,17 @@ class Spoken:
         reason = "stop" if tokens[-1] in request.stop_ids else "length"
         versions = np.full(num, len(self.requests), np.int32)
         logprobs = np.full(num, -1.0, np.float32)
-        return Generated(tokens.astype(np.int32), logprobs, versions, routes, reason, 0, 0, 0, 0.0, 0.0, 0.0)
+        segment = Segment(tokens.astype(np.int32), True, logprobs, versions)
+        return Generated(segment, routes, reason, 0, 0, 0, 0.0)
 
 
 def role(model: Any = None, *, name: str = "engine", waits: bool = False, **options: Any) -> EngineRole:
     opened = functools.partial(engine, model or MODEL, **options)
-    return EngineRole(opened, name=name, waits=waits)
+    return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits)
 
 
 def settings(folder: Path, lease_s: float = 60.0, **limits: Any) -> AgentSettings:
-    return AgentSettings(folder, replace(LIMITS, **limits), lease_s, Patience(3, 0.001, 0.01))
+    return replace(SETTINGS, folder=folder, lease_s=lease_s, **limits)
 
 
 def agent(

@@ -11,7 +11,6 @@ import torch
 
 from stretto.model.parallel import full_state, join
 from stretto.rl.trainer import TrainerRole
-from stretto.rl.weights import broadcast
 from tests.rl.policies import recipe
 
 
@@ -25,8 +24,7 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     version = trainer.publish()
     assert (version is not None) == ranks.is_first
     state = full_state(trainer._model)
-    everywhere = broadcast(state, ranks)
-    torch.save({name: tensor.clone() for name, tensor in everywhere.items()}, out / f"weights-{ranks.rank}.pt")
+    torch.save({name: tensor.clone() for name, tensor in state.items()}, out / f"weights-{ranks.rank}.pt")
     scalars = [dict(report.scalars) for report in reports]
     (out / f"scalars-{ranks.rank}.json").write_text(json.dumps(scalars), encoding="utf-8")
 

@@ -57,7 +57,7 @@ def trajectory(
         scores = rng.random((sum(turns) - 1, layers, experts))
         rows = scores.argsort(-1)[..., :slots].astype(np.uint8)
     verdict = Verdict(reward, Outcome.OK if reward > 0 else Outcome.WRONG, 0.5, 0.25, "why", {"format": 1.0})
-    return Trajectory(ordinal, sample, 0, segments, rows, "stop", verdict, num_turns=len(turns) // 2)
+    return Trajectory(ordinal, sample, 0, segments, rows, "stop", verdict)
 
 
 def group(

@@ -14,12 +14,12 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, WeightVersion
-from stretto.engine.weights import state_checksum
-from stretto.rl.agent import GROUPS, LOGS
-from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, Trouble
+from stretto.rl.agent import GroupFailed
+from stretto.rl.clients import Generated, GenerateRequest, Trouble
 from stretto.rl.dialogue import Dialogue
-from stretto.rl.groups import load_group
+from stretto.rl.recipe import GROUPS, LOGS
 from stretto.rl.rollout import EngineRole
+from stretto.rl.samples import load_group
 from stretto.sandbox.outcome import ToolResult
 from tests.engine.engines import FULL, full_routes, network
 from tests.rl.agents import (
@@ -93,13 +93,12 @@ def test_the_boundary_token_gets_its_row_from_the_next_call(tmp_path: Path) -> N
 
 def test_new_weights_leave_old_tokens_as_they_were(tmp_path: Path) -> None:
     before = draw(tmp_path / "before", chunk_tokens=6)
-    state = OTHER.state_dict()
-    version = WeightVersion(1, "", state_checksum(state), 0)
+    version = WeightVersion(1, "", "", 0)
 
     async def work(engine: EngineRole) -> Group:
         async def activate(num: int, request: GenerateRequest) -> None:
             if len(request.tokens) >= 22 + 12 and engine.version == 0:  # after two chunks of some sample
-                await engine.activate(version, state)
+                await engine.activate(version)
 
         return await agent(tmp_path / "after", [Watched(engine, activate)], chunk_tokens=6)._within_lease(TASK, 0)
 

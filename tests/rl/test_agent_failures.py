@@ -17,10 +17,11 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Verdict
-from stretto.rl.agent import GROUPS
-from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, RewardRequest, infra
+from stretto.rl.agent import GroupFailed
+from stretto.rl.clients import Generated, GenerateRequest, RewardRequest, infra
+from stretto.rl.recipe import GROUPS
 from stretto.rl.rollout import EngineRole
-from stretto.rl.tokenlog import read_logs
+from stretto.rl.samples import read_logs
 from stretto.sandbox.outcome import ToolResult
 from tests.rl.agents import (
     CALL,
@@ -109,7 +110,7 @@ def test_killed_for_real(tmp_path: Path) -> None:
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
     held = read_logs(log_of(tmp_path))
-    assert sum(log.num_sampled for log in held) > 0 and all(log.closing is None for log in held)
+    assert sum(log.num_sampled for log in held) > 0 and all(log.verdict is None for log in held)
     whole = draw(tmp_path / "whole", chunk_tokens=4)
     for one, other in zip(whole.trajectories, draw(tmp_path, attempt=1, chunk_tokens=4).trajectories, strict=True):
         assert_same(one, other)
@@ -127,11 +128,8 @@ def test_a_failure_of_ours_is_never_a_reward(tmp_path: Path) -> None:
     broken = Rewards(lambda request: infra(request, "raised ZeroDivisionError: division by zero"))
 
     async def work(engine: EngineRole) -> None:
-        with pytest.raises(
-            GroupFailed, match=r"ordinal 3, attempt 0: verifier: sources\.toy: item 7: raised Zero"
-        ) as told:
+        with pytest.raises(GroupFailed, match=r"^ordinal 3, attempt 0: verifier: sources\.toy: item 7: raised Zero"):
             await agent(tmp_path, [engine], broken).run_group(TASK, 0)
-        assert (told.value.ordinal, told.value.attempt) == (3, 0)
         assert not (tmp_path / GROUPS).exists()
         # of the first that failed the next attempt has every token: it asks the verifier alone
         done = [log for log in read_logs(log_of(tmp_path)) if log.num_sampled == 24]
@@ -176,7 +174,7 @@ def test_a_dead_engine_is_left_for_another(tmp_path: Path) -> None:
         group = await subject._within_lease(TASK, 0)
         stats = await subject.stats()
         assert stats.troubles["engine"] > 0 and await dying.failure()
-        assert subject._crew.loads == [0, 0, 0]
+        assert subject._loads == [0, 0, 0]
         return group
 
     for one, other in zip(whole.trajectories, with_engines(work, role()).trajectories, strict=True):

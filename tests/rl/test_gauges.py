@@ -11,7 +11,14 @@ from stretto.rl.reward import RewardStats
 
 ENGINE = EngineStats(3, 2, 100, 40, 10, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)
 AGENT = AgentStats(
-    2, 16, 9, 1, 480, 24, 300, 100, 64, engine_s=20.0, queued_s=5.0, verify_s=1.0, sandbox_s=0.0, troubles={"engine": 2}
+    num_samples=16,
+    groups_finished=9,
+    tokens_resumed=24,
+    cached_tokens=300,
+    computed_tokens=100,
+    engine_s=20.0,
+    queued_s=5.0,
+    troubles={"engine": 2},
 )
 REWARD = RewardStats(6, 1, {"ok": 6, "wrong": 2}, 1.0, 0)
 

@@ -20,8 +20,8 @@ from stretto.rl.controller import Controller
 from stretto.rl.fleet import Fleet
 from stretto.rl.folder import JOURNAL_FILE, claimed, sweep, take_up
 from stretto.rl.recipe import RlRecipe
+from stretto.rl.samples import log_path
 from stretto.rl.throttle import Limits
-from stretto.rl.tokenlog import log_path
 from stretto.rl.trace import Trace
 from stretto.rl.weights import fetch, publish
 from stretto.runtime.runtime import RoleDied

@@ -21,8 +21,9 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
-from stretto.rl import engines, rollout, trainer
-from stretto.rl.asking import Generated
+from stretto.rl import rollout, trainer
+from stretto.rl import rollout as engines
+from stretto.rl.clients import Generated
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import Job, Result, run_rl
 from stretto.rl.status import read_status

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.asking import RewardRequest
+from stretto.rl.clients import RewardRequest
 from stretto.rl.reward import RewardRole
 from stretto.tasks.task import Answer, Problem, Score
 from tests.rl.agents import Toy

@@ -13,15 +13,14 @@ import pytest
 
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
-from stretto.rl.asking import RewardRequest
-from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, Verifiers
+from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, RewardRequest, Verifiers
 from stretto.rl.factories import Factories
-from stretto.rl.groups import store_group
 from stretto.rl.hiring import hired
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
 from stretto.rl.roles import Roles
 from stretto.rl.rollout import EngineRole
+from stretto.rl.samples import store_group
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import Handle
 from tests.engine.engines import engine

@@ -11,20 +11,19 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.engine.weights import state_checksum
-from stretto.rl.asking import Generated, GenerateRequest, Trouble
+from stretto.rl.clients import Generated, GenerateRequest, Trouble
 from stretto.rl.rollout import EngineRole
 from tests.engine.engines import FULL, full_routes, network
 from tests.rl.agents import MODEL, OTHER, role, settled, with_engines
 
 PROMPT = np.arange(5, 27, dtype=np.int32)
 ASK = GenerateRequest("a", PROMPT, max_tokens=12, temperature=1.0, seed=3, stop_ids=())
-STATE = OTHER.state_dict()
-NEW = WeightVersion(1, "", state_checksum(STATE), 0)
+NEW = WeightVersion(1, "", "", 0)
+"""Any version is the weights of `OTHER`."""
 
 
 def tokens_of(request: GenerateRequest, done: Generated) -> list[int]:
-    return [*request.tokens.tolist(), *done.tokens.tolist()]
+    return [*request.tokens.tolist(), *done.segment.tokens.tolist()]
 
 
 def test_one_row_less_than_tokens_and_the_next_call_brings_it() -> None:
@@ -54,7 +53,7 @@ def test_a_group_computes_its_prompt_once() -> None:
         for ask, done in zip(asks, found, strict=True):
             np.testing.assert_array_equal(done.routes, full_routes(MODEL, tokens_of(ask, done), FULL)[:-1])
         alone = await engine.generate(asks[4])
-        assert alone.tokens.tolist() == found[4].tokens.tolist()
+        assert alone.segment.tokens.tolist() == found[4].segment.tokens.tolist()
         assert not engine._prefills
 
     with_engines(work, role())
@@ -67,7 +66,7 @@ def test_who_waits_for_a_prompt_survives_its_leader() -> None:
         asks[0].cancel()
         found = await asyncio.gather(*asks, return_exceptions=True)
         assert isinstance(found[0], asyncio.CancelledError)
-        assert [len(done.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
+        assert [len(done.segment.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
 
     with_engines(work, role())
 
@@ -75,62 +74,64 @@ def test_who_waits_for_a_prompt_survives_its_leader() -> None:
 def test_only_what_is_asked_ends_a_turn() -> None:
     async def work(engine: EngineRole) -> None:
         whole = await engine.generate(ASK)
-        assert (len(whole.tokens), whole.finish_reason) == (12, "length")
-        stop = int(whole.tokens[6])
+        assert (len(whole.segment.tokens), whole.finish_reason) == (12, "length")
+        stop = int(whole.segment.tokens[6])
         cut = await engine.generate(replace(ASK, stop_ids=(stop,)))
-        num = whole.tokens.tolist().index(stop) + 1
-        assert (cut.tokens.tolist(), cut.finish_reason) == (whole.tokens[:num].tolist(), "stop")
+        num = whole.segment.tokens.tolist().index(stop) + 1
+        assert (cut.segment.tokens.tolist(), cut.finish_reason) == (whole.segment.tokens[:num].tolist(), "stop")
         plain = await engine.generate(replace(ASK, want_routes=False))
-        assert plain.routes is None and plain.tokens.tolist() == whole.tokens.tolist()
+        assert plain.routes is None and plain.segment.tokens.tolist() == whole.segment.tokens.tolist()
 
     with_engines(work, role())
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-def test_weights_change_while_requests_go_on(keep_cache: bool) -> None:
+def test_weights_change_while_requests_go_on() -> None:
     async def work(engine: EngineRole) -> None:
-        engine._keep_cache = keep_cache
         ask = replace(ASK, max_tokens=100)
         plain = await engine.generate(ask)
         running = asyncio.create_task(engine.generate(ask))
         while not (await engine.stats()).num_running:
             await asyncio.sleep(0)
-        done = await engine.activate(NEW, STATE)
-        assert (done.version, engine.version) == (1, 1) and done.pause_s <= done.wait_s
+        await engine.activate(NEW)
+        assert engine.version == 1
         found = await running
-        num_old = int((found.versions == 0).sum())
-        assert found.versions.tolist() == [0] * num_old + [1] * (100 - num_old) and num_old < 100
+        num_old = int((found.segment.versions == 0).sum())
+        assert found.segment.versions.tolist() == [0] * num_old + [1] * (100 - num_old) and num_old < 100
         border = len(PROMPT) + num_old
-        assert found.tokens[:num_old].tolist() == plain.tokens[:num_old].tolist()
-        np.testing.assert_allclose(found.logprobs[:num_old], plain.logprobs[:num_old], atol=1e-4)
+        assert found.segment.tokens[:num_old].tolist() == plain.segment.tokens[:num_old].tolist()
+        np.testing.assert_allclose(found.segment.logprobs[:num_old], plain.segment.logprobs[:num_old], atol=1e-4)
         assert found.routes is not None and plain.routes is not None and len(found.routes) == len(PROMPT) + 99
         np.testing.assert_array_equal(found.routes[: border - 1], plain.routes[: border - 1])
-        assert keep_cache or found.num_preemptions == bool(num_old)
-        if not keep_cache:
-            fresh = full_routes(OTHER, tokens_of(ask, found), FULL)
-            np.testing.assert_array_equal(found.routes[border - 1 :], fresh[border - 1 : -1])
+        assert found.num_preemptions == bool(num_old)
+        fresh = full_routes(OTHER, tokens_of(ask, found), FULL)
+        np.testing.assert_array_equal(found.routes[border - 1 :], fresh[border - 1 : -1])
         # nothing of the old weights is found in the cache
         later = await engine.generate(replace(ASK, seed=4))
-        assert set(later.versions.tolist()) == {1}
+        assert set(later.segment.versions.tolist()) == {1}
         np.testing.assert_array_equal(later.routes, full_routes(OTHER, tokens_of(ASK, later), FULL)[:-1])
 
     with_engines(work, role(network()))
 
 
 def test_weights_that_are_not_those_announced_are_refused() -> None:
+    def refuse(version: WeightVersion) -> Any:
+        raise UserError("checksum: is another")
+
     async def work(engine: EngineRole) -> None:
-        with pytest.raises(UserError, match=r"checksum: is .* send the weights again"):
-            await engine.activate(replace(NEW, checksum="0" * 64), STATE)
+        engine._fetch = refuse
+        with pytest.raises(UserError, match="checksum: is another"):
+            await engine.activate(NEW)
         assert engine.version == 0
-        assert set((await engine.generate(ASK)).versions.tolist()) == {0}
+        assert set((await engine.generate(ASK)).segment.versions.tolist()) == {0}
 
     with_engines(work, role())
 
 
 def test_an_older_version_is_ignored() -> None:
     async def work(engine: EngineRole) -> None:
-        assert (await engine.activate(replace(NEW, number=5), STATE)).version == 5
-        assert (await engine.activate(replace(NEW, number=4, checksum="another"), STATE)).version == 5
+        await engine.activate(replace(NEW, number=5))
+        await engine.activate(replace(NEW, number=4))
+        assert engine.version == 5
 
     with_engines(work, role(network()))
 
@@ -142,8 +143,8 @@ def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
         with pytest.raises(Trouble, match=r"engine: request b: not done within 0\.05 s"):
             await hurried
         assert not asked.done()
-        await engine.activate(NEW, STATE)
-        assert set((await asked).versions.tolist()) == {1}
+        await engine.activate(NEW)
+        assert set((await asked).segment.versions.tolist()) == {1}
 
     with_engines(work, role(network(), waits=True))
 
@@ -161,7 +162,7 @@ def test_nothing_is_left_of_a_request_that_is_given_up(how: str) -> None:
             await running
         await settled(engine)
         again = await engine.generate(ASK)  # the same name as the one that was given up
-        assert len(again.tokens) == 12
+        assert len(again.segment.tokens) == 12
 
     with_engines(work, role(OTHER))
 
@@ -182,7 +183,7 @@ def test_failures_are_trouble_and_mistakes_are_not() -> None:
         with pytest.raises(Trouble, match="engine: the engine has failed: MemoryError: no pages"):
             await engine.generate(ASK)
         assert "MemoryError" in await engine.failure()
-        for call in (engine.stats(), engine.activate(NEW, STATE)):
+        for call in (engine.stats(), engine.activate(NEW)):
             with pytest.raises(Trouble, match="MemoryError"):
                 await call
         engine.close()

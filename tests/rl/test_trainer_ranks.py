@@ -63,15 +63,10 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
             # the first step's gradient is of equal weights; later ones inherit AdamW's answer to its roundings
             limit = SAME if name == "optim/grad_norm" and step == 0 else 1e-3
             assert two[0][step][name] == pytest.approx(one[step][name], rel=limit, abs=1e-5), (step, name)
-    weights = {
-        name: torch.load(tmp_path / name)
-        for name in ("world-1/weights-0.pt", "world-2/weights-0.pt", "world-2/weights-1.pt")
-    }
-    alone, first, second = weights.values()
-    assert alone.keys() == first.keys() == second.keys()
+    alone, shared = (torch.load(tmp_path / f"world-{world}" / "weights-0.pt") for world in (1, 2))
+    assert alone.keys() == shared.keys()
     for name, tensor in alone.items():
-        assert torch.equal(first[name], second[name]), "broadcast"
-        assert torch.allclose(first[name], tensor, atol=1e-4), name
+        assert torch.allclose(shared[name], tensor, atol=1e-4), name
     again = TrainerRole(
         recipe(loss__kl_weight=0.1, replay="r3", train__micro_rows=4),
         tmp_path / "world-2" / "run",

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.weights import read_weights
-from stretto.model.fp8_state import pack_state
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import build
-from stretto.rl.weights import fetch, publish, retire
+from stretto.model.transformer import Context, build
+from stretto.ops.matmul import Arithmetic
+from stretto.rl.weights import fetch, is_quantised, pack_state, publish, retire, unpack_state
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -29,12 +29,12 @@ def state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_published_is_fetched(tmp_path: Path, dtype: torch.dtype) -> None:
     before = state(dtype=dtype)
-    version = publish(tmp_path / "weights", 3, before, {"step": 3})
+    version = publish(tmp_path / "weights", 3, before)
     after = fetch(version)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) and after[name].dtype == dtype for name, tensor in before.items())
     assert version.num_bytes == sum(tensor.nbytes for tensor in before.values())
-    assert (version.number, version.extra) == (3, {"step": 3})
+    assert version.number == 3
     read_weights(after, CONFIG, version.checksum)  # an engine's own check agrees
 
 
@@ -110,3 +110,41 @@ def test_fp8_weights_travel_as_bytes_and_arrive_as_the_values_they_stand_for(tmp
         torch.testing.assert_close(arrived[name], tensor, rtol=2**-4, atol=2e-3)
         again = pack_state({name: arrived[name]})
         assert all(torch.equal(again[part], pack_state({name: tensor})[part]) for part in again)
+
+
+NETWORK = ModelConfig(
+    vocab_size=31, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=5, top_k=2,
+    expert_intermediate_size=12, num_shared_experts=1, dense_layers=(1,), dense_intermediate_size=20, qk_norm=True,
+    attention_bias=True,
+)  # fmt: skip
+
+
+def test_an_fp8_network_computes_the_same_bits_from_shipped_bytes() -> None:
+    model, other = build(NETWORK, 0).requires_grad_(False), build(NETWORK, 1).requires_grad_(False)
+    state = model.state_dict()
+    shipped = unpack_state(pack_state(state))
+    assert shipped.keys() == state.keys()
+    other.load_state_dict(shipped)
+    ids_BT = torch.randint(0, 31, (2, 9))
+    ctx = replace(Context.plain(ids_BT), operators=Arithmetic("fp8", True).operators)
+    assert torch.equal(model.logits(ids_BT, ctx=ctx), other.logits(ids_BT, ctx=ctx))
+    assert not torch.equal(model.logits(ids_BT), other.logits(ids_BT))  # in fp32 the quantisation does show
+
+
+def test_matrices_of_blocks_travel_as_a_quarter_and_all_else_as_it_is() -> None:
+    state = build(NETWORK, 0).state_dict()
+    packed = pack_state(state)
+    quantised = [name for name in state if is_quantised(name)]
+    assert len(quantised) == 3 * 2 + 2 * 4 + 2  # attention, MoE layers with a shared expert, a dense layer
+    for name, tensor in state.items():
+        if name in quantised:
+            assert packed[name + ":fp8"].nbytes * 4 == tensor.nbytes
+        else:
+            assert packed[name] is tensor
+
+
+def test_bytes_without_scales_are_refused() -> None:
+    packed = pack_state(build(NETWORK, 0).state_dict())
+    del packed["blocks.0.mlp.down:scale"]
+    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.down: FP8 bytes without scales"):
+        unpack_state(packed)

@@ -1,43 +1,55 @@
-"""The token log: what was appended comes back, whatever was torn off its end."""
+"""Samples on the disk: what was written comes back, whatever was torn off its end; what is damaged is refused in a line."""
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Outcome, Segment, Task, Verdict
-from stretto.rl.asking import Trouble
-from stretto.rl.logframes import Part, context, frames
-from stretto.rl.tokenlog import (
-    Closing,
-    TokenLog,
+from stretto.base.trajectory import Group, Outcome, Segment, Task, Verdict
+from stretto.rl.clients import Trouble
+from stretto.rl.samples import (
+    HEADER_BYTES,
+    Part,
+    Sample,
+    check_routes,
+    context,
+    frames,
+    id_bits,
+    load_group,
     log_path,
     logged_ordinals,
-    open_logs,
+    open_samples,
+    pack_routes,
     read_logs,
     remove_logs,
+    signed_routes,
+    store_group,
+    unpack_routes,
 )
+from tests.rl.samples import equal, group
 
 TASK = Task(ordinal=3, source="toy", item=7, group=2, seed=5, max_tokens=99)
 VERDICT = Verdict(0.5, Outcome.WRONG, 0.25, 0.125, "near", {"form": 0.5})
 
 
-def open_log(folder: Path, task: Task, sample: int, attempt: int) -> TokenLog:
-    return open_logs(folder, task, attempt)[sample]
+def open_log(folder: Path, task: Task, sample: int, attempt: int) -> Sample:
+    return open_samples(folder, task, attempt)[sample]
 
 
-def read_log(path: Path, sample: int = 0) -> TokenLog:
+def read_log(path: Path, sample: int = 0) -> Sample:
     return read_logs(path)[sample]
 
 
-def sampled(log: TokenLog, num: int, version: int = 0, ended: str = "", dtype: str = "uint8") -> Part:
+def sampled(log: Sample, num: int, version: int = 0, ended: str = "", dtype: str = "uint8") -> Part:
     """A chunk whose every number says where it belongs."""
     start = log.num_tokens
     places = np.arange(start, start + num)
@@ -54,7 +66,7 @@ def sampled(log: TokenLog, num: int, version: int = 0, ended: str = "", dtype: s
     return Part(segment, routes, ended)  # type: ignore[arg-type]
 
 
-def fill(log: TokenLog, dtype: str = "uint8") -> None:
+def fill(log: Sample, dtype: str = "uint8") -> None:
     log.append(Part(context(np.array([4, 5, 6], np.int32), 0.5, 1.0)))
     log.append(sampled(log, 4, dtype=dtype))
     log.append(sampled(log, 2, version=1, ended="stop", dtype=dtype))
@@ -62,7 +74,7 @@ def fill(log: TokenLog, dtype: str = "uint8") -> None:
     log.append(sampled(log, 3, version=2, ended="stop", dtype=dtype))
 
 
-def assert_same(left: TokenLog, right: TokenLog, num_parts: int | None = None) -> None:
+def assert_same(left: Sample, right: Sample, num_parts: int | None = None) -> None:
     """``left`` is the first ``num_parts`` parts of ``right``."""
     wanted = right.parts[:num_parts]
     assert len(left.parts) == len(wanted)
@@ -82,12 +94,13 @@ def assert_same(left: TokenLog, right: TokenLog, num_parts: int | None = None) -
 def test_comes_back_whole(tmp_path: Path, dtype: str) -> None:
     log = open_log(tmp_path, TASK, 1, 0)
     fill(log, dtype)
-    log.close(Closing("stop", VERDICT))
+    log.close("stop", VERDICT)
     again = open_log(tmp_path, TASK, 1, 1)
     assert_same(again, log)
-    assert again.closing == log.closing == Closing("stop", VERDICT)
-    assert (again.num_tokens, again.num_sampled, again.num_turns, again.num_resumed) == (14, 9, 2, 9)
-    done = again.trajectory(TASK, 1, 1)
+    assert again.finish_reason == log.finish_reason == "stop" and again.verdict == log.verdict == VERDICT
+    assert (again.num_tokens, again.num_sampled, len(again.turns()), again.num_resumed) == (14, 9, 2, 9)
+    done = again.trajectory()
+    assert (done.sample, done.attempt) == (1, 1)
     assert [len(segment.tokens) for segment in done.segments] == [3, 6, 2, 3]  # one segment a turn
     assert done.routes is not None
     np.testing.assert_array_equal(done.routes[:, 0, 0], np.arange(done.num_tokens - 1))
@@ -100,8 +113,8 @@ def test_torn_anywhere_and_written_on(tmp_path: Path) -> None:
     """Cut at every byte: what is left is a beginning in whole parts, and appending gives the whole again."""
     fill(open_log(tmp_path / "whole", TASK, 0, 0))
     content = log_path(tmp_path / "whole", 3, 0).read_bytes()
-    ends = [end for _, _, end in frames(content)]
-    full = TokenLog()
+    ends = [end for _, end in frames(content)]
+    full = Sample(TASK, 0, 0)
     fill(full)
     path = log_path(tmp_path / "torn", 3, 0)
     path.parent.mkdir(parents=True)
@@ -156,23 +169,23 @@ def test_what_another_writer_appended_is_dropped(tmp_path: Path) -> None:
 
 
 def test_samples_of_a_group_are_in_one_file_and_do_not_disturb_each_other(tmp_path: Path) -> None:
-    one, other = open_logs(tmp_path, TASK, 0)
+    one, other = open_samples(tmp_path, TASK, 0)
     for log in (one, other):
         log.append(Part(context(np.array([1, 2], np.int32))))
-    stale = open_logs(tmp_path, TASK, 0)[0]  # of an agent that was given up but lives on
+    stale = open_samples(tmp_path, TASK, 0)[0]  # of an agent that was given up but lives on
     stale.append(Part(context(np.array([1, 2], np.int32))))
     one.append(sampled(one, 3))
     other.append(sampled(other, 4))
     stale.append(sampled(stale, 5))
     other.append(sampled(other, 2, ended="stop"))
     one.append(sampled(one, 1))
-    other.close(Closing("stop", VERDICT))
+    other.close("stop", VERDICT)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003-000.log"]
-    lost, whole = open_logs(tmp_path, TASK, 1)
+    lost, whole = open_samples(tmp_path, TASK, 1)
     assert_same(lost, one, 2)
-    assert lost.closing is None and lost.num_sampled == 3
+    assert lost.verdict is None and lost.num_sampled == 3
     assert_same(whole, other)
-    assert whole.closing == Closing("stop", VERDICT)
+    assert (whole.finish_reason, whole.verdict) == ("stop", VERDICT)
 
 
 def test_rows_must_be_those_of_the_tokens(tmp_path: Path) -> None:
@@ -198,7 +211,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
     log = open_log(tmp_path, TASK, 0, 0)
     log.append(Part(context(np.array([1, 2], np.int32))))
     path = log_path(tmp_path, 3, 0)
-    path.parent.mkdir(exist_ok=True)
+    path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot be written: No space left on device; free some space"):
         log.append(sampled(log, 3))
@@ -208,7 +221,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
 def test_no_verdict_of_ours_is_written_down(tmp_path: Path) -> None:
     log = open_log(tmp_path, TASK, 0, 0)
     with pytest.raises(AssertionError):
-        log.close(Closing("stop", replace(VERDICT, outcome=Outcome.INFRA)))
+        log.close("stop", replace(VERDICT, outcome=Outcome.INFRA))
 
 
 def test_logs_are_forgotten_by_ordinal(tmp_path: Path) -> None:
@@ -218,3 +231,126 @@ def test_logs_are_forgotten_by_ordinal(tmp_path: Path) -> None:
     remove_logs(tmp_path, 5)
     remove_logs(tmp_path, 6)
     assert logged_ordinals(tmp_path) == (3, 12)
+
+
+ROUTES = (3, 2, 8)
+
+
+@pytest.mark.parametrize("routes", [ROUTES, None])
+def test_a_stored_group_comes_back_bit_for_bit(tmp_path: Path, routes: tuple[int, int, int] | None) -> None:
+    before = group(np.random.default_rng(0), [1.0, 0.25, 0.0], ordinal=17, versions=(4, 5, 5), routes=routes)
+    ref = store_group(tmp_path / "groups", before)
+    assert equal(load_group(ref.location), before)
+    assert (ref.ordinal, ref.attempt, ref.num_samples, ref.oldest_version) == (17, 0, 3, 4)
+    assert ref.num_tokens == sum(sample.num_sampled for sample in before.trajectories)
+    assert ref.mean_reward == pytest.approx(1.25 / 3) and not ref.is_uniform
+    assert os.listdir(tmp_path / "groups") == ["group-00000017-0.group"]
+
+
+def test_a_token_without_an_expert_comes_back_as_one(tmp_path: Path) -> None:
+    before = group(np.random.default_rng(0), [1.0, 1.0], routes=ROUTES)
+    for sample in before.trajectories:
+        assert sample.routes is not None
+        sample.routes[0, 1] = 255
+    ref = store_group(tmp_path, before)
+    assert ref.is_uniform and equal(load_group(ref.location), before)
+
+
+def test_another_attempt_is_another_file(tmp_path: Path) -> None:
+    before = group(np.random.default_rng(0), [1.0, 0.0])
+    again = Group(before.task, tuple(replace(sample, attempt=2) for sample in before.trajectories))
+    first, second = store_group(tmp_path, before), store_group(tmp_path, again)
+    assert first.location != second.location and second.attempt == 2
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_routes_of_the_wrong_length_are_refused(tmp_path: Path, change: int) -> None:
+    """An engine returns a row for each token but the last: neither one fewer nor one for each."""
+    whole = group(np.random.default_rng(0), [1.0, 0.0], routes=ROUTES)
+    sample = whole.trajectories[1]
+    rows = sample.num_tokens - 1 + change
+    assert sample.routes is not None
+    wrong = replace(sample, routes=np.resize(sample.routes, (rows, 3, 2)))
+    ref = store_group(tmp_path, Group(whole.task, (whole.trajectories[0], wrong)))
+    with pytest.raises(UserError, match=rf"routes of sample 1: {rows} rows for {sample.num_tokens} tokens") as caught:
+        load_group(ref.location)
+    assert ref.location in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_routes_of_another_network_are_refused() -> None:
+    whole = group(np.random.default_rng(0), [1.0, 0.0], routes=ROUTES)
+    check_routes(whole, "here", layers=3, top_k=2)
+    with pytest.raises(UserError, match="3 layers of 2 experts, the trained network has 4 of 2"):
+        check_routes(whole, "here", layers=4, top_k=2)
+
+
+@pytest.mark.parametrize("keep", [0, 40, 300])
+def test_a_damaged_file_is_one_line(tmp_path: Path, keep: int) -> None:
+    ref = store_group(tmp_path, group(np.random.default_rng(0), [1.0, 0.0], routes=ROUTES))
+    path = Path(ref.location)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match="not readable as a group") as caught:
+        load_group(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_group(tmp_path / "group-00000001-0.group")
+
+
+def drawn(shape: tuple[int, int, int], num_experts: int, absent: float, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(np.uint8 if num_experts <= 255 else np.uint16)
+    routes = rng.integers(0, num_experts, shape).astype(dtype)
+    routes[rng.random(shape) < absent] = np.iinfo(dtype).max
+    return routes
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.tuples(st.integers(0, 40), st.integers(1, 5), st.integers(1, 9)),
+    st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 255, 256, 257, 511, 512, 1025, 65534, 65535])),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.integers(0, 99),
+)
+def test_what_was_packed_comes_back(shape: tuple[int, int, int], num_experts: int, absent: float, seed: int) -> None:
+    routes = drawn(shape, num_experts, absent, seed)
+    packed = pack_routes(routes, num_experts)
+    again = unpack_routes(packed)
+    assert again.dtype == routes.dtype and np.array_equal(again, routes)
+    has_absent = bool((routes == np.iinfo(routes.dtype).max).any())
+    assert len(packed) == HEADER_BYTES + math.ceil(routes.size * id_bits(num_experts, has_absent) / 8)
+
+
+@pytest.mark.parametrize("num_experts", [2, 6, 16, 24, 64, 128, 255, 256, 512])
+def test_a_token_costs_the_bits_that_name_its_experts(num_experts: int) -> None:
+    tokens, layers, slots = 1000, 6, 4
+    packed = pack_routes(drawn((tokens, layers, slots), num_experts, 0.0, 1), num_experts)
+    assert (len(packed) - HEADER_BYTES) / tokens <= math.ceil(math.log2(num_experts)) * slots * layers / 8
+    assert HEADER_BYTES <= 24
+
+
+def test_absence_costs_a_value_and_only_where_it_occurs() -> None:
+    assert id_bits(16, False) == 4 and id_bits(16, True) == 5
+    assert id_bits(24, False) == id_bits(24, True) == 5
+    assert id_bits(1, False) == 0 and id_bits(1, True) == 1
+
+
+def test_the_trainer_sees_minus_one_for_no_expert() -> None:
+    assert signed_routes(np.array([[[3, 255]]], np.uint8)).tolist() == [[[3, -1]]]
+    assert signed_routes(np.array([[[300, 65535]]], np.uint16)).tolist() == [[[300, -1]]]
+
+
+def test_damaged_bytes_are_refused() -> None:
+    packed = pack_routes(drawn((9, 2, 3), 24, 0.0, 2), 24)
+    flipped = bytearray(packed)
+    flipped[-1] ^= 1
+    for bad in (b"", b"SR", packed[:-1], packed + b"\0", bytes(flipped), b"XX" + packed[2:]):
+        with pytest.raises(ValueError, match="packed routes"):
+            unpack_routes(bad)
+
+
+def test_an_expert_outside_the_network_is_refused() -> None:
+    with pytest.raises(AssertionError, match="expert 24 of 24"):
+        pack_routes(np.full((1, 1, 1), 24, np.uint8), 24)

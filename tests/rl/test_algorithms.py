@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.trajectory import Group, Outcome
-from stretto.rl.credit import advantages, assign, token_weights
-from stretto.rl.loss import LossConfig
+from stretto.rl.algorithms import advantages, assign, token_weights
 from tests.rl.samples import group
 
 KINDS = ["grpo", "dr_grpo", "rloo"]
@@ -52,7 +51,7 @@ def test_an_infrastructure_failure_never_gets_this_far() -> None:
     verdict = replace(whole.trajectories[1].verdict, outcome=Outcome.INFRA)
     broken = Group(whole.task, (whole.trajectories[0], replace(whole.trajectories[1], verdict=verdict)))
     with pytest.raises(AssertionError, match="failure of ours"):
-        assign([broken], LossConfig())
+        assign([broken], "grpo", "token")
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "constant"])
@@ -69,7 +68,7 @@ def test_weights_of_an_update_are_its_normaliser(kind: str) -> None:
 def test_only_sampled_tokens_get_credit() -> None:
     rng = np.random.default_rng(3)
     groups = [group(rng, [1.0, 0.0, 0.5], ordinal=ordinal) for ordinal in range(3)]
-    streams = assign(groups, LossConfig(normaliser="token"))
+    streams = assign(groups, "grpo", "token")
     assert [len(each) for each in streams] == [3, 3, 3]
     total = 0.0
     for each, credits in zip(groups, streams, strict=True):

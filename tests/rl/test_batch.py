@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING
-from stretto.rl.batches import Batch, pack
-from stretto.rl.credit import Credit, assign
-from stretto.rl.loss import LossConfig
+from stretto.rl.algorithms import Streams, assign
+from stretto.rl.batch import Batch, pack
 from tests.rl.samples import equal, group, trajectory
 
 ROUTES = (3, 2, 8)
-LOSS = LossConfig()
+LOSS = ("grpo", "token")
 
 
 def packed(groups: list[Group], seq_len: int = 24, rows: int = 4, **extra: Any) -> list[Batch]:
-    return pack(groups, assign(groups, LOSS), seq_len, rows, **extra)
+    return pack(assign(groups, *LOSS), seq_len, rows, **extra)
 
 
-def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, credit: Credit) -> int:
+def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, credit: Streams) -> int:
     """Its own columns behind those it shares are the sample, in every stream; returns how many it shares."""
     own = np.flatnonzero(batch.documents_BT[row] == number)
     assert (np.diff(own) == 1).all(), "a sample lies in one piece"
@@ -61,10 +60,10 @@ def test_all_streams_follow_the_tokens(seed: int, num: int, seq_len: int, rows: 
     rng = np.random.default_rng(seed)
     rewards = [1.0, 0.0, 0.5, 0.0, 1.0]
     groups = [group(rng, rewards, ordinal=index, versions=(2, 3), routes=ROUTES) for index in range(num)]
-    credits = [credit for each in assign(groups, LOSS) for credit in each]
+    credits = [credit for each in assign(groups, *LOSS) for credit in each]
     samples = [sample for each in groups for sample in each.trajectories]
     seen, num_inputs, num_shared = [], 0, 0
-    for batch in pack(groups, assign(groups, LOSS), seq_len, rows, with_routes=with_routes):
+    for batch in pack(assign(groups, *LOSS), seq_len, rows, with_routes=with_routes):
         B, T = batch.tokens_BT.shape
         assert rows >= B and seq_len >= T and (batch.routes_BTLK is None) is not with_routes
         padding = batch.documents_BT == PADDING

@@ -1,7 +1,6 @@
 """Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
 
-A sample of n tokens is n − 1 inputs, each with the token after it as its target; only targets that the model sampled
-carry a loss. The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning, also one
+The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning, also one
 whose recorded routes are the same, is laid down once, and each sample continues it: no key or value depends on what
 comes after it, so every loss and every gradient is what it would be with a copy for each sample, and the pass is
 shorter by the copies. (Prefix sharing, as in the tree training of agentic trajectories.)
@@ -12,17 +11,16 @@ Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
-from stretto.base.routes import signed_routes
-from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
-from stretto.rl.credit import Credit
+from stretto.rl.algorithms import Streams
+from stretto.rl.samples import signed_routes
 
 _ROUND = 8
 """Rows are cut to the longest that is used, rounded up to this: few distinct shapes, little padding."""
@@ -67,78 +65,32 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows: a rank's share."""
-        streams = {field.name: getattr(self, field.name) for field in fields(self)}
+        streams = {each.name: getattr(self, each.name) for each in fields(self)}
         cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in streams.items()}
         return Batch(**cut)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
-    """One sample as arrays; written by `_read`."""
-
-    number: int
-    """Within the update."""
-    tokens: NDArray[np.int32]
-    """[S + 1]."""
-    logprobs_S: NDArray[np.float32]
-    versions_S: NDArray[np.int32]
-    routes_SLK: NDArray[np.unsignedinteger] | None
-    credit: Credit
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self.tokens) - 1
-
-    @property
-    def num_untrained(self) -> int:
-        """Leading inputs without a target: nothing is lost if others' stand for them."""
-        mask_S = self.credit.mask_S
-        return int(mask_S.argmax()) if mask_S.any() else len(mask_S)
-
-    def agreement(self, other: _Sample) -> int:
-        """Leading inputs that one computation can do for both."""
-        most = min(self.num_untrained, other.num_untrained)
-        same = self.tokens[:most] == other.tokens[:most]
-        if self.routes_SLK is not None and other.routes_SLK is not None:
-            same &= (self.routes_SLK[:most] == other.routes_SLK[:most]).all((1, 2))
-        return most if same.all() else int(same.argmin())
 
 
 @dataclass(slots=True)
 class _Bundle:
     """Samples in one row that begin like the first; made by `_bundles`."""
 
-    samples: list[_Sample]
-    length: int
-    """Positions that it takes."""
-    shared: list[int] = field(default_factory=lambda: [0])
+    samples: list[Streams]
+    shared: list[int]
     """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
 
-    def add(self, sample: _Sample, shared: int) -> None:
-        self.samples.append(sample)
-        self.shared.append(shared)
-        self.shared[0] = max(self.shared[0], shared)
-        self.length += sample.num_inputs - shared
-
-
-_Plan = list[tuple[list[list[_Bundle]], int]]
-"""Of each batch: its rows and their length."""
+    @property
+    def length(self) -> int:
+        """Positions that it takes."""
+        return sum(sample.num_inputs for sample in self.samples) - sum(self.shared[1:])
 
 
 def pack(
-    groups: Sequence[Group],
-    credits: Sequence[Sequence[Credit]],
-    seq_len: int,
-    rows: int,
-    *,
-    share: int = 1,
-    with_routes: bool = True,
+    groups: Sequence[Sequence[Streams]], seq_len: int, rows: int, *, share: int = 1, with_routes: bool = True
 ) -> list[Batch]:
     """Rows of at most ``seq_len`` inputs, best-fit decreasing; samples are never cut. The same call, the same batches.
 
     Args:
         groups: of one update.
-        credits: by group and sample, of the same update.
         seq_len: longest row.
         rows: of each batch; the last may have fewer.
         share: the number of rows is a multiple of it, by empty rows: as many as ranks.
@@ -147,56 +99,51 @@ def pack(
     Raises:
         UserError: a sample that is longer, or has no routes where they are wanted.
     """
-    assert len(groups) == len(credits), f"{len(groups)} groups, credit for {len(credits)}"
     assert rows % share == 0, f"{rows} rows among {share} ranks"
-    bundles: list[_Bundle] = []
-    number = 0
-    for group, credit in zip(groups, credits, strict=True):
-        samples = []
-        for trajectory, own in zip(group.trajectories, credit, strict=True):
-            samples.append(_read(number, trajectory, own, seq_len, with_routes))
-            number += 1
-        bundles += _bundles(samples, seq_len)
+    for each in (sample for group in groups for sample in group):
+        if each.num_inputs > seq_len:
+            raise UserError(
+                f"train.seq_len: {seq_len} is less than the {len(each.tokens)} tokens of {each.where}; raise it"
+            )
+        if with_routes and each.routes_SLK is None:
+            raise UserError(f'{each.where}: routes: it has none; let the engine record them, or set replay = "off"')
+    if not with_routes:
+        groups = [[replace(sample, routes_SLK=None) for sample in group] for group in groups]
+    bundles = [bundle for group in groups for bundle in _bundles(group, seq_len)]
     shortest = min(_rounded(max(bundle.length for bundle in bundles)), seq_len)
     # rows that hold much may be half empty: of some lengths, the one with the fewest positions
     lengths = sorted({_rounded(int(each)) for each in np.linspace(shortest, seq_len, _LENGTHS)})
     plans = [_plan(bundles, min(length, seq_len), rows, share) for length in lengths]
-    return [_fill(part, length) for part, length in min(plans, key=_num_positions)]
+    shortest_plan = min(plans, key=lambda plan: sum(len(part) * length for part, length in plan))
+    return [_fill(part, length) for part, length in shortest_plan]
 
 
-def _read(number: int, trajectory: Trajectory, credit: Credit, seq_len: int, with_routes: bool) -> _Sample:
-    where = f"ordinal {trajectory.ordinal}, sample {trajectory.sample}"
-    if trajectory.num_tokens - 1 > seq_len:
-        raise UserError(
-            f"train.seq_len: {seq_len} is less than the {trajectory.num_tokens} tokens of {where}; raise it"
-        )
-    if with_routes and trajectory.routes is None:
-        raise UserError(f'{where}: routes: it has none; let the engine record them, or set replay = "off"')
-    tokens, logprobs, versions = (
-        np.concatenate([getattr(segment, name) for segment in trajectory.segments])
-        for name in ("tokens", "logprobs", "versions")
-    )
-    assert len(credit.mask_S) == len(tokens) - 1, f"credit for {len(credit.mask_S)} of {len(tokens) - 1} targets"
-    routes_SLK = trajectory.routes if with_routes else None
-    return _Sample(number, tokens, logprobs[1:], versions[1:], routes_SLK, credit)
+def _agreement(one: Streams, other: Streams) -> int:
+    """Leading inputs that one computation can do for both; nothing is lost where neither has a target yet."""
+    most = int(min(one.mask_S.argmax(), other.mask_S.argmax()))
+    same = one.tokens[:most] == other.tokens[:most]
+    if one.routes_SLK is not None and other.routes_SLK is not None:
+        same &= (one.routes_SLK[:most] == other.routes_SLK[:most]).all((1, 2))
+    return most if same.all() else int(same.argmin())
 
 
-def _bundles(samples: Sequence[_Sample], seq_len: int) -> list[_Bundle]:
+def _bundles(samples: Sequence[Streams], seq_len: int) -> list[_Bundle]:
     """Each sample behind the first of those that it agrees with longest, as far as rows hold them."""
     bundles: list[_Bundle] = []
     for sample in samples:
-        found = [(each, sample.agreement(each.samples[0])) for each in bundles]
+        found = [(each, _agreement(sample, each.samples[0])) for each in bundles]
         fitting = [pair for pair in found if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
         if fitting:
             bundle, shared = max(fitting, key=lambda pair: pair[1])
-            bundle.add(sample, shared)
+            bundle.samples.append(sample)
+            bundle.shared = [max(bundle.shared[0], shared), *bundle.shared[1:], shared]
         else:
-            bundles.append(_Bundle([sample], sample.num_inputs))
+            bundles.append(_Bundle([sample], [0]))
     return bundles
 
 
-def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> _Plan:
-    """Best-fit rows of at most ``seq_len``, and how long those of each batch must be."""
+def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> list[tuple[list[list[_Bundle]], int]]:
+    """Best-fit rows of at most ``seq_len``, by batch, and how long those of the batch must be."""
     pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
     whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
     whole.sort(key=lambda row: -_length(row))  # full rows together: short ones are cut to what they hold
@@ -206,10 +153,6 @@ def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> _P
         some += [[]] * (-len(some) % share)
         plan.append((some, min(seq_len, _rounded(_length(some[0])))))
     return plan
-
-
-def _num_positions(plan: _Plan) -> int:
-    return sum(len(rows) * length for rows, length in plan)
 
 
 def _length(row: Sequence[_Bundle]) -> int:
@@ -252,17 +195,17 @@ def _fill(rows: Sequence[Sequence[_Bundle]], length: int) -> Batch:
     return batch
 
 
-def _lay(batch: Batch, sample: _Sample, start: int, stop: int, here: tuple[int, slice], number: int) -> None:
+def _lay(batch: Batch, sample: Streams, start: int, stop: int, here: tuple[int, slice], number: int) -> None:
     """Write inputs ``start`` to ``stop`` of a sample, and what belongs to their targets, to ``here``."""
     part = slice(start, stop)
-    mask = sample.credit.mask_S[part]
+    mask = sample.mask_S[part]
     batch.tokens_BT[here] = sample.tokens[:-1][part]
     batch.targets_BT[here] = np.where(mask, sample.tokens[1:][part], IGNORED)
     batch.positions_BT[here], batch.documents_BT[here] = np.arange(start, stop), number
     batch.behaviour_BT[here] = np.where(mask, sample.logprobs_S[part], 0.0)
     batch.versions_BT[here] = np.where(mask, sample.versions_S[part], -1)
-    batch.advantages_BT[here] = sample.credit.advantages_S[part]
-    batch.weights_BT[here] = sample.credit.weights_S[part]
+    batch.advantages_BT[here] = sample.advantages_S[part]
+    batch.weights_BT[here] = sample.weights_S[part]
     if batch.routes_BTLK is not None:
         assert sample.routes_SLK is not None, "checked by the caller"
         batch.routes_BTLK[here] = signed_routes(sample.routes_SLK[part])
