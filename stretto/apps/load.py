@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,7 @@ from rich.table import Table
 
 from stretto.apps.serve import SERVING, environment_keys
 from stretto.base.errors import UserError
-from stretto.serve.client import ApiFailure, Client
-from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
+from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,7 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: needs a number above 0")
     if options.rate is not None and not 0 < options.rate < float("inf"):
         raise UserError(f"--rate {options.rate:g}: needs a number above 0")
-    if url is not None:
-        return _shown(asyncio.run(_load(url, options)))
-    assert source is not None
-    with _server(source, subnet) as started:
+    with _server(source, subnet) if source is not None else nullcontext(str(url)) as started:
         return _shown(asyncio.run(_load(started, options)))
 
 

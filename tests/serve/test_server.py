@@ -18,8 +18,8 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.engine.service import Service
 from stretto.serve.client import ApiFailure, Client
-from stretto.serve.server import open_socket
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings, open_socket
 from tests.serve.live import live
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -173,8 +173,8 @@ from stretto.engine.request import EngineConfig
 from stretto.engine.service import Service
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
-from stretto.serve.server import create_app, open_socket, serve
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
+from stretto.serve.elastic import ServedModel
 from stretto.text.tokenizer import load_tokenizer
 
 config = ModelConfig.model_validate_json(sys.argv[2])
@@ -183,7 +183,7 @@ service = Service(Engine(build(config, seed=3), tokenizer, EngineConfig(num_page
 listening = open_socket("127.0.0.1", 0)
 print(listening.getsockname()[1], flush=True)
 app = create_app(service, ServedModel("x", config, {}, tokenizer, 512), ServeSettings())
-serve(app, ServeSettings(), listening)
+make_server(app).run(sockets=[listening])
 service.close()
 print("closed", flush=True)
 """

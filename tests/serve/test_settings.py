@@ -4,7 +4,8 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.serve.settings import ServeSettings, environment_subnet
+from stretto.serve.elastic import environment_subnet
+from stretto.serve.server import ServeSettings
 
 
 def test_the_environment_sets_axes(config: ModelConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.apps.choose import Fit, fitting_subnet, parse_bytes
+from stretto.apps.serve import Fit, fitting_subnet, parse_bytes
 from stretto.apps.shape import SEARCH_FILE, SearchRecord
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt

@@ -19,7 +19,7 @@ from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
-from stretto.serve.settings import ServedModel
+from stretto.serve.elastic import ServedModel
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]

@@ -1,0 +1,165 @@
+"""/v1/chat/completions, and the short form /api/ernie-5.1/chat: messages in, one message a choice out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.engine.request import Completion, TokenEvent
+from stretto.serve.elastic import Elastic, Rung
+from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, sampled, token_fields
+from stretto.serve.limits import parse_body
+from stretto.serve.messages import (
+    Body,
+    Call,
+    CallReader,
+    FieldError,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    answer_grammar,
+    read_answer,
+    tool_use,
+)
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] = False
+
+
+class ShortChatBody(Body):
+    """POST /api/ernie-5.1/chat."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    elastic: Elastic | str | None = None
+
+
+def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    """A `stretto.serve.generate.Reader`."""
+    return ChatAnswer(backend, chat_job(backend, parse_body(ChatBody, tree), rung))
+
+
+def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    """A `stretto.serve.generate.Reader`."""
+    body = parse_body(ShortChatBody, tree)
+    fields = {name: getattr(body, name) for name in body.model_fields_set}
+    return ShortAnswer(backend, chat_job(backend, ChatBody.model_construct(**fields), rung))
+
+
+def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
+    """The engine request of a conversation.
+
+    Raises:
+        ApiError, UserError: the body asks for what cannot be done.
+    """
+    use = tool_use(body.tools, body.tool_choice)
+    ids = backend.check_ids(backend.prompts.chat(body.messages, use.offered), "messages")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise FieldError("max_tokens", "contradicts max_completion_tokens; give one of them")
+    if body.top_logprobs and not body.logprobs:
+        raise FieldError("top_logprobs", "needs logprobs=true")
+    return backend.job(
+        prefix,
+        body,
+        rung,
+        [ids],
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=body.logprobs,
+        turn_ends=backend.prompts.turn_ends,
+        shape=answer_grammar(use, body.response_format, body.parallel_tool_calls),
+        reads_calls=bool(use.offered),
+        top_logprobs=body.top_logprobs or 0,
+    )
+
+
+class ChatAnswer(ChunkedAnswer):
+    """Writes a chat completion."""
+
+    def __init__(self, backend: Backend, job: Job) -> None:
+        super().__init__(backend, job, "chat.completion.chunk")
+        self._readers = [CallReader() if job.reads_calls else None for _ in range(job.num_choices)]
+        self._num_calls = [0] * job.num_choices
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(done):
+            content, calls = read_answer(completion.text) if self.job.reads_calls else (completion.text, [])
+            message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+            if calls:
+                message["tool_calls"] = [call.body() for call in calls]
+            choice = {
+                "index": index,
+                "message": message,
+                "logprobs": self._logprobs([self._entry(*each) for each in sampled(completion)]),
+                "finish_reason": "tool_calls" if calls else completion.finish_reason,
+            }
+            choices.append(choice | token_fields(self.job, completion))
+        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(done)}
+        if self.job.body.return_token_ids:
+            body["prompt_token_ids"] = list(self.job.requests[0].prompt)
+        return body
+
+    def start(self) -> list[bytes]:
+        opening = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(index, opening) for index in range(self.job.num_choices)]
+
+    def _token(self, index: int, event: TokenEvent) -> list[bytes]:
+        deltas = self._deltas(index, event.text)
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        if not deltas and not extra and not self.job.logprobs:
+            return []
+        first, *rest = deltas or [{}]
+        logprobs = self._logprobs([self._entry(event.token, event.logprob, event.top)])
+        return [
+            self._chunk(index, {"delta": first}, logprobs, **extra),
+            *(self._chunk(index, {"delta": delta}) for delta in rest),
+        ]
+
+    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
+        deltas = self._deltas(index, rest, last=True)
+        reason = "tool_calls" if self._num_calls[index] else done.finish_reason
+        return [
+            *(self._chunk(index, {"delta": delta}) for delta in deltas),
+            self._chunk(index, {"delta": {}}, finish_reason=reason, **self._end_fields(done)),
+        ]
+
+    def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+        return {"content": entries, "refusal": None} if self.job.logprobs else None
+
+    def _deltas(self, index: int, text: str, last: bool = False) -> list[dict[str, Any]]:
+        reader = self._readers[index]
+        if reader is None:
+            return [{"content": text}] if text else []
+        deltas: list[dict[str, Any]] = []
+        for piece in [*reader.push(text), *(reader.finish() if last else [])]:
+            if isinstance(piece, Call):
+                deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
+                self._num_calls[index] += 1
+            elif piece.strip() or not self._num_calls[index]:  # white space between calls is no content
+                deltas.append({"content": piece})
+        return deltas
+
+
+class ShortAnswer(ChatAnswer):
+    """The text and nothing else."""
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        return {"text": done[0].text}

@@ -1,0 +1,157 @@
+"""/v1/completions: texts or token ids in, text out; echoed prompts, and OpenAI's older form of log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from stretto.engine.request import Completion, TokenEvent, TopLogprob
+from stretto.serve.elastic import Rung
+from stretto.serve.generate import (
+    MAX_CHOICES,
+    Answer,
+    Backend,
+    ChunkedAnswer,
+    Generation,
+    Job,
+    Spelling,
+    check_range,
+    finite,
+    sampled,
+    token_fields,
+)
+from stretto.serve.limits import parse_body
+from stretto.serve.messages import FieldError
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(union_mode="left_to_right")
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    parse_special: bool = True
+    """Whether spellings of special tokens in a text prompt are those tokens, as clients that render templates expect."""
+
+
+def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    """A `stretto.serve.generate.Reader`: one engine request for each prompt."""
+    body = parse_body(CompletionBody, tree)
+    if body.best_of not in (None, body.n):
+        raise FieldError("best_of", "only the value of n is supported; sample n and choose yourself")
+    prompts = _prompt_ids(backend, body)
+    only_prompt = body.max_tokens == 0 and body.echo
+    job = backend.job(
+        "cmpl",
+        body,
+        rung,
+        prompts,
+        max_tokens=1 if only_prompt else body.max_tokens,
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
+        prompt_logprobs=body.echo and body.logprobs is not None,
+    )
+    tokenizer = backend.model.tokenizer
+    echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in prompts] if body.echo else None
+    return TextAnswer(backend, job, echo, only_prompt)
+
+
+def _prompt_ids(backend: Backend, body: CompletionBody) -> list[tuple[int, ...]]:
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    parts: list[Any] = [prompt] if is_one else list(prompt)
+    if not parts:
+        raise FieldError("prompt", "is empty; give at least one")
+    check_range("prompt", len(parts), MAX_CHOICES)
+    ids = [backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts]
+    return [backend.check_ids(each, "prompt") for each in ids]
+
+
+class TextAnswer(ChunkedAnswer):
+    """Writes a completion."""
+
+    def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
+        super().__init__(backend, job, "text_completion", only_prompt)
+        self._echo = echo  # text of each prompt, where it is part of the answer
+        self._offsets = [0] * job.num_choices  # where the next token begins in the text, echo included
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(done):
+            table = _Table(self._spelling)
+            text = ""
+            if self._echo is not None:
+                text = self._echo_of(index)
+                table.add_prompt(completion)
+            if not self._only_prompt:
+                text += completion.text
+                for each in sampled(completion):
+                    table.add(*each)
+            logprobs = table.body() if self.job.logprobs else None
+            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+            choices.append(choice | token_fields(self.job, completion))
+        return {**self._head, "choices": choices, "usage": self._usage(done)}
+
+    def _token(self, index: int, event: TokenEvent) -> list[bytes]:
+        """An echo comes with the first token: its log-probabilities are not there before the prompt is computed."""
+        if self._only_prompt:
+            return []
+        text = self._first_echo(index) + event.text
+        logprobs = None
+        if self.job.logprobs:
+            table = _Table(self._spelling, self._offsets[index])
+            table.add(event.token, event.logprob, event.top)
+            logprobs, self._offsets[index] = table.body(), table.offset
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        return [self._chunk(index, {"text": text}, logprobs, **extra)] if text or extra or logprobs else []
+
+    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
+        fields: dict[str, Any] = {"finish_reason": done.finish_reason, **self._end_fields(done)}
+        if self.job.logprobs and self._echo is not None:
+            table = _Table(self._spelling)
+            table.add_prompt(done)
+            fields["prompt_logprobs"] = table.body()
+        return [self._chunk(index, {"text": self._first_echo(index) if self._only_prompt else rest}, **fields)]
+
+    def _echo_of(self, index: int) -> str:
+        assert self._echo is not None
+        return self._echo[index // self.job.body.n]
+
+    def _first_echo(self, index: int) -> str:
+        """The prompt before a choice's first text, nothing later."""
+        if self._echo is None or self._offsets[index]:
+            return ""
+        self._offsets[index] = len(self._echo_of(index))
+        return self._echo_of(index)
+
+
+class _Table:
+    """The four parallel lists of ``logprobs``."""
+
+    def __init__(self, spelling: Spelling, offset: int = 0) -> None:
+        self._spelling = spelling
+        self.offset = offset
+        self._rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
+
+    def add(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> None:
+        """Append one token; ``top`` is None where alternatives are not known (prompts)."""
+        text = self._spelling.token(token)[0]
+        others = None if top is None else {self._spelling.token(each.token)[0]: finite(each.logprob) for each in top}
+        self._rows.append((text, None if logprob is None else finite(logprob), others, self.offset))
+        self.offset += len(text)
+
+    def add_prompt(self, done: Completion) -> None:
+        """Append the prompt's tokens; the first has no log-probability."""
+        known: list[float | None] = [None] * len(done.prompt)
+        if done.prompt_logprobs is not None:
+            known[1:] = done.prompt_logprobs.tolist()
+        for token, logprob in zip(done.prompt, known, strict=True):
+            self.add(token, logprob, None)
+
+    def body(self) -> dict[str, Any]:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[place] for row in self._rows] for place, name in enumerate(names)}
