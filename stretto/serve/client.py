@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import httpx
@@ -36,8 +37,6 @@ class Piece:
     """One choice's part of a chunk of a stream. Written by `Client.stream`."""
 
     text: str
-    index: int = 0
-    """Which choice."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
@@ -68,18 +67,6 @@ class Client:
         """The JSON answer to ``body``; raises as `get` does."""
         return _check(await self._http.post(path, json=body)).json()
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Any:
-        """A whole chat completion."""
-        return await self.post("/v1/chat/completions", {"messages": messages, **fields})
-
-    async def complete(self, prompt: str | Sequence[int], **fields: Any) -> Any:
-        """A whole completion of a text or of token ids."""
-        return await self.post("/v1/completions", {"prompt": prompt, **fields})
-
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[Piece]:
-        """A chat completion as it comes; the last piece carries the usage."""
-        return self.stream("/v1/chat/completions", {"messages": messages, **fields})
-
     def stream_completion(self, prompt: str | Sequence[int], **fields: Any) -> AsyncIterator[Piece]:
         """A completion as it comes; the last piece carries the usage."""
         return self.stream("/v1/completions", {"prompt": prompt, **fields})
@@ -104,7 +91,14 @@ class Client:
                 if "error" in chunk:
                     raise ApiFailure(500, str(chunk["error"].get("message")), chunk["error"].get("code"))
                 for choice in chunk["choices"]:
-                    yield _piece(choice)
+                    logprobs = choice.get("logprobs") or {}
+                    entries = logprobs.get("content") or []
+                    yield Piece(
+                        text=choice["text"] if "text" in choice else choice["delta"].get("content") or "",
+                        token_ids=tuple(choice.get("token_ids") or ()),
+                        logprobs=tuple(logprobs.get("token_logprobs") or [entry["logprob"] for entry in entries]),
+                        finish_reason=choice.get("finish_reason"),
+                    )
                 if not chunk["choices"]:
                     yield Piece("", usage=chunk.get("usage"))
         raise ApiFailure(502, "the stream broke off before its end")
@@ -114,18 +108,6 @@ class Client:
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
-
-
-def _piece(choice: Mapping[str, Any]) -> Piece:
-    logprobs = choice.get("logprobs") or {}
-    values = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or []]
-    return Piece(
-        text=choice["text"] if "text" in choice else choice["delta"].get("content") or "",
-        index=choice["index"],
-        token_ids=tuple(choice.get("token_ids") or ()),
-        logprobs=tuple(values),
-        finish_reason=choice.get("finish_reason"),
-    )
 
 
 def _check(response: httpx.Response) -> httpx.Response:
@@ -212,11 +194,8 @@ async def run_load(client: Client, load: Load) -> LoadResult:
                     errors[reason] = errors.get(reason, 0) + 1
             advance(1)
 
-        arrivals, at = [], 0.0
-        for _ in range(load.num_requests):
-            at += rng.expovariate(load.rate) if load.rate else 0.0
-            arrivals.append(at)
-        await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
+        gaps = (rng.expovariate(load.rate) if load.rate else 0.0 for _ in range(load.num_requests))
+        await asyncio.gather(*(one(number, arrival_s) for number, arrival_s in enumerate(accumulate(gaps))))
     return LoadResult(tuple(seen), errors, time.perf_counter() - start)
 
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
@@ -274,25 +274,43 @@ class Ticket:
         self.add(-self._num)
 
 
-class Axes(Body):
-    """A Subnet: a preset to start from, and axes that replace its own."""
+class Size(Body):
+    """Axes of a Subnet, as `SubnetChoice` has them; any number, so that one out of range is told the range."""
 
-    preset: str | None = None
     layers: int | None = None
     experts: int | None = None
     top_k: int | None = None
 
-    def own(self) -> dict[str, int]:
-        """The axes that are given."""
-        return self.model_dump(include=set(SubnetChoice.model_fields), exclude_none=True)
+    def given(self) -> dict[str, int]:
+        """The axes that are not left out."""
+        return self.model_dump(include=set(Size.model_fields), exclude_none=True)
+
+    def of(self, config: ModelConfig, base: SubnetChoice) -> Subnet:
+        """The Subnet, axes left out being those of ``base``. Raises `UserError` for one that ``config`` does not have."""
+        axes = base.model_dump() | self.given()
+        return config.subnet(axes["layers"], axes["experts"], axes["top_k"])
+
+
+class Axes(Size):
+    """A Subnet: a preset to start from, and axes that replace its own."""
+
+    preset: str | None = None
+
+
+def _preset(value: Any) -> Any:
+    return {"preset": value} if isinstance(value, str) else value
 
 
 class Elastic(Axes):
     """The ``elastic`` field: the Subnet of the answer, and of the phases before it where they differ."""
 
-    answer: Axes | str | None = None
-    prefill: Axes | str | None = None
-    thinking: Axes | str | None = None
+    answer: Annotated[Axes, BeforeValidator(_preset)] | None = None
+    prefill: Annotated[Axes, BeforeValidator(_preset)] | None = None
+    thinking: Annotated[Axes, BeforeValidator(_preset)] | None = None
+
+
+ElasticField = Annotated[Elastic, BeforeValidator(_preset)]
+"""A preset's name will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +342,7 @@ class Resolver:
         self._thinking_end = None if model.tokenizer is None else model.tokenizer.rust.token_to_id(THINKING_END)
 
     def rung(self, num_waiting: int) -> Rung:
-        """What a request gets now that leaves its Subnet open.
-
-        Raises:
-            ApiError: 429 where the floor is reached and the queue is full.
-        """
+        """What a request gets now that leaves its Subnet open; raises `ApiError` 429 on the floor with a full queue."""
         rung = self.control.choose(num_waiting)
         if rung is not None:
             return rung
@@ -341,11 +355,7 @@ class Resolver:
         )
 
     def preset_of(self, name: str | None) -> str | None:
-        """The preset in ``model:preset``; None for the bare model.
-
-        Raises:
-            ApiError: 404 for any other model.
-        """
+        """The preset in ``model:preset``; None for the bare model. Raises `ApiError` 404 for any other."""
         if name is None or name == self._model.name:
             return None
         own, _, preset = name.rpartition(":")
@@ -355,35 +365,42 @@ class Resolver:
         problem = f"model: {name!r} is not served here{nearest(name, known)}; GET /v1/models lists what is"
         raise ApiError(404, problem, param="model", code="model_not_found")
 
-    def resolve(self, model: str | None, elastic: Elastic | str | None, rung: Rung) -> Given:
-        """Resolve both fields; ``rung`` is for a request that leaves its Subnet open.
+    def resolve(self, model: str | None, asked: Elastic | None, rung: Rung) -> Given:
+        """Resolve ``model`` and ``elastic``; ``rung`` is for a request that leaves its Subnet open.
 
         Raises:
             ApiError: an unknown model. FieldError: an unknown preset, a Subnet outside the network, phases that do not nest.
         """
         preset = self.preset_of(model)
         base = self._model.default if preset is None else self._choices[preset]
-        asked = Elastic(preset=elastic) if isinstance(elastic, str) else elastic or Elastic()
+        asked = asked or Elastic()
         wanted = Axes(**asked.model_dump(include=set(Axes.model_fields)))
         if asked.answer is not None:
             if wanted != Axes():
-                raise FieldError(
-                    "elastic.answer", "is given beside layers, experts, top_k or preset, which mean the same"
-                )
-            wanted = _axes(asked.answer)
+                problem = "is given beside layers, experts, top_k or preset, which mean the same"
+                raise FieldError("elastic.answer", problem)
+            wanted = asked.answer
         is_open = preset is None and wanted == Axes()
         answer = rung.subnet if is_open else self._subnet(wanted, base, "elastic")
-        prefill = None if asked.prefill is None else self._subnet(_axes(asked.prefill), base, "elastic.prefill")
-        thinking = None if asked.thinking is None else self._subnet(_axes(asked.thinking), base, "elastic.thinking")
-        _check_nesting({"prefill": prefill, "thinking": thinking, "answer": answer})
+        prefill = None if asked.prefill is None else self._subnet(asked.prefill, base, "elastic.prefill")
+        thinking = None if asked.thinking is None else self._subnet(asked.thinking, base, "elastic.thinking")
+        # A later phase reads the cache of the earlier ones, so its layers must be among theirs.
+        phases = {"prefill": prefill, "thinking": thinking, "answer": answer}
+        present = [(name, set(subnet.layers)) for name, subnet in phases.items() if subnet is not None]
+        for (earlier, outer), (later, inner) in pairwise(present):
+            if not inner <= outer:
+                problem = (
+                    f"the {later} runs {len(inner)} layers that the {earlier} ({len(outer)} layers) did not all compute"
+                )
+                raise FieldError("elastic", f"{problem}; give the {earlier} at least as many", "subnet")
         if thinking is not None and self._thinking_end is None:
             raise FieldError("elastic.thinking", f"this model's tokenizer has no {THINKING_END} that would end it")
-        phases = Phases(answer, prefill, thinking, None if thinking is None else self._thinking_end)
+        given = Phases(answer, prefill, thinking, None if thinking is None else self._thinking_end)
         if is_open:
-            return Given(phases, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")
-        axes = [f"{axis}={value}" for axis, value in wanted.own().items()]
+            return Given(given, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")
+        axes = [f"{axis}={value}" for axis, value in wanted.given().items()]
         spelled = ",".join(filter(None, [wanted.preset or preset, *axes]))
-        return Given(phases, _name_of(answer, self._named), spelled, "asked")
+        return Given(given, _name_of(answer, self._named), spelled, "asked")
 
     def _subnet(self, wanted: Axes, base: SubnetChoice, param: str) -> Subnet:
         if wanted.preset is not None:
@@ -392,25 +409,7 @@ class Resolver:
                 known = ", ".join(self._choices)
                 raise FieldError(param, f"no preset {wanted.preset!r}{hint}; known: {known}", "subnet")
             base = self._choices[wanted.preset]
-        axes = base.model_dump() | wanted.own()
         try:
-            # Not validated by SubnetChoice, so that an axis of 0 is told the range it should lie in.
-            return self._model.config.subnet(*(axes[axis] for axis in SubnetChoice.model_fields))
+            return wanted.of(self._model.config, base)
         except UserError as error:
             raise FieldError(param, str(error), "subnet") from None
-
-
-def _axes(wanted: Axes | str) -> Axes:
-    return Axes(preset=wanted) if isinstance(wanted, str) else wanted
-
-
-def _check_nesting(phases: Mapping[str, Subnet | None]) -> None:
-    """A later phase reads the cache of the earlier ones, so its layers must be among theirs."""
-    present = [(name, set(subnet.layers)) for name, subnet in phases.items() if subnet is not None]
-    for (earlier, outer), (later, inner) in pairwise(present):
-        if not inner <= outer:
-            raise FieldError(
-                "elastic",
-                f"the {later} runs {len(inner)} layers that the {earlier} ({len(outer)} layers) did not all compute; give the {earlier} at least as many",
-                "subnet",
-            )

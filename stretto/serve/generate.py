@@ -40,7 +40,7 @@ from stretto.engine.request import (
 from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed, Stream
 from stretto.model.spec import Subnet
-from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
+from stretto.serve.elastic import ElasticField, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
     CUT,
     ApiError,
@@ -102,7 +102,7 @@ class Generation(SamplingFields):
     """The answer must match this expression."""
     grammar: str | None = None
     """The answer must match this grammar (Lark, as llguidance reads it)."""
-    elastic: Elastic | str | None = None
+    elastic: ElasticField | None = None
     return_token_ids: bool = False
     return_routes: bool = False
 

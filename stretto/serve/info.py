@@ -11,14 +11,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from stretto.base.errors import nearest
 from stretto.engine.request import EngineStats
 from stretto.engine.stream import EngineFailed
 from stretto.model.count import count
 from stretto.model.spec import Subnet, SubnetChoice
+from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
 from stretto.serve.limits import BodyT, parse_body, read_json
-from stretto.serve.messages import Body, FieldError, Message, Tool
+from stretto.serve.messages import Body, Message, Tool
 
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -118,15 +118,8 @@ class Info:
 
     async def cost(self, http: HttpRequest) -> Response:
         """Sizes of any Subnet: ``?layers=…&experts=…&top_k=…``; an axis left out is full."""
-        axes: dict[str, int] = {}
-        for axis, text in http.query_params.items():
-            if axis not in SubnetChoice.model_fields:
-                raise FieldError(axis, f"unknown axis{nearest(axis, SubnetChoice.model_fields)}")
-            if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-                raise FieldError(axis, "is not a whole number")
-            axes[axis] = int(text)
-        ordered = [axes.get(axis) for axis in SubnetChoice.model_fields]
-        return JSONResponse(self._sizes(self._model.config.subnet(*ordered)))
+        size = parse_body(Size, dict(http.query_params))
+        return JSONResponse(self._sizes(size.of(self._model.config, SubnetChoice())))
 
     async def health(self, http: HttpRequest) -> Response:
         service, gate = self._backend.service, self._backend.gate

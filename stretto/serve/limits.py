@@ -24,7 +24,7 @@ from starlette.types import Receive, Send
 
 from stretto.base.errors import UserError, nearest
 from stretto.engine.request import QueueFull
-from stretto.engine.stream import Closed
+from stretto.engine.stream import Closed, EngineFailed
 from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to a known kind of failure."""
+    """The answer to a failure of any kind."""
     match error:
         case ApiError():
             return error
@@ -102,9 +102,12 @@ def as_api_error(error: Exception) -> ApiError:
             return overloaded(str(error), 2.0)
         case Closed():
             return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
+        case EngineFailed():
+            return ApiError(500, str(error), code="engine_failed")
         case GoneError():
             return ApiError(499, "gone")
-    return ApiError(500, str(error), code="engine_failed")
+    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
+    return ApiError(500, "internal error; the server's log says more")
 
 
 class Keys:
@@ -121,12 +124,8 @@ class Keys:
         offered = _digest(key.strip())
         matches = [hmac.compare_digest(offered, digest) for digest in self._digests]  # all of them, always
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "no valid API key: send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            problem = "no valid API key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _digest(key: str) -> bytes:
@@ -155,18 +154,10 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Hold a place for one request.
-
-        Raises:
-            ApiError: 503 while draining, 429 where all places are taken.
-        """
+        """Hold a place for one request. Raises `ApiError`: 503 while draining, 429 where all places are taken."""
         if self.is_draining:
-            raise ApiError(
-                503,
-                "the server is shutting down; ask another one",
-                code="draining",
-                headers={"Retry-After": "5", "Connection": "close"},
-            )
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
         if self.num_open >= self._max_open:
             raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
         self.num_open += 1
@@ -180,8 +171,7 @@ async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s
     """The body as JSON; it is parsed only when all of it has arrived and is not too large.
 
     Raises:
-        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 not UTF-8 or not JSON.
-        GoneError: the client went away.
+        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -219,17 +209,17 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack.
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack. Else raises `ApiError` 400."""
 
-    Raises:
-        ApiError: 400 otherwise.
-    """
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     try:
-        tree = json.loads(text, parse_constant=_refuse_constant)
+        tree = json.loads(text, parse_constant=refuse)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -239,19 +229,12 @@ def parse_json(raw: bytes) -> Any:
     return tree
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
-    """Validate a parsed JSON body. A field is honoured (``kind`` has it), or one of `IGNORED`, or refused; ``null`` is
-    "left out".
-
-    Raises:
-        ApiError: 400: not an object. FieldError: 400 naming the field.
+    """Validate a parsed JSON body; raises `UserError`. A field is honoured (``kind`` has it), or one of `IGNORED`, or
+    refused; ``null`` is "left out".
     """
     if not isinstance(tree, Mapping):
-        raise ApiError(400, "the body must be a JSON object")
+        raise FieldError(None, "the body must be a JSON object")
     kept = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
     try:
         return kind.model_validate(kept)
@@ -282,11 +265,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result; cancel it as soon as the client goes away.
-
-    Raises:
-        GoneError: it did. (And whatever ``work`` raises.)
-    """
+    """Run ``work`` and return its result; cancel it as soon as the client goes away, and raise `GoneError`."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -150,8 +150,7 @@ class Prompts:
         """Ids of a conversation, ending with the header of the turn to be written.
 
         Raises:
-            UserError: the checkpoint has no chat template, or it refuses these messages.
-            FieldError: a content that is not text.
+            UserError: the checkpoint has no chat template, it refuses these messages, or a content is not text.
         """
         template = self.tokenizer.chat_template
         if template is None:
@@ -193,37 +192,27 @@ class Prompts:
 def _turn(message: Message, where: str) -> dict[str, Any]:
     """As templates read it: content as one text, arguments of calls as objects, which they write as JSON themselves."""
     turn = message.model_dump(include={"role", "name", "tool_call_id", "reasoning_content"}, exclude_none=True)
-    turn |= {"role": "system"} if message.role == "developer" else {}
-    turn["content"] = _text_of(message, where)
-    if message.tool_calls:
-        functions = [
-            {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)}
-            for call in message.tool_calls
-        ]
-        turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    if message.role == "developer":
+        turn["role"] = "system"
+    parts = message.content
+    if parts is None and message.role != "assistant":
+        raise FieldError(f"{where}.content", "is missing")
+    if isinstance(parts, list):
+        for place, part in enumerate(parts):
+            if part.type not in ("text", "input_text", "output_text") or part.text is None:
+                raise FieldError(f"{where}.content.{place}", f"this model reads text only, not {part.type!r}")
+        parts = "".join(part.text or "" for part in parts)
+    turn["content"] = parts or ""
+    for call in message.tool_calls or ():
+        arguments = call.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (json.JSONDecodeError, RecursionError):
+                raise FieldError(f"{where}.tool_calls", "arguments are not JSON") from None
+        function = {"name": call.function.name, "arguments": arguments}
+        turn.setdefault("tool_calls", []).append({"type": "function", "function": function})
     return turn
-
-
-def _text_of(message: Message, where: str) -> str:
-    if message.content is None:
-        if message.role != "assistant":
-            raise FieldError(f"{where}.content", "is missing")
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    for place, part in enumerate(message.content):
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
-            raise FieldError(f"{where}.content.{place}", f"this model reads text only, not {part.type!r}")
-    return "".join(part.text or "" for part in message.content)
-
-
-def _arguments(arguments: str | dict[str, Any], where: str) -> Any:
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except (json.JSONDecodeError, RecursionError):
-        raise FieldError(f"{where}.tool_calls", "arguments are not JSON") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +226,7 @@ class ToolUse:
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
-    """Apply ``tool_choice``: what is offered, and whether a call is forced.
-
-    Raises:
-        FieldError: two tools of one name, a choice without tools, or of one that is not there.
-    """
+    """Apply ``tool_choice``: what is offered, and whether a call is forced. Raises `FieldError` for what is not there."""
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", "two tools have the same name")
@@ -280,40 +265,17 @@ def answer_grammar(use: ToolUse, form: ResponseFormat | None, parallel: bool) ->
 
 
 def _call_grammar(tools: Sequence[Tool], parallel: bool, beside: dict[str, Any] | None = None) -> str:
-    definitions, forms = {}, []
+    """One rule a tool, whose schema stays the root that its own references point into."""
+    rules = [f"start: {'call+' if parallel else 'call'}{'' if beside is None else ' | answer'}"]
+    if beside is not None:
+        rules.append(f"answer: %json {json.dumps(beside)}")
+    names = " | ".join(f"tool{number}" for number in range(len(tools)))
+    rules.append(f'call: "{CALL_START}" ({names}) "{CALL_END}"')
     for number, tool in enumerate(tools):
-        root = f"#/$defs/tool{number}"
-        definitions[f"tool{number}"] = _moved(tool.function.parameters or {"type": "object"}, root)
-        forms.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": root}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    call = {"x-guidance": _SPACING, "anyOf": forms, "$defs": definitions}
-    lines = [
-        f"start: {'call+' if parallel else 'call'}{'' if beside is None else ' | answer'}",
-        f'call: "{CALL_START}" body "{CALL_END}"',
-        f"body: %json {json.dumps(call)}",
-        *([] if beside is None else [f"answer: %json {json.dumps(beside)}"]),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """``schema`` with its references to its own root pointing at ``root``, where it now lies."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
-        for key, value in schema.items()
-    }
+        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        schema = {"x-guidance": _SPACING, **(tool.function.parameters or {"type": "object"})}
+        rules += [f'tool{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
+    return "\n".join(rules) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

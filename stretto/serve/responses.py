@@ -111,10 +111,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     schema = {"json_schema": {"schema": form.schema_ or {}}} if form.type == "json_schema" else {}
     tree = body.model_dump(include=set(Generation.model_fields) & body.model_fields_set) | {
         "messages": _messages(body),
-        "tools": [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ],
+        "tools": [_nested(tool) for tool in body.tools],
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": _LOGPROBS in body.include or bool(body.top_logprobs),
@@ -125,15 +122,16 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     return parse_body(ChatBody, tree)
 
 
-def _choice(body: ResponsesBody) -> Any:
-    def named(choice: NamedChoice) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": choice.name}}
+def _nested(flat: FlatTool | NamedChoice) -> dict[str, Any]:
+    return {"type": "function", "function": flat.model_dump(exclude={"type"}, exclude_none=True)}
 
+
+def _choice(body: ResponsesBody) -> Any:
     match body.tool_choice:
         case NamedChoice() as choice:
-            return named(choice)
+            return _nested(choice)
         case AllowedChoice() as choice:
-            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+            allowed = {"mode": choice.mode, "tools": [_nested(tool) for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return body.tool_choice if body.tools else None
 

@@ -116,11 +116,7 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=[entrance, *([cors] if settings.cors_origins else [])],
-        exception_handlers={
-            **dict.fromkeys((*KNOWN_ERRORS, GoneError), _failed),
-            HTTPException: _not_here,
-            Exception: _broken,
-        },
+        exception_handlers=dict.fromkeys((*KNOWN_ERRORS, GoneError, HTTPException, Exception), _failed),
     )
     app.state.gate = gate
     return app
@@ -175,20 +171,10 @@ class Entrance:
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        known = {404: f"there is no {http.url.path} here", 405: f"{http.method} is not for {http.url.path}"}
+        error = ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers)
     return as_api_error(error).response()
-
-
-async def _not_here(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = http.url.path
-    known = {404: f"there is no {path} here", 405: f"{http.method} is not for {path}"}
-    problem = known.get(error.status_code, error.detail)
-    return ApiError(error.status_code, problem, headers=error.headers).response()
-
-
-async def _broken(http: HttpRequest, error: Exception) -> Response:
-    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
-    return ApiError(500, "internal error; the server's log says more").response()
 
 
 class DrainingServer(uvicorn.Server):

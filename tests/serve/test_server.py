@@ -52,14 +52,14 @@ async def settled(service: Service, server: Any) -> None:
 def test_our_client(service: Service, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         fields: dict[str, Any] = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "logprobs": True, "return_token_ids": True}  # fmt: skip
-        whole = await client.chat(USER, **fields)
-        pieces = [piece async for piece in client.stream_chat(USER, **fields)]
+        whole = await client.post(PATH, {"messages": USER, **fields})
+        pieces = [piece async for piece in client.stream(PATH, {"messages": USER, **fields})]
         assert "".join(piece.text for piece in pieces) == whole["choices"][0]["message"]["content"]
         assert [token for piece in pieces for token in piece.token_ids] == whole["choices"][0]["token_ids"]
         assert sum(len(piece.logprobs) for piece in pieces) == 6
         assert pieces[-1].usage is not None and pieces[-1].usage["completion_tokens"] == 6
         ids = (await client.post("/tokenize", {"prompt": "a b"}))["tokens"]
-        assert (await client.complete(ids, max_tokens=2))["usage"]["prompt_tokens"] == len(ids)
+        assert (await client.post("/v1/completions", {"prompt": ids, "max_tokens": 2}))["usage"]["prompt_tokens"] == len(ids)
         with pytest.raises(ApiFailure) as caught:
             await client.get("/v1/models/y")
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -75,13 +75,13 @@ def test_a_client_that_goes_away_aborts_its_request(service: Service, served: Se
     async def work(client: Client, server: Any) -> None:
         before = (await service.stats()).output_tokens
         if stream:
-            pieces = client.stream_chat(USER, max_tokens=400, ignore_eos=True, n=4)
+            pieces = client.stream(PATH, {**LONG, "n": 4})
             async for piece in pieces:
                 if piece.text:
                     break
             await pieces.aclose()  # type: ignore[attr-defined]
         else:
-            task = asyncio.create_task(client.chat(USER, max_tokens=400, ignore_eos=True, n=4))
+            task = asyncio.create_task(client.post(PATH, {**LONG, "n": 4}))
             while not (await service.stats()).num_running:
                 await asyncio.sleep(0.005)
             task.cancel()
@@ -191,11 +191,11 @@ print("closed", flush=True)
 
 def test_told_to_stop_it_finishes_what_is_open(service: Service, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
-        pieces = client.stream_chat(USER, max_tokens=100, ignore_eos=True, return_token_ids=True)
+        pieces = client.stream(PATH, {**LONG, "max_tokens": 100, "return_token_ids": True})
         received = [await anext(pieces) for _ in range(3)]
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(ApiFailure) as caught:
-            await client.chat(USER)
+            await client.post(PATH, {"messages": USER})
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "draining", 5.0)
         assert not server.should_exit
         received += [piece async for piece in pieces]
