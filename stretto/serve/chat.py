@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent
 from stretto.serve.elastic import ElasticField, Rung
-from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, sampled, token_fields
+from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, Sampled, sampled, token_fields
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
     Body,
@@ -108,7 +108,7 @@ class ChatAnswer(ChunkedAnswer):
             choice = {
                 "index": index,
                 "message": message,
-                "logprobs": self._logprobs([self._entry(*each) for each in sampled(completion)]),
+                "logprobs": self._logprobs(sampled(completion)),
                 "finish_reason": "tool_calls" if calls else completion.finish_reason,
             }
             choices.append(choice | token_fields(self.job, completion))
@@ -127,7 +127,7 @@ class ChatAnswer(ChunkedAnswer):
         if not deltas and not extra and not self.job.logprobs:
             return []
         first, *rest = deltas or [{}]
-        logprobs = self._logprobs([self._entry(event.token, event.logprob, event.top)])
+        logprobs = self._logprobs([(event.token, event.logprob, event.top)])
         return [
             self._chunk(index, {"delta": first}, logprobs, **extra),
             *(self._chunk(index, {"delta": delta}) for delta in rest),
@@ -141,8 +141,8 @@ class ChatAnswer(ChunkedAnswer):
             self._chunk(index, {"delta": {}}, finish_reason=reason, **self._end_fields(done)),
         ]
 
-    def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-        return {"content": entries, "refusal": None} if self.job.logprobs else None
+    def _logprobs(self, tokens: Iterable[Sampled]) -> dict[str, Any] | None:
+        return {"content": [self._entry(*each) for each in tokens], "refusal": None} if self.job.logprobs else None
 
     def _deltas(self, index: int, text: str, last: bool = False) -> list[dict[str, Any]]:
         reader = self._readers[index]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 from pydantic import Field
@@ -16,14 +17,15 @@ from stretto.serve.generate import (
     ChunkedAnswer,
     Generation,
     Job,
-    Spelling,
-    check_range,
     finite,
     sampled,
     token_fields,
 )
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import FieldError
+
+_Row = tuple[str, float | None, dict[str, float] | None]
+"""A token's text, its log-probability, and its alternatives' by their text."""
 
 
 class CompletionBody(Generation):
@@ -66,7 +68,8 @@ def _prompt_ids(backend: Backend, body: CompletionBody) -> list[tuple[int, ...]]
     parts: list[Any] = [prompt] if is_one else list(prompt)
     if not parts:
         raise FieldError("prompt", "is empty; give at least one")
-    check_range("prompt", len(parts), MAX_CHOICES)
+    if len(parts) > MAX_CHOICES:
+        raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
     ids = [backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts]
     return [backend.check_ids(each, "prompt") for each in ids]
 
@@ -76,22 +79,17 @@ class TextAnswer(ChunkedAnswer):
 
     def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
         super().__init__(backend, job, "text_completion", only_prompt)
-        self._echo = echo  # text of each prompt, where it is part of the answer
+        # Text of the prompt before each choice, where it is part of the answer.
+        self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]
         self._offsets = [0] * job.num_choices  # where the next token begins in the text, echo included
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
-            table = _Table(self._spelling)
-            text = ""
-            if self._echo is not None:
-                text = self._echo_of(index)
-                table.add_prompt(completion)
-            if not self._only_prompt:
-                text += completion.text
-                for each in sampled(completion):
-                    table.add(*each)
-            logprobs = table.body() if self.job.logprobs else None
+            tokens = () if self._only_prompt else sampled(completion)
+            rows = chain(self._prompt_rows(completion), (self._row(*each) for each in tokens))
+            text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else completion.text)
+            logprobs = self._table(rows, 0)
             choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
             choices.append(choice | token_fields(self.job, completion))
         return {**self._head, "choices": choices, "usage": self._usage(done)}
@@ -101,57 +99,43 @@ class TextAnswer(ChunkedAnswer):
         if self._only_prompt:
             return []
         text = self._first_echo(index) + event.text
-        logprobs = None
-        if self.job.logprobs:
-            table = _Table(self._spelling, self._offsets[index])
-            table.add(event.token, event.logprob, event.top)
-            logprobs, self._offsets[index] = table.body(), table.offset
+        logprobs = self._table(map(self._row, [event.token], [event.logprob], [event.top]), self._offsets[index])
+        if logprobs is not None:
+            self._offsets[index] += len(logprobs["tokens"][0])
         extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
         return [self._chunk(index, {"text": text}, logprobs, **extra)] if text or extra or logprobs else []
 
     def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
         fields: dict[str, Any] = {"finish_reason": done.finish_reason, **self._end_fields(done)}
         if self.job.logprobs and self._echo is not None:
-            table = _Table(self._spelling)
-            table.add_prompt(done)
-            fields["prompt_logprobs"] = table.body()
+            fields["prompt_logprobs"] = self._table(self._prompt_rows(done), 0)
         return [self._chunk(index, {"text": self._first_echo(index) if self._only_prompt else rest}, **fields)]
-
-    def _echo_of(self, index: int) -> str:
-        assert self._echo is not None
-        return self._echo[index // self.job.body.n]
 
     def _first_echo(self, index: int) -> str:
         """The prompt before a choice's first text, nothing later."""
         if self._echo is None or self._offsets[index]:
             return ""
-        self._offsets[index] = len(self._echo_of(index))
-        return self._echo_of(index)
+        self._offsets[index] = len(self._echo[index])
+        return self._echo[index]
 
-
-class _Table:
-    """The four parallel lists of ``logprobs``."""
-
-    def __init__(self, spelling: Spelling, offset: int = 0) -> None:
-        self._spelling = spelling
-        self.offset = offset
-        self._rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
-
-    def add(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> None:
-        """Append one token; ``top`` is None where alternatives are not known (prompts)."""
-        text = self._spelling.token(token)[0]
+    def _row(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> _Row:
         others = None if top is None else {self._spelling.token(each.token)[0]: finite(each.logprob) for each in top}
-        self._rows.append((text, None if logprob is None else finite(logprob), others, self.offset))
-        self.offset += len(text)
+        return self._spelling.token(token)[0], None if logprob is None else finite(logprob), others
 
-    def add_prompt(self, done: Completion) -> None:
-        """Append the prompt's tokens; the first has no log-probability."""
-        known: list[float | None] = [None] * len(done.prompt)
-        if done.prompt_logprobs is not None:
-            known[1:] = done.prompt_logprobs.tolist()
-        for token, logprob in zip(done.prompt, known, strict=True):
-            self.add(token, logprob, None)
+    def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
+        """Of an echo. The first token has no log-probability; alternatives are not known."""
+        if self._echo is not None:
+            known = [None, *([] if done.prompt_logprobs is None else done.prompt_logprobs.tolist())]
+            for token, logprob in zip_longest(done.prompt, known):
+                yield self._row(token, logprob, None)
 
-    def body(self) -> dict[str, Any]:
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [row[place] for row in self._rows] for place, name in enumerate(names)}
+    def _table(self, rows: Iterable[_Row], offset: int) -> dict[str, Any] | None:
+        """The four parallel lists of ``logprobs``, where they are wanted; the first row's text begins at ``offset``."""
+        if not self.job.logprobs:
+            return None
+        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for row in rows:
+            for column, value in zip(table.values(), (*row, offset), strict=True):
+                column.append(value)
+            offset += len(row[0])
+        return table

@@ -14,12 +14,11 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
@@ -154,11 +153,7 @@ class Backend:
         return self._prompts
 
     def check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
-        """``ids`` if each has a row in the embedding.
-
-        Raises:
-            FieldError: one has none, or there are no ids.
-        """
+        """``ids`` if there are some, and each has a row in the embedding; else raises `FieldError`."""
         vocab_size = self.model.config.vocab_size
         if not ids:
             raise FieldError(param, "is empty; give at least one token")
@@ -194,15 +189,12 @@ class Backend:
             FieldError: a value outside its range, or a prompt that leaves no room. ApiError: an unknown model.
         """
         model, num_prompt = self.model, max(map(len, prompts))
-        asked = [
-            *([] if body.regex is None else [Grammar(kind="regex", text=body.regex)]),
-            *([] if body.grammar is None else [Grammar(kind="lark", text=body.grammar)]),
-            *([] if shape is None else [shape]),
-        ]
+        regex = None if body.regex is None else Grammar(kind="regex", text=body.regex)
+        lark = None if body.grammar is None else Grammar(kind="lark", text=body.grammar)
+        asked = [grammar for grammar in (regex, lark, shape) if grammar is not None]
         if len(asked) > 1:
-            raise FieldError(
-                "grammar", "only one of regex, grammar, response_format and a forced tool can shape an answer"
-            )
+            known = "regex, grammar, response_format and a forced tool"
+            raise FieldError("grammar", f"only one of {known} can shape an answer")
         room = model.max_len - num_prompt
         if room < 1 or (max_tokens or 1) > room:
             wanted = "" if max_tokens is None else f" and max_tokens {max_tokens}"
@@ -211,7 +203,9 @@ class Backend:
                 f"a prompt of {num_prompt} tokens{wanted} do not fit into the {model.max_len} of this server; shorten it",
                 "context_length_exceeded",
             )
-        check_range("n", body.n, max(1, MAX_CHOICES // len(prompts)))
+        most = max(1, MAX_CHOICES // len(prompts))
+        if not 1 <= body.n <= most:
+            raise FieldError("n", f"{body.n} lies outside 1..{most}")
         longest = room if max_tokens is None else max_tokens
         if (body.min_tokens or 0) > (longest or room):
             raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest or room}")
@@ -244,12 +238,6 @@ class Backend:
         )
         called = body.model or model.name
         return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
-
-
-def check_range(param: str, value: int, high: int) -> None:
-    """Raises `FieldError` where ``value`` does not lie in 1…``high``."""
-    if not 1 <= value <= high:
-        raise FieldError(param, f"{value} lies outside 1..{high}")
 
 
 class Spelling:
@@ -390,8 +378,12 @@ def finite(logprob: float) -> float:
     return max(float(logprob), -9999.0)
 
 
-def sampled(completion: Completion) -> Iterator[tuple[int, float, tuple[TopLogprob, ...]]]:
-    """Token, log-probability and alternatives of each sampled token."""
+Sampled = tuple[int, float, Sequence[TopLogprob]]
+"""A token, its log-probability and its alternatives."""
+
+
+def sampled(completion: Completion) -> Iterator[Sampled]:
+    """Each sampled token of a choice."""
     tops = completion.top or [()] * len(completion.tokens)
     return zip(completion.tokens, completion.logprobs.tolist(), tops, strict=True)
 
@@ -445,23 +437,17 @@ def token_fields(job: Job, completion: Completion) -> dict[str, Any]:
             "seed": completion.seed,
         }
     if job.body.return_routes:
-        fields["routed_experts"] = None if completion.routes is None else packed(completion.routes)
+        routes, packed = completion.routes, None
+        if routes is not None:  # base64 of little-endian bytes in C order: a list of numbers were several times larger
+            data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
+            packed = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
+        fields["routed_experts"] = packed
     return fields
 
 
-def packed(array: np.ndarray) -> dict[str, Any]:
-    """An array as base64 of its little-endian bytes in C order: a list of numbers would be several times larger."""
-    plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    data = base64.b64encode(plain.tobytes()).decode()
-    return {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
-
-
 Reader = Callable[[Backend, Any, Rung], Answer]
-"""An endpoint: understands a parsed body. The rung is for one that leaves its Subnet open.
-
-Raises:
-    ApiError, UserError: the body asks for what cannot be done.
-"""
+"""An endpoint: understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its
+Subnet open."""
 
 
 class Generate:
@@ -488,83 +474,62 @@ class Generate:
 
     async def _read(self, tree: Any, ticket: Ticket, is_long: bool) -> Answer:
         backend, control = self._backend, self._backend.resolver.control
-        try:
+        with backend.metrics.refused.count_exceptions(ApiError):
             rung = backend.resolver.rung(control.num_waiting)
-        except ApiError:
-            backend.metrics.refused.inc()
-            raise
         ticket.add(1)  # before the body is understood, or a burst would not see itself
-        backend.metrics.level.set(control.level)
         if is_long:
             return await asyncio.to_thread(self._read_body, backend, tree, rung)
         return self._read_body(backend, tree, rung)
 
     async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
-        backend, job = self._backend, answer.job
+        job, metrics = answer.job, self._backend.metrics
         with ExitStack() as stack:
             ticket.add(len(job.requests) - 1)
-            streams = []
-            for request in job.requests:
-                streams.append(backend.service.submit(request))
-                stack.callback(streams[-1].close)
+            streams = [self._backend.service.submit(request) for request in job.requests]
+            for stream in streams:
+                stack.callback(stream.close)
             for stream in streams:
                 await stream.admitted()
-            backend.metrics.started(job.given)
-            batches = self._watched(job, merged(streams), ticket)
-            if not job.body.stream:
+            metrics.started(job.given)
+            batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
+            if job.body.stream:
+                # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
+                # does for whole answers, too; the latter also ends streams with the process, which here drains them.
+                headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
+                response = StreamingResponse(_frames(answer, batches), headers=headers, media_type="text/event-stream")
+                await response.stream_response(send)
+            else:
                 await JSONResponse(answer.whole(await _collect(job, batches)))(scope, receive, send)
-                return
-            # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
-            # does for whole answers, too; the latter also ends streams with the process, which here drains them.
-            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
-            response = StreamingResponse(_frames(answer, batches), headers=headers, media_type="text/event-stream")
-            await response.stream_response(send)
 
-    async def _watched(
-        self, job: Job, batches: AsyncIterator[list[Event]], ticket: Ticket
-    ) -> AsyncIterator[list[Event]]:
-        """``batches``, with first tokens and finished choices noted."""
-        seen: set[str] = set()
-        async for events in batches:
+    async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
+        """Events of one request, those together that came together; its first token and its ends are noted."""
+        is_first = True
+        async for events in stream.batches():
+            if is_first:
+                ticket.came()
+            is_first = False
             for event in events:
-                if event.request_id not in seen:
-                    seen.add(event.request_id)
-                    ticket.came()
                 if isinstance(event, Completion):
-                    self._backend.metrics.finished(job.given, event)
+                    self._backend.metrics.finished(given, event)
             yield events
 
 
-async def merged(streams: Sequence[Stream]) -> AsyncIterator[list[Event]]:
-    """Events of all streams as they come; the first error ends it."""
-    if len(streams) == 1:  # no task and no queue between, as nearly all requests have one prompt
-        async for events in streams[0].batches():
+async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:
+    """Events of all as they come; the first error ends it."""
+    if len(sources) == 1:  # no task in between, as nearly all requests have one prompt
+        async for events in sources[0]:
             yield events
         return
-    arrived: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue()
-
-    async def pump(stream: Stream) -> None:
-        try:
-            async for events in stream.batches():
-                arrived.put_nowait(events)
-        except Exception as error:
-            arrived.put_nowait(error)
-        else:
-            arrived.put_nowait(None)
-
-    pumps = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
-        num_open = len(pumps)
-        while num_open:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
+        while waiting:
+            for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
+                source = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield task.result()
+                    waiting[asyncio.ensure_future(anext(source))] = source
     finally:
-        for task in pumps:
+        for task in waiting:
             task.cancel()
 
 

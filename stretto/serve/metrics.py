@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stretto.engine.request import Completion, EngineStats
-from stretto.serve.elastic import Given
+from stretto.serve.elastic import Given, LoadControl
 from stretto.serve.limits import Gate
 
 # From a token on a GPU to a queue on a laptop; each step about doubles.
@@ -39,7 +39,7 @@ _GAUGES = {
 class Metrics(Collector):
     """Counters and histograms of one app, and a collector of the engine's."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, control: LoadControl) -> None:
         self._stats: EngineStats | None = None
         self._registry = registry = CollectorRegistry()
         registry.register(self)
@@ -52,11 +52,10 @@ class Metrics(Collector):
 
         self.requests = counter("http_requests", "Answers sent, by path and status", "path", "status")
         self.gone = counter("http_gone", "Requests whose client went away or stopped reading", "path")
-        open_requests = Gauge("stretto_http_open", "Generating requests open now", registry=registry)
-        open_requests.set_function(lambda: gate.num_open)
-        self.level = Gauge(
-            "stretto_elastic_level", "Rung new requests get: 0 is the target, the last the floor", registry=registry
-        )
+        open_now = Gauge("stretto_http_open", "Generating requests open now", registry=registry)
+        open_now.set_function(lambda: gate.num_open)
+        text = "Rung new requests get: 0 is the target, the last the floor"
+        Gauge("stretto_elastic_level", text, registry=registry).set_function(lambda: control.level)
         self.refused = counter("elastic_refused", "Requests refused on the floor")
         self._given = counter("elastic_requests", "Requests by the Subnet they got and why", "subnet", "reason")
         self._flops = counter("flops", "FLOPs spent, by Subnet", "subnet")

@@ -90,8 +90,8 @@ def create_app(
         UserError: the default Subnet or the floor is none of this network.
     """
     gate = Gate(settings.max_open)
-    metrics = Metrics(gate)
     resolver = Resolver(model, settings.floor, settings.elastic, clock)
+    metrics = Metrics(gate, resolver.control)
     backend = Backend(service, model, resolver, gate, metrics)
     readers = {
         "/v1/chat/completions": read_chat,
