@@ -133,17 +133,20 @@ class Job:
         return place * self.requests[place].sampling.n + index
 
 
+@dataclass(eq=False)
 class Backend:
     """What endpoints stand on: an engine, the model it serves, and the state of this app."""
 
-    def __init__(self, service: Service, model: ServedModel, resolver: Resolver, gate: Gate, metrics: Metrics) -> None:
-        self.service = service
-        self.model = model
-        self.resolver = resolver
-        self.gate = gate
-        self.metrics = metrics
-        self.spelling = Spelling(model.tokenizer)
-        self._prompts = None if model.tokenizer is None else Prompts(model.tokenizer)
+    service: Service
+    model: ServedModel
+    resolver: Resolver
+    gate: Gate
+    metrics: Metrics
+    send_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.spelling = Spelling(self.model.tokenizer)
+        self._prompts = None if self.model.tokenizer is None else Prompts(self.model.tokenizer)
 
     @property
     def prompts(self) -> Prompts:
@@ -179,11 +182,10 @@ class Backend:
         """The engine requests of a body, one a prompt.
 
         Args:
-            prefix: of the answer's id.
             max_tokens: None: to the end of the context.
             turn_ends: ids that end an answer, beside the model's own.
             shape: what the endpoint itself asks the answer to match.
-            fields: of `Sampling`, which the endpoint names otherwise than it does.
+            fields: of `Sampling`, where bodies spell them otherwise.
 
         Raises:
             FieldError: a value outside its range, or a prompt that leaves no room. ApiError: an unknown model.
@@ -453,14 +455,13 @@ Subnet open."""
 class Generate:
     """An ASGI endpoint that generates."""
 
-    def __init__(self, backend: Backend, read: Reader, send_timeout_s: float) -> None:
+    def __init__(self, backend: Backend, read: Reader) -> None:
         self._backend = backend
         self._read_body = read
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         backend = self._backend
-        send = bounded(send, self._send_timeout_s, scope.get(CUT, lambda: None))  # in tests: nothing to cut
+        send = bounded(send, backend.send_timeout_s, scope.get(CUT, lambda: None))  # in tests: nothing to cut
         with backend.gate.enter(), closing(Ticket(backend.resolver.control)) as ticket:
             try:
                 http = HttpRequest(scope, receive)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
@@ -45,8 +45,13 @@ from stretto.serve.responses import read_response
 
 PLAYGROUND = Path(__file__).parent / "playground"
 """The page; the files that lie there at the start are served by name, and no others."""
-CONTENT_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:"
-"""Pages load nothing from elsewhere and run no inline script."""
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Pages load nothing from elsewhere and run no inline script.
+    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:",
+}
+_PAGE_HEADERS = {"cache-control": "no-cache"}
 _DRAIN_S = 60.0
 """For open requests to finish after SIGTERM."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -81,93 +86,74 @@ class ServeSettings(Config):
         return (*_LOOPBACK, "[::1]") if self.host in _LOOPBACK else None
 
 
-def create_app(
-    service: Service, model: ServedModel, settings: ServeSettings, *, clock: Callable[[], float] = time.monotonic
-) -> Starlette:
+def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
     """The application over a running ``service``. Its `Gate` is ``app.state.gate``.
 
     Raises:
         UserError: the default Subnet or the floor is none of this network.
     """
     gate = Gate(settings.max_open)
-    resolver = Resolver(model, settings.floor, settings.elastic, clock)
+    resolver = Resolver(model, settings.floor, settings.elastic)
     metrics = Metrics(gate, resolver.control)
-    backend = Backend(service, model, resolver, gate, metrics)
-    readers = {
-        "/v1/chat/completions": read_chat,
-        "/v1/completions": read_completion,
-        "/v1/responses": read_response,
-        "/api/ernie-5.1/chat": read_short_chat,
-    }
+    backend = Backend(service, model, resolver, gate, metrics, settings.send_timeout_s)
     static = StaticFiles(directory=PLAYGROUND, html=True)
-    pages = ["/", *(f"/{file.name}" for file in sorted(PLAYGROUND.iterdir()) if file.is_file())]
+    pages = ["/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())]
     routes = [
-        *(
-            Route(path, Generate(backend, read, settings.send_timeout_s), methods=["POST"])
-            for path, read in readers.items()
-        ),
+        Route("/v1/chat/completions", Generate(backend, read_chat), methods=["POST"]),
+        Route("/v1/completions", Generate(backend, read_completion), methods=["POST"]),
+        Route("/v1/responses", Generate(backend, read_response), methods=["POST"]),
+        Route("/api/ernie-5.1/chat", Generate(backend, read_short_chat), methods=["POST"]),
         *Info(backend).routes(with_admin=settings.admin_key is not None),
         *(Route(path, static, methods=["GET"]) for path in pages),
     ]
-    entrance = Middleware(
-        Entrance, settings=settings, pages=pages, paths=[route.path for route in routes], metrics=metrics
-    )
-    cors = Middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    app = Starlette(
-        routes=routes,
-        middleware=[entrance, *([cors] if settings.cors_origins else [])],
-        exception_handlers=dict.fromkeys((*KNOWN_ERRORS, GoneError, HTTPException, Exception), _failed),
-    )
+    paths = [route.path for route in routes]
+    middleware = [Middleware(entrance, settings=settings, pages=pages, paths=paths, metrics=metrics)]
+    if origins := settings.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    handlers = dict.fromkeys((*KNOWN_ERRORS, GoneError, HTTPException, Exception), _failed)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.gate = gate
     return app
 
 
-class Entrance:
+def entrance(
+    app: ASGIApp, settings: ServeSettings, pages: Collection[str], paths: Collection[str], metrics: Metrics
+) -> ASGIApp:
     """The outermost layer: host, key, headers for browsers, and the count of answers.
 
-    Everything needs a key but the page and /health.
+    Everything needs a key but the ``pages`` and /health.
     """
+    hosts, keys = settings.hosts(), Keys(settings.api_keys)
+    admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
 
-    def __init__(
-        self, app: ASGIApp, settings: ServeSettings, pages: Collection[str], paths: Collection[str], metrics: Metrics
-    ) -> None:
-        self._app = app
-        self._hosts = settings.hosts()
-        self._keys = Keys(settings.api_keys)
-        self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
-        self._pages = pages
-        self._paths = paths
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         path: str = scope["path"]
-        known = path if path in self._paths else "other"  # a label must not grow with what clients make up
+        known = path if path in paths else "other"  # a label must not grow with what clients make up
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.requests.labels(known, str(message["status"])).inc()
+                metrics.requests.labels(known, str(message["status"])).inc()
                 headers = MutableHeaders(scope=message)
-                headers.setdefault("x-content-type-options", "nosniff")
-                headers.setdefault("referrer-policy", "no-referrer")
-                headers.setdefault("content-security-policy", CONTENT_POLICY)
-                if path in self._pages:
-                    headers.setdefault("cache-control", "no-cache")
+                for name, value in (_HEADERS | _PAGE_HEADERS if path in pages else _HEADERS).items():
+                    headers.setdefault(name, value)
             await send(message)
 
         headers = Headers(scope=scope)
         try:
-            check_host(headers.get("host"), self._hosts)
+            check_host(headers.get("host"), hosts)
             if path.startswith("/admin/"):
-                self._admin_keys.check(headers.get("authorization"))
-            elif path not in self._pages and path != "/health":
-                self._keys.check(headers.get("authorization"))
+                admin_keys.check(headers.get("authorization"))
+            elif path not in pages and path != "/health":
+                keys.check(headers.get("authorization"))
         except ApiError as error:
             await error.response()(scope, receive, send_counted)
             return
-        await self._app(scope, receive, send_counted)
+        await app(scope, receive, send_counted)
+
+    return enter
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
@@ -206,18 +192,14 @@ def open_socket(host: str, port: int) -> socket.socket:
     Raises:
         UserError: the port is in use or not ours to open, or there is no such address.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listening.bind((host, port))
-        listening.listen(2048)
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_ipv6)
     except (OSError, OverflowError) as error:
-        listening.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: in use on {host}; choose another, or 0 for any free one") from None
         raise UserError(f"--host {host}, --port {port}: cannot listen there: {error}; choose another") from None
-    return listening
 
 
 def make_server(app: Starlette) -> DrainingServer:
