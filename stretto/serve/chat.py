@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -14,7 +14,6 @@ from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
     Body,
     Call,
-    CallReader,
     FieldError,
     Message,
     ResponseFormat,
@@ -53,23 +52,17 @@ class ShortChatBody(Body):
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
-    """A `stretto.serve.generate.Reader`."""
     return ChatAnswer(backend, chat_job(backend, parse_body(ChatBody, tree), rung))
 
 
 def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
-    """A `stretto.serve.generate.Reader`."""
     body = parse_body(ShortChatBody, tree)
     fields = {name: getattr(body, name) for name in body.model_fields_set}
     return ShortAnswer(backend, chat_job(backend, ChatBody.model_construct(**fields), rung))
 
 
 def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
-    """The engine request of a conversation.
-
-    Raises:
-        ApiError, UserError: the body asks for what cannot be done.
-    """
+    """The engine request of a conversation. Raises `ApiError` or `UserError` for what cannot be done."""
     use = tool_use(body.tools, body.tool_choice)
     ids = backend.check_ids(backend.prompts.chat(body.messages, use.offered), "messages")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -95,7 +88,6 @@ class ChatAnswer(ChunkedAnswer):
 
     def __init__(self, backend: Backend, job: Job) -> None:
         super().__init__(backend, job, "chat.completion.chunk")
-        self._readers = [CallReader() if job.reads_calls else None for _ in range(job.num_choices)]
         self._num_calls = [0] * job.num_choices
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
@@ -117,39 +109,33 @@ class ChatAnswer(ChunkedAnswer):
             body["prompt_token_ids"] = list(self.job.requests[0].prompt)
         return body
 
-    def start(self) -> list[bytes]:
-        opening = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk(index, opening) for index in range(self.job.num_choices)]
+    def start(self) -> Iterator[bytes]:
+        for index in range(self.job.num_choices):
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def _token(self, index: int, event: TokenEvent) -> list[bytes]:
-        deltas = self._deltas(index, event.text)
-        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
-        if not deltas and not extra and not self.job.logprobs:
-            return []
-        first, *rest = deltas or [{}]
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
+        deltas = self._deltas(index, self._readers[index].push(event.text))
         logprobs = self._logprobs([(event.token, event.logprob, event.top)])
-        return [
-            self._chunk(index, {"delta": first}, logprobs, **extra),
-            *(self._chunk(index, {"delta": delta}) for delta in rest),
-        ]
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        if not deltas and (extra or logprobs):
+            deltas = [{}]
+        for delta in deltas:
+            yield self._chunk(index, {"delta": delta}, logprobs, **extra)
+            logprobs, extra = None, {}  # they come with the first
 
-    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
-        deltas = self._deltas(index, rest, last=True)
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        reader = self._readers[index]
+        for delta in self._deltas(index, [*reader.push(rest), *reader.finish()]):
+            yield self._chunk(index, {"delta": delta})
         reason = "tool_calls" if self._num_calls[index] else done.finish_reason
-        return [
-            *(self._chunk(index, {"delta": delta}) for delta in deltas),
-            self._chunk(index, {"delta": {}}, finish_reason=reason, **self._end_fields(done)),
-        ]
+        yield self._chunk(index, {"delta": {}}, finish_reason=reason, **self._end_fields(done))
 
     def _logprobs(self, tokens: Iterable[Sampled]) -> dict[str, Any] | None:
         return {"content": [self._entry(*each) for each in tokens], "refusal": None} if self.job.logprobs else None
 
-    def _deltas(self, index: int, text: str, last: bool = False) -> list[dict[str, Any]]:
-        reader = self._readers[index]
-        if reader is None:
-            return [{"content": text}] if text else []
+    def _deltas(self, index: int, pieces: Sequence[str | Call]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for piece in [*reader.push(text), *(reader.finish() if last else [])]:
+        for piece in pieces:
             if isinstance(piece, Call):
                 deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
                 self._num_calls[index] += 1

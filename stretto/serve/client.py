@@ -72,11 +72,7 @@ class Client:
         return self.stream("/v1/completions", {"prompt": prompt, **fields})
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        """Pieces of a streamed answer. Closing the iterator closes the connection, and so aborts the request.
-
-        Raises:
-            ApiFailure: the server answered with an error, at once or in the midst.
-        """
+        """Pieces of a streamed answer; raises `ApiFailure` at once or in the midst. Closing the iterator aborts the request."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code >= 400:

@@ -94,22 +94,23 @@ class TextAnswer(ChunkedAnswer):
             choices.append(choice | token_fields(self.job, completion))
         return {**self._head, "choices": choices, "usage": self._usage(done)}
 
-    def _token(self, index: int, event: TokenEvent) -> list[bytes]:
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         """An echo comes with the first token: its log-probabilities are not there before the prompt is computed."""
         if self._only_prompt:
-            return []
+            return
         text = self._first_echo(index) + event.text
         logprobs = self._table(map(self._row, [event.token], [event.logprob], [event.top]), self._offsets[index])
         if logprobs is not None:
             self._offsets[index] += len(logprobs["tokens"][0])
         extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
-        return [self._chunk(index, {"text": text}, logprobs, **extra)] if text or extra or logprobs else []
+        if text or extra or logprobs:
+            yield self._chunk(index, {"text": text}, logprobs, **extra)
 
-    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         fields: dict[str, Any] = {"finish_reason": done.finish_reason, **self._end_fields(done)}
         if self.job.logprobs and self._echo is not None:
             fields["prompt_logprobs"] = self._table(self._prompt_rows(done), 0)
-        return [self._chunk(index, {"text": self._first_echo(index) if self._only_prompt else rest}, **fields)]
+        yield self._chunk(index, {"text": self._first_echo(index) if self._only_prompt else rest}, **fields)
 
     def _first_echo(self, index: int) -> str:
         """The prompt before a choice's first text, nothing later."""

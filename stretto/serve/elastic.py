@@ -63,11 +63,7 @@ class ServedModel:
 
 
 def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> SubnetChoice | None:
-    """The default Subnet that the environment sets; None where it sets no axis.
-
-    Raises:
-        UserError: not a whole number, or a Subnet the network does not have.
-    """
+    """The default Subnet that the environment sets; None where it sets no axis. Raises `UserError` for an impossible one."""
     given = {variable: text for variable in ENVIRONMENT if (text := environ.get(variable, "").strip())}
     for variable, text in given.items():
         if not (text.isascii() and text.isdecimal()) or int(text) < 1:
@@ -135,11 +131,7 @@ def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
 
 
 def ladder(config: ModelConfig, named: Mapping[str, Subnet], target: Subnet, floor: Subnet) -> tuple[Rung, ...]:
-    """From ``target`` down to ``floor``: both, and the ``named`` Subnets between them, by falling FLOPs.
-
-    Raises:
-        UserError: the floor is not part of the target.
-    """
+    """From ``target`` down to ``floor`` (else `UserError`): both, and the ``named`` between them, by falling FLOPs."""
     if not contains(target, floor, config):
         raise UserError(f"floor: {floor.label()} is not part of the target, {target.label()}; lower it")
 
@@ -147,13 +139,9 @@ def ladder(config: ModelConfig, named: Mapping[str, Subnet], target: Subnet, flo
         return Rung(_name_of(subnet, named), subnet, count(config, subnet).linear_flops)
 
     rungs, last = [rung(target)], rung(floor)
-    between = [
-        rung(subnet)
-        for subnet in named.values()
-        if contains(target, subnet, config) and contains(subnet, floor, config)
-    ]
-    for each in sorted(between, key=lambda each: -each.flops):
-        if rungs[-1].flops > each.flops > last.flops:
+    for each in sorted(map(rung, named.values()), key=lambda each: -each.flops):
+        is_between = contains(target, each.subnet, config) and contains(each.subnet, floor, config)
+        if is_between and rungs[-1].flops > each.flops > last.flops:
             rungs.append(each)
     return tuple(rungs if floor == target else [*rungs, last])
 
@@ -348,11 +336,9 @@ class Resolver:
             return rung
         if not self._has_floor:
             return self.control.rungs[0]  # nothing was declared to give up; the engine's own queue is the limit
-        floor = self.control.rungs[-1].name
-        raise overloaded(
-            f"the server is full: {num_waiting} requests wait and the floor ({floor}) is reached; come back later",
-            self.control.retry_after_s(num_waiting),
-        )
+        full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
+        wait_s = self.control.retry_after_s(num_waiting)
+        raise overloaded(f"the server is full: {full}; come back later", wait_s)
 
     def preset_of(self, name: str | None) -> str | None:
         """The preset in ``model:preset``; None for the bare model. Raises `ApiError` 404 for any other."""
@@ -369,7 +355,7 @@ class Resolver:
         """Resolve ``model`` and ``elastic``; ``rung`` is for a request that leaves its Subnet open.
 
         Raises:
-            ApiError: an unknown model. FieldError: an unknown preset, a Subnet outside the network, phases that do not nest.
+            ApiError: an unknown model. FieldError: an unknown preset, no Subnet of this network, phases that do not nest.
         """
         preset = self.preset_of(model)
         base = self._model.default if preset is None else self._choices[preset]
@@ -382,20 +368,19 @@ class Resolver:
             wanted = asked.answer
         is_open = preset is None and wanted == Axes()
         answer = rung.subnet if is_open else self._subnet(wanted, base, "elastic")
-        prefill = None if asked.prefill is None else self._subnet(asked.prefill, base, "elastic.prefill")
-        thinking = None if asked.thinking is None else self._subnet(asked.thinking, base, "elastic.thinking")
+        before = {"prefill": asked.prefill, "thinking": asked.thinking}
+        phases = {name: self._subnet(axes, base, f"elastic.{name}") for name, axes in before.items() if axes}
         # A later phase reads the cache of the earlier ones, so its layers must be among theirs.
-        phases = {"prefill": prefill, "thinking": thinking, "answer": answer}
-        present = [(name, set(subnet.layers)) for name, subnet in phases.items() if subnet is not None]
-        for (earlier, outer), (later, inner) in pairwise(present):
+        layers = {name: set(subnet.layers) for name, subnet in (*phases.items(), ("answer", answer))}
+        for (earlier, outer), (later, inner) in pairwise(layers.items()):
             if not inner <= outer:
                 problem = (
                     f"the {later} runs {len(inner)} layers that the {earlier} ({len(outer)} layers) did not all compute"
                 )
                 raise FieldError("elastic", f"{problem}; give the {earlier} at least as many", "subnet")
-        if thinking is not None and self._thinking_end is None:
+        if "thinking" in phases and self._thinking_end is None:
             raise FieldError("elastic.thinking", f"this model's tokenizer has no {THINKING_END} that would end it")
-        given = Phases(answer, prefill, thinking, None if thinking is None else self._thinking_end)
+        given = Phases(answer, **phases, thinking_end=self._thinking_end if "thinking" in phases else None)
         if is_open:
             return Given(given, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")
         axes = [f"{axis}={value}" for axis, value in wanted.given().items()]
@@ -405,9 +390,8 @@ class Resolver:
     def _subnet(self, wanted: Axes, base: SubnetChoice, param: str) -> Subnet:
         if wanted.preset is not None:
             if wanted.preset not in self._choices:
-                hint = nearest(wanted.preset, self._choices)
-                known = ", ".join(self._choices)
-                raise FieldError(param, f"no preset {wanted.preset!r}{hint}; known: {known}", "subnet")
+                problem = f"no preset {wanted.preset!r}{nearest(wanted.preset, self._choices)}"
+                raise FieldError(param, f"{problem}; known: {', '.join(self._choices)}", "subnet")
             base = self._choices[wanted.preset]
         try:
             return wanted.of(self._model.config, base)

@@ -51,7 +51,7 @@ from stretto.serve.limits import (
     read_json,
     while_connected,
 )
-from stretto.serve.messages import Body, FieldError, Prompts
+from stretto.serve.messages import Body, CallReader, FieldError, Prompts
 from stretto.serve.metrics import Metrics
 from stretto.text.tokenizer import Tokenizer
 
@@ -72,9 +72,12 @@ class StreamOptions(Body):
     """Against eavesdroppers of packet sizes; we send none, as the client may choose."""
 
 
-class SamplingFields(Body):
-    """Fields that `Sampling` has under the same name. None: its default."""
+class Generation(Body):
+    """What every generating endpoint takes. None: the default of `Sampling`, for fields that it has under the same name."""
 
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -86,14 +89,6 @@ class SamplingFields(Body):
     n: int = 1
     min_tokens: int | None = None
     ignore_eos: bool = False
-
-
-class Generation(SamplingFields):
-    """What every generating endpoint takes."""
-
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -220,7 +215,7 @@ class Backend:
         if model.tokenizer is None and (stops or asked):
             raise FieldError("stop" if stops else "grammar", "this server has no tokenizer; send token ids")
         ends = () if body.ignore_eos else (*turn_ends, *model.stop_ids)
-        fields |= body.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+        fields |= body.model_dump(include=set(Generation.model_fields) & set(Sampling.model_fields), exclude_none=True)
         fields |= {
             "max_tokens": longest,
             "seed": None if body.seed is None else body.seed % _SEEDS,
@@ -282,6 +277,7 @@ class Answer(ABC):
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
         self._spelling = backend.spelling
+        self._readers = [CallReader(job.reads_calls) for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
         self._done: list[Completion] = []
 
@@ -289,11 +285,11 @@ class Answer(ABC):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """The body of an answer that is not streamed; ``done`` in the order of choices."""
 
-    def start(self) -> list[bytes]:
+    def start(self) -> Iterator[bytes]:
         """What precedes every token."""
-        return []
+        return iter(())
 
-    def push(self, event: Event) -> list[bytes]:
+    def push(self, event: Event) -> Iterator[bytes]:
         """What an engine event gives rise to."""
         index = self.job.choice(event.request_id, event.index)
         if isinstance(event, TokenEvent):
@@ -304,14 +300,14 @@ class Answer(ABC):
         return self._end(index, event, event.text[self._num_sent[index] :])
 
     @abstractmethod
-    def _token(self, index: int, event: TokenEvent) -> list[bytes]: ...
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]: ...
 
     @abstractmethod
-    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         """A choice has ended; ``rest`` of its text was held back until now."""
 
     @abstractmethod
-    def finish(self) -> list[bytes]:
+    def finish(self) -> Iterator[bytes]:
         """What follows the last choice's end."""
 
     @abstractmethod
@@ -337,9 +333,10 @@ class ChunkedAnswer(Answer):
         self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
         self._head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
 
-    def finish(self) -> list[bytes]:
-        chunk = self._head | {"choices": [], "usage": self._usage(self._done)}
-        return [*([sse(chunk)] if self.job.body.stream_options.include_usage else []), b"data: [DONE]\n\n"]
+    def finish(self) -> Iterator[bytes]:
+        if self.job.body.stream_options.include_usage:
+            yield sse(self._head | {"choices": [], "usage": self._usage(self._done)})
+        yield b"data: [DONE]\n\n"
 
     def fail(self, error: ApiError) -> bytes:
         return sse(error.body())
@@ -552,8 +549,8 @@ async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncI
     try:
         yield b"".join(answer.start())
         async for events in batches:  # one write for all that came together
-            if frames := [frame for event in events for frame in answer.push(event)]:
-                yield b"".join(frames)
+            if frames := b"".join(frame for event in events for frame in answer.push(event)):
+                yield frames
         yield b"".join(answer.finish())
     except KNOWN_ERRORS as error:
         yield answer.fail(as_api_error(error))

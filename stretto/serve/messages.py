@@ -310,13 +310,17 @@ def read_call(text: str) -> Call | None:
 class CallReader:
     """Splits streamed text into content and calls; holds back what may be the beginning of a mark."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_reading: bool = True) -> None:
+        """``is_reading`` false: all text is content."""
+        self._is_reading = is_reading
         self._held = ""
         self._inside = False
         self._searched = 0  # within the held call: no end mark that closes a readable call lies before
 
     def push(self, text: str) -> list[str | Call]:
         """What is certain now: pieces of content and finished calls, in order."""
+        if not self._is_reading:
+            return [text] if text else []
         self._held += text
         found: list[str | Call] = []
         while self._take_call(found) if self._inside else self._take_content(found):

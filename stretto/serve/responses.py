@@ -7,7 +7,7 @@ that tell of them as they grow.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -20,7 +20,6 @@ from stretto.serve.limits import ApiError, parse_body
 from stretto.serve.messages import (
     Body,
     Call,
-    CallReader,
     ContentPart,
     FieldError,
     FunctionName,
@@ -167,7 +166,6 @@ class ResponseAnswer(Answer):
     def __init__(self, backend: Backend, job: Job, body: ResponsesBody) -> None:
         super().__init__(backend, job)
         self._body = body
-        self._reader = CallReader() if job.reads_calls else None
         self._items: list[dict[str, Any]] = []
         self._message: dict[str, Any] | None = None  # the last item, while its text grows
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
@@ -177,90 +175,80 @@ class ResponseAnswer(Answer):
         [completion] = done
         if self.job.logprobs:
             self._logprobs = [self._entry(*each) for each in sampled(completion)]
-        self.push(completion)
+        list(self.push(completion))
         return self._response()
 
-    def start(self) -> list[bytes]:
-        return [self._event(f"response.{name}", response=self._response()) for name in ("created", "in_progress")]
+    def start(self) -> Iterator[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response())
 
-    def finish(self) -> list[bytes]:
+    def finish(self) -> Iterator[bytes]:
         response = self._response()
-        return [self._event(f"response.{response['status']}", response=response)]
+        yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError) -> bytes:
         return self._event("error", message=error.message, code=error.code or "server_error", param=error.param)
 
-    def _token(self, index: int, event: TokenEvent) -> list[bytes]:
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         if self.job.logprobs:
             self._logprobs.append(self._entry(event.token, event.logprob, event.top))
-        return self._text(event.text, last=False)
+        yield from self._pieces(self._readers[index].push(event.text))
 
-    def _end(self, index: int, done: Completion, rest: str) -> list[bytes]:
-        frames = self._text(rest, last=True)
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        reader = self._readers[index]
+        yield from self._pieces([*reader.push(rest), *reader.finish()])
         if not self._items:  # an answer without a word is still a message
-            frames += self._begin_message()
-        frames += self._end_message()
+            yield from self._begin_message()
+        yield from self._end_message()
         if done.finish_reason == "length":
             self._items[-1]["status"] = "incomplete"
-        return frames
 
-    def _text(self, text: str, last: bool) -> list[bytes]:
-        pieces: list[str | Call] = [text] if text else []
-        if self._reader is not None:
-            pieces = [*self._reader.push(text), *(self._reader.finish() if last else [])]
-        frames: list[bytes] = []
+    def _pieces(self, pieces: Sequence[str | Call]) -> Iterator[bytes]:
         for piece in pieces:
             if isinstance(piece, Call):
-                frames += self._end_message() + self._call(piece)
+                yield from self._end_message()
+                yield from self._call(piece)
             elif self._message is not None or piece.strip() or not self._items:
-                frames += self._delta(piece)
-        return frames
+                if self._message is None:
+                    yield from self._begin_message()
+                logprobs = self._take_logprobs()
+                self._part["text"] += piece
+                yield self._part_event("response.output_text.delta", delta=piece, logprobs=logprobs)
 
-    def _delta(self, text: str) -> list[bytes]:
-        frames = [] if self._message is not None else self._begin_message()
-        assert self._message is not None
-        part = self._message["content"][0]
-        part["text"] += text
-        part["logprobs"] += self._logprobs
-        frames.append(self._part_event("response.output_text.delta", delta=text, logprobs=self._logprobs))
-        self._logprobs = []
-        return frames
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Those whose text is out now; the message holds them all."""
+        taken, self._logprobs = self._logprobs, []
+        self._part["logprobs"] += taken
+        return taken
 
-    def _begin_message(self) -> list[bytes]:
-        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    def _begin_message(self) -> Iterator[bytes]:
+        self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "in_progress"}
-        self._message = item | {"content": [part]}
+        self._message = item | {"content": [self._part]}
         self._items.append(self._message)
-        added = self._item_event("response.output_item.added", item | {"content": []})
-        return [added, self._part_event("response.content_part.added", part=part)]
+        yield self._item_event("response.output_item.added", item | {"content": []})
+        yield self._part_event("response.content_part.added", part=self._part)
 
-    def _end_message(self) -> list[bytes]:
-        if self._message is None:
-            return []
-        part = self._message["content"][0]
-        part["logprobs"] += self._logprobs
-        self._logprobs = []
-        self._message["status"] = "completed"
-        frames = [
-            self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._part_event("response.content_part.done", part=part),
-            self._item_event("response.output_item.done", self._message),
-        ]
-        self._message = None
-        return frames
+    def _end_message(self) -> Iterator[bytes]:
+        if self._message is not None:
+            self._take_logprobs()
+            self._message["status"] = "completed"
+            texts = {"text": self._part["text"], "logprobs": self._part["logprobs"]}
+            yield self._part_event("response.output_text.done", **texts)
+            yield self._part_event("response.content_part.done", part=self._part)
+            yield self._item_event("response.output_item.done", self._message)
+            self._message = None
 
-    def _call(self, call: Call) -> list[bytes]:
-        head = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
-        whole = head | {"arguments": call.arguments, "status": "completed"}
+    def _call(self, call: Call) -> Iterator[bytes]:
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
+        whole = item | {"arguments": call.arguments, "status": "completed"}
         self._items.append(whole)
-        place = {"item_id": head["id"], "output_index": len(self._items) - 1}
-        arguments = "response.function_call_arguments"
-        return [
-            self._item_event("response.output_item.added", head | {"arguments": "", "status": "in_progress"}),
-            self._event(f"{arguments}.delta", delta=call.arguments, **place),
-            self._event(f"{arguments}.done", arguments=call.arguments, name=call.name, **place),
-            self._item_event("response.output_item.done", whole),
-        ]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        kind = "response.function_call_arguments"
+        yield self._item_event("response.output_item.added", item | {"arguments": "", "status": "in_progress"})
+        yield self._event(f"{kind}.delta", delta=call.arguments, **place)
+        yield self._event(f"{kind}.done", arguments=call.arguments, name=call.name, **place)
+        yield self._item_event("response.output_item.done", whole)
 
     def _item_event(self, kind: str, item: dict[str, Any]) -> bytes:
         return self._event(kind, output_index=len(self._items) - 1, item=item)

@@ -87,7 +87,7 @@ class ServeSettings(Config):
 
 
 def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
-    """The application over a running ``service``. Its `Gate` is ``app.state.gate``.
+    """The application over a running ``service``; its `Gate` is ``app.state.gate``.
 
     Raises:
         UserError: the default Subnet or the floor is none of this network.
