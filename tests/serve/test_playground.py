@@ -291,6 +291,7 @@ def test_fits_a_small_screen_and_remembers_the_theme(visit: Visit) -> None:
 @pytest.mark.slow
 def test_numbers_fall_with_the_size(visit: Visit) -> None:
     shares = visit.page.locator(".cost dd span")
+    shares.first.wait_for()  # the costs are asked for once the sliders are there
     assert shares.all_inner_texts() == ["100 %"] * 4
     visit.page.locator(".preset").last.click()
     visit.page.wait_for_function("() => document.querySelector('.cost dd span').textContent !== '100 %'")

@@ -59,7 +59,9 @@ def test_our_client(service: Service, served: ServedModel) -> None:
         assert sum(len(piece.logprobs) for piece in pieces) == 6
         assert pieces[-1].usage is not None and pieces[-1].usage["completion_tokens"] == 6
         ids = (await client.post("/tokenize", {"prompt": "a b"}))["tokens"]
-        assert (await client.post("/v1/completions", {"prompt": ids, "max_tokens": 2}))["usage"]["prompt_tokens"] == len(ids)
+        assert (await client.post("/v1/completions", {"prompt": ids, "max_tokens": 2}))["usage"][
+            "prompt_tokens"
+        ] == len(ids)
         with pytest.raises(ApiFailure) as caught:
             await client.get("/v1/models/y")
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -238,3 +240,13 @@ def test_sigterm_lets_open_streams_finish(served: ServedModel, tmp_path: Any) ->
     finally:
         child.kill()
         child.wait()
+
+
+def test_only_loopback_names_on_loopback() -> None:
+    assert "localhost" in (ServeSettings().hosts() or ())
+    assert ServeSettings(host="0.0.0.0").hosts() is None
+    assert ServeSettings(host="0.0.0.0", allowed_hosts=("a",)).hosts() == ("a",)
+
+
+def test_keys_do_not_show() -> None:
+    assert "secret" not in repr(ServeSettings.model_validate({"api_keys": ["secret"], "admin_key": "secret"}))
