@@ -41,12 +41,10 @@ from stretto.engine.stream import Closed, EngineFailed, Stream
 from stretto.model.spec import Subnet
 from stretto.serve.elastic import ElasticField, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
-    CUT,
     ApiError,
     Gate,
     GoneError,
     as_api_error,
-    bounded,
     from_validation,
     read_json,
     while_connected,
@@ -137,7 +135,6 @@ class Backend:
     resolver: Resolver
     gate: Gate
     metrics: Metrics
-    send_timeout_s: float
 
     def __post_init__(self) -> None:
         self.spelling = Spelling(self.model.tokenizer)
@@ -454,30 +451,25 @@ class Generate:
 
     def __init__(self, backend: Backend, read: Reader) -> None:
         self._backend = backend
-        self._read_body = read
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        backend = self._backend
-        send = bounded(send, backend.send_timeout_s, scope.get(CUT, lambda: None))  # in tests: nothing to cut
-        with backend.gate.enter(), closing(Ticket(backend.resolver.control)) as ticket:
+        backend, control = self._backend, self._backend.resolver.control
+        with backend.gate.enter(), closing(Ticket(control)) as ticket:
             try:
                 http = HttpRequest(scope, receive)
                 tree = await read_json(http)
+                with backend.metrics.refused.count_exceptions(ApiError):
+                    rung = backend.resolver.rung(control.num_waiting)
+                ticket.add(1)  # before the body is understood, or a burst would not see itself
                 length = http.headers.get("content-length", "")
-                is_long = not length.isdecimal() or int(length) >= _LONG_BODY
-                answer = await self._read(tree, ticket, is_long)
+                if length.isdecimal() and int(length) < _LONG_BODY:
+                    answer = self._read(backend, tree, rung)
+                else:
+                    answer = await asyncio.to_thread(self._read, backend, tree, rung)
                 await while_connected(receive, self._send(answer, ticket, scope, receive, send))
             except GoneError:
                 backend.metrics.gone.labels(scope["path"]).inc()
-
-    async def _read(self, tree: Any, ticket: Ticket, is_long: bool) -> Answer:
-        backend, control = self._backend, self._backend.resolver.control
-        with backend.metrics.refused.count_exceptions(ApiError):
-            rung = backend.resolver.rung(control.num_waiting)
-        ticket.add(1)  # before the body is understood, or a burst would not see itself
-        if is_long:
-            return await asyncio.to_thread(self._read_body, backend, tree, rung)
-        return self._read_body(backend, tree, rung)
 
     async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
         job, metrics = answer.job, self._backend.metrics

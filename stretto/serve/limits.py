@@ -29,8 +29,6 @@ from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=Body)
-CUT = "stretto.cut"
-"""Key of the ASGI scope under which `make_server` leaves the function that drops the connection."""
 IGNORED = (
     *("user", "metadata", "service_tier", "safety_identifier", "verbosity", "reasoning_effort", "reasoning"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),
@@ -230,9 +228,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
-    """Validate a parsed JSON body; raises `UserError`. A field is honoured (``kind`` has it), or one of `IGNORED`, or
-    refused; ``null`` is "left out".
-    """
+    """A field is honoured (``kind`` has it), one of `IGNORED`, or refused (`FieldError`); ``null`` is "left out"."""
     if not isinstance(tree, Mapping):
         raise FieldError(None, "the body must be a JSON object")
     kept = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
@@ -284,9 +280,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def bounded(send: Send, timeout_s: float, cut: Callable[[], None]) -> Send:
-    """``send`` that gives a client ``timeout_s`` to take what is in its way, then ``cut``s the connection.
-
-    The server buffers a little (64 KiB) and waits from then on, so this bounds the memory of a client that stops reading.
+    """``send`` that gives a client ``timeout_s`` to take what is in its way, then ``cut``s the connection and raises
+    `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
     """
 
     async def send_bounded(message: Any) -> None:

@@ -31,12 +31,12 @@ from stretto.serve.elastic import ElasticPolicy, Resolver, ServedModel
 from stretto.serve.generate import KNOWN_ERRORS, Backend, Generate
 from stretto.serve.info import Info
 from stretto.serve.limits import (
-    CUT,
     ApiError,
     Gate,
     GoneError,
     Keys,
     as_api_error,
+    bounded,
     check_host,
     connection_cutter,
 )
@@ -95,7 +95,7 @@ def create_app(service: Service, model: ServedModel, settings: ServeSettings) ->
     gate = Gate(settings.max_open)
     resolver = Resolver(model, settings.floor, settings.elastic)
     metrics = Metrics(gate, resolver.control)
-    backend = Backend(service, model, resolver, gate, metrics, settings.send_timeout_s)
+    backend = Backend(service, model, resolver, gate, metrics)
     static = StaticFiles(directory=PLAYGROUND, html=True)
     pages = ["/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())]
     routes = [
@@ -112,7 +112,7 @@ def create_app(service: Service, model: ServedModel, settings: ServeSettings) ->
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     handlers = dict.fromkeys((*KNOWN_ERRORS, GoneError, HTTPException, Exception), _failed)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    app.state.gate = gate
+    app.state.gate, app.state.send_timeout_s = gate, settings.send_timeout_s
     return app
 
 
@@ -205,13 +205,12 @@ def open_socket(host: str, port: int) -> socket.socket:
 def make_server(app: Starlette) -> DrainingServer:
     """The process's server around ``app``; ``run(sockets=[…])`` returns when open requests have finished."""
 
-    async def cuttable(scope: Scope, receive: Receive, send: Send) -> None:
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         # Outside of all middleware: only here is ``send`` the one of uvicorn itself.
-        scope[CUT] = connection_cutter(send)
-        await app(scope, receive, send)
+        await app(scope, receive, bounded(send, app.state.send_timeout_s, connection_cutter(send)))
 
     config = uvicorn.Config(
-        cuttable,
+        outermost,
         log_level="warning",
         access_log=False,
         server_header=False,
