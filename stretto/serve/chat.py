@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent
 from stretto.serve.elastic import ElasticField, Rung
-from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, Sampled, sampled, token_fields
+from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, Sampled
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
     Body,
@@ -100,10 +100,10 @@ class ChatAnswer(ChunkedAnswer):
             choice = {
                 "index": index,
                 "message": message,
-                "logprobs": self._logprobs(sampled(completion)),
+                "logprobs": self._logprobs(self._sampled(completion)),
                 "finish_reason": "tool_calls" if calls else completion.finish_reason,
             }
-            choices.append(choice | token_fields(self.job, completion))
+            choices.append(choice | self._token_fields(completion))
         body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(done)}
         if self.job.body.return_token_ids:
             body["prompt_token_ids"] = list(self.job.requests[0].prompt)

@@ -10,17 +10,7 @@ from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
 from stretto.serve.elastic import Rung
-from stretto.serve.generate import (
-    MAX_CHOICES,
-    Answer,
-    Backend,
-    ChunkedAnswer,
-    Generation,
-    Job,
-    finite,
-    sampled,
-    token_fields,
-)
+from stretto.serve.generate import MAX_CHOICES, Answer, Backend, ChunkedAnswer, Generation, Job, finite
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import FieldError
 
@@ -86,12 +76,12 @@ class TextAnswer(ChunkedAnswer):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
-            tokens = () if self._only_prompt else sampled(completion)
+            tokens = () if self._only_prompt else self._sampled(completion)
             rows = chain(self._prompt_rows(completion), (self._row(*each) for each in tokens))
             text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else completion.text)
             logprobs = self._table(rows, 0)
             choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
-            choices.append(choice | token_fields(self.job, completion))
+            choices.append(choice | self._token_fields(completion))
         return {**self._head, "choices": choices, "usage": self._usage(done)}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:

@@ -25,22 +25,13 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stretto.base.errors import UserError
-from stretto.engine.request import (
-    Completion,
-    Event,
-    Grammar,
-    QueueFull,
-    Request,
-    Sampling,
-    TokenEvent,
-    TopLogprob,
-    Usage,
-)
+from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed, Stream
+from stretto.engine.stream import Stream
 from stretto.model.spec import Subnet
 from stretto.serve.elastic import ElasticField, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
+    KNOWN_ERRORS,
     ApiError,
     Gate,
     GoneError,
@@ -53,8 +44,6 @@ from stretto.serve.messages import Body, CallReader, FieldError, Prompts
 from stretto.serve.metrics import Metrics
 from stretto.text.tokenizer import Tokenizer
 
-KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed)
-"""What ends a request with an answer of its own (`as_api_error`); anything else is our fault."""
 MAX_CHOICES = 64
 """Completions of one HTTP request: its prompts times n."""
 _LONG_BODY = 1 << 15
@@ -268,6 +257,10 @@ class Spelling:
             return "bytes:" + "".join(f"\\x{each:02x}" for each in spelled), tuple(spelled)
 
 
+Sampled = tuple[int, float, Sequence[TopLogprob]]
+"""A token, its log-probability and its alternatives."""
+
+
 class Answer(ABC):
     """One answer, whole or as server-sent events while its tokens come; state of one request."""
 
@@ -321,6 +314,60 @@ class Answer(ABC):
         entry = spell(token, logprob) | {"top_logprobs": [spell(each.token, each.logprob) for each in top]}
         return entry | {"token_id": token} if self.job.body.return_token_ids else entry
 
+    def _sampled(self, done: Completion) -> Iterator[Sampled]:
+        """Each sampled token of a choice."""
+        tops = done.top or [()] * len(done.tokens)
+        return zip(done.tokens, done.logprobs.tolist(), tops, strict=True)
+
+    def _elastic_usage(self, uses: Sequence[Usage]) -> dict[str, Any]:
+        """What the request asked for, what it got and why, and what that cost."""
+
+        def short(values: tuple[int, ...]) -> Any:
+            """A number where all layers agree, else a list by layer."""
+            return values[0] if len(set(values)) == 1 else list(values)
+
+        def axes(subnet: Subnet) -> dict[str, Any]:
+            return {"layers": len(subnet.layers), "experts": short(subnet.experts), "top_k": short(subnet.top_k)}
+
+        given = self.job.given
+        phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
+        return {
+            **axes(given.phases.answer),
+            "subnet": given.name,
+            "flops": sum(use.flops for use in uses),
+            "milliseconds": round(1e3 * max((use.total_s for use in uses), default=0.0), 3),
+            "queued_milliseconds": round(1e3 * max((use.queued_s for use in uses), default=0.0), 3),
+            "asked": given.asked,
+            "given_reason": given.reason,
+            **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
+        }
+
+    def _token_fields(self, done: Completion) -> dict[str, Any]:
+        """What an RL client reads of a finished choice; version spans are ``[version, number of tokens]``."""
+        fields: dict[str, Any] = {}
+        if self.job.body.return_token_ids:
+            spans: list[list[int]] = []
+            for version in done.versions.tolist():
+                if not spans or spans[-1][0] != version:
+                    spans.append([version, 0])
+                spans[-1][1] += 1
+            fields |= {
+                "prompt_token_ids": list(done.prompt),
+                "token_ids": list(done.tokens),
+                "weight_version": spans[-1][0] if spans else None,
+                "weight_versions": spans,
+                "seed": done.seed,
+            }
+        if self.job.body.return_routes:
+            routes, packed = done.routes, None
+            if (
+                routes is not None
+            ):  # base64 of little-endian bytes in C order: a list of numbers were several times larger
+                data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
+                packed = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
+            fields["routed_experts"] = packed
+        return fields
+
 
 class ChunkedAnswer(Answer):
     """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
@@ -345,7 +392,7 @@ class ChunkedAnswer(Answer):
 
     def _end_fields(self, done: Completion) -> dict[str, Any]:
         """`token_fields` of a choice that was streamed."""
-        fields = token_fields(self.job, done)
+        fields = self._token_fields(done)
         fields.pop("token_ids", None)  # each came with its own chunk
         return fields
 
@@ -359,7 +406,7 @@ class ChunkedAnswer(Answer):
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(use.cached_tokens for use in uses)},
-            "elastic": elastic_usage(self.job, uses),
+            "elastic": self._elastic_usage(uses),
         }
 
 
@@ -374,71 +421,12 @@ def finite(logprob: float) -> float:
     return max(float(logprob), -9999.0)
 
 
-Sampled = tuple[int, float, Sequence[TopLogprob]]
-"""A token, its log-probability and its alternatives."""
-
-
-def sampled(completion: Completion) -> Iterator[Sampled]:
-    """Each sampled token of a choice."""
-    tops = completion.top or [()] * len(completion.tokens)
-    return zip(completion.tokens, completion.logprobs.tolist(), tops, strict=True)
-
-
 def raise_for(completion: Completion) -> None:
     """Raises `ApiError` where a choice ended by no wish of the client."""
     if completion.finish_reason == "error":
         raise ApiError(500, completion.error or "the engine could not finish this request")
     if completion.finish_reason == "abort":
         raise ApiError(503, "the request was aborted by the server; ask again", code="aborted")
-
-
-def elastic_usage(job: Job, uses: Sequence[Usage]) -> dict[str, Any]:
-    """What the request asked for, what it got and why, and what that cost."""
-
-    def short(values: tuple[int, ...]) -> Any:
-        """A number where all layers agree, else a list by layer."""
-        return values[0] if len(set(values)) == 1 else list(values)
-
-    def axes(subnet: Subnet) -> dict[str, Any]:
-        return {"layers": len(subnet.layers), "experts": short(subnet.experts), "top_k": short(subnet.top_k)}
-
-    given = job.given
-    phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
-    return {
-        **axes(given.phases.answer),
-        "subnet": given.name,
-        "flops": sum(use.flops for use in uses),
-        "milliseconds": round(1e3 * max((use.total_s for use in uses), default=0.0), 3),
-        "queued_milliseconds": round(1e3 * max((use.queued_s for use in uses), default=0.0), 3),
-        "asked": given.asked,
-        "given_reason": given.reason,
-        **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
-    }
-
-
-def token_fields(job: Job, completion: Completion) -> dict[str, Any]:
-    """What an RL client reads of a finished choice; version spans are ``[version, number of tokens]``."""
-    fields: dict[str, Any] = {}
-    if job.body.return_token_ids:
-        spans: list[list[int]] = []
-        for version in completion.versions.tolist():
-            if not spans or spans[-1][0] != version:
-                spans.append([version, 0])
-            spans[-1][1] += 1
-        fields |= {
-            "prompt_token_ids": list(completion.prompt),
-            "token_ids": list(completion.tokens),
-            "weight_version": spans[-1][0] if spans else None,
-            "weight_versions": spans,
-            "seed": completion.seed,
-        }
-    if job.body.return_routes:
-        routes, packed = completion.routes, None
-        if routes is not None:  # base64 of little-endian bytes in C order: a list of numbers were several times larger
-            data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
-            packed = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
-        fields["routed_experts"] = packed
-    return fields
 
 
 Reader = Callable[[Backend, Any, Rung], Answer]

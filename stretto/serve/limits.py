@@ -85,6 +85,10 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
 
 
+KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed, GoneError)
+"""What ends a request with an answer of its own; anything else is our fault."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer to a failure of any kind."""
     match error:
@@ -279,8 +283,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def bounded(send: Send, timeout_s: float, cut: Callable[[], None]) -> Send:
-    """``send`` that gives a client ``timeout_s`` to take what is in its way, then ``cut``s the connection and raises
+def bounded(send: Send, timeout_s: float, cut: Callable[[], None] | None = None) -> Send:
+    """``send`` that gives a client ``timeout_s`` to take what is in its way, then cuts the connection and raises
     `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
     """
 
@@ -289,7 +293,7 @@ def bounded(send: Send, timeout_s: float, cut: Callable[[], None]) -> Send:
             async with asyncio.timeout(timeout_s):
                 await send(message)
         except TimeoutError:
-            cut()
+            (cut or connection_cutter(send))()
             raise GoneError from None
 
     return send_bounded

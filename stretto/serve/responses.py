@@ -15,17 +15,9 @@ from pydantic import BaseModel, Field
 from stretto.engine.request import Completion, TokenEvent
 from stretto.serve.chat import ChatBody, chat_job
 from stretto.serve.elastic import Rung
-from stretto.serve.generate import Answer, Backend, Generation, Job, elastic_usage, sampled, sse, token_fields
+from stretto.serve.generate import Answer, Backend, Generation, Job, sse
 from stretto.serve.limits import ApiError, parse_body
-from stretto.serve.messages import (
-    Body,
-    Call,
-    ContentPart,
-    FieldError,
-    FunctionName,
-    FunctionSpec,
-    FunctionType,
-)
+from stretto.serve.messages import Body, Call, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -174,7 +166,7 @@ class ResponseAnswer(Answer):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         [completion] = done
         if self.job.logprobs:
-            self._logprobs = [self._entry(*each) for each in sampled(completion)]
+            self._logprobs = [self._entry(*each) for each in self._sampled(completion)]
         list(self.push(completion))
         return self._response()
 
@@ -299,6 +291,6 @@ class ResponseAnswer(Answer):
             "output_tokens": use.output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": use.prompt_tokens + use.output_tokens,
-            "elastic": elastic_usage(job, [use]),
+            "elastic": self._elastic_usage([use]),
         }
-        return response | token_fields(job, done)
+        return response | self._token_fields(done)

@@ -28,18 +28,9 @@ from stretto.engine.service import Service
 from stretto.serve.chat import read_chat, read_short_chat
 from stretto.serve.completions import read_completion
 from stretto.serve.elastic import ElasticPolicy, Resolver, ServedModel
-from stretto.serve.generate import KNOWN_ERRORS, Backend, Generate
+from stretto.serve.generate import Backend, Generate
 from stretto.serve.info import Info
-from stretto.serve.limits import (
-    ApiError,
-    Gate,
-    GoneError,
-    Keys,
-    as_api_error,
-    bounded,
-    check_host,
-    connection_cutter,
-)
+from stretto.serve.limits import KNOWN_ERRORS, ApiError, Gate, Keys, as_api_error, bounded, check_host
 from stretto.serve.metrics import Metrics
 from stretto.serve.responses import read_response
 
@@ -110,7 +101,7 @@ def create_app(service: Service, model: ServedModel, settings: ServeSettings) ->
     middleware = [Middleware(entrance, settings=settings, pages=pages, paths=paths, metrics=metrics)]
     if origins := settings.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    handlers = dict.fromkeys((*KNOWN_ERRORS, GoneError, HTTPException, Exception), _failed)
+    handlers = dict.fromkeys((*KNOWN_ERRORS, HTTPException, Exception), _failed)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.gate, app.state.send_timeout_s = gate, settings.send_timeout_s
     return app
@@ -207,7 +198,7 @@ def make_server(app: Starlette) -> DrainingServer:
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         # Outside of all middleware: only here is ``send`` the one of uvicorn itself.
-        await app(scope, receive, bounded(send, app.state.send_timeout_s, connection_cutter(send)))
+        await app(scope, receive, bounded(send, app.state.send_timeout_s))
 
     config = uvicorn.Config(
         outermost,
