@@ -76,14 +76,8 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
         prompts = [
             [rng.randrange(info["vocab_size"]) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
         ]
-        load = Load(
-            num_requests=options.requests,
-            concurrency=options.requests if options.rate else options.concurrency,
-            prompts=prompts,
-            max_tokens=options.max_tokens,
-            rate=options.rate,
-            seed=options.seed,
-        )
+        num_open = options.requests if options.rate else options.concurrency
+        load = Load(options.requests, num_open, prompts, options.max_tokens, options.rate, seed=options.seed)
         return await run_load(client, load)
 
 

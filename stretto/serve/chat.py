@@ -86,28 +86,23 @@ def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcm
 class ChatAnswer(ChunkedAnswer):
     """Writes a chat completion."""
 
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
     def __init__(self, backend: Backend, job: Job) -> None:
-        super().__init__(backend, job, "chat.completion.chunk")
+        super().__init__(backend, job)
         self._num_calls = [0] * job.num_choices
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for index, completion in enumerate(done):
-            content, calls = read_answer(completion.text) if self.job.reads_calls else (completion.text, [])
-            message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-            if calls:
-                message["tool_calls"] = [call.body() for call in calls]
-            choice = {
-                "index": index,
-                "message": message,
-                "logprobs": self._logprobs(self._sampled(completion)),
-                "finish_reason": "tool_calls" if calls else completion.finish_reason,
-            }
-            choices.append(choice | self._token_fields(completion))
-        body = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(done)}
-        if self.job.body.return_token_ids:
-            body["prompt_token_ids"] = list(self.job.requests[0].prompt)
-        return body
+        ids = {"prompt_token_ids": list(done[0].prompt)} if self.job.body.return_token_ids else {}
+        return super().whole(done) | ids
+
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        content, calls = read_answer(done.text) if self.job.reads_calls else (done.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [call.body() for call in calls]
+        reason = "tool_calls" if calls else done.finish_reason
+        return {"message": message, "logprobs": self._logprobs(self._sampled(done)), "finish_reason": reason}
 
     def start(self) -> Iterator[bytes]:
         for index in range(self.job.num_choices):

@@ -67,22 +67,19 @@ def _prompt_ids(backend: Backend, body: CompletionBody) -> list[tuple[int, ...]]
 class TextAnswer(ChunkedAnswer):
     """Writes a completion."""
 
+    kind = chunk_kind = "text_completion"
+
     def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
-        super().__init__(backend, job, "text_completion", only_prompt)
+        super().__init__(backend, job, only_prompt)
         # Text of the prompt before each choice, where it is part of the answer.
         self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]
         self._offsets = [0] * job.num_choices  # where the next token begins in the text, echo included
 
-    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for index, completion in enumerate(done):
-            tokens = () if self._only_prompt else self._sampled(completion)
-            rows = chain(self._prompt_rows(completion), (self._row(*each) for each in tokens))
-            text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else completion.text)
-            logprobs = self._table(rows, 0)
-            choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
-            choices.append(choice | self._token_fields(completion))
-        return {**self._head, "choices": choices, "usage": self._usage(done)}
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        text = ("" if self._echo is None else self._echo[index]) + ("" if self._only_prompt else done.text)
+        tokens = () if self._only_prompt else self._sampled(done)
+        rows = chain(self._prompt_rows(done), (self._row(*each) for each in tokens))
+        return {"text": text, "logprobs": self._table(rows, 0), "finish_reason": done.finish_reason}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         """An echo comes with the first token: its log-probabilities are not there before the prompt is computed."""

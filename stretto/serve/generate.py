@@ -372,10 +372,25 @@ class Answer(ABC):
 class ChunkedAnswer(Answer):
     """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
 
-    def __init__(self, backend: Backend, job: Job, kind: str, only_prompt: bool = False) -> None:
+    kind: str
+    """The ``object`` of whole answers."""
+    chunk_kind: str
+
+    def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
         super().__init__(backend, job)
         self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
-        self._head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self._choice(index, completion), **self._token_fields(completion)}
+            for index, completion in enumerate(done)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(done)}
+
+    @abstractmethod
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
 
     def finish(self) -> Iterator[bytes]:
         if self.job.body.stream_options.include_usage:
