@@ -516,7 +516,8 @@ async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator
     waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
         while waiting:
-            for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in waiting if task.done()]:
                 source = waiting.pop(task)
                 with suppress(StopAsyncIteration):
                     yield task.result()
