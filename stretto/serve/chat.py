@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent
-from stretto.serve.elastic import ElasticField, Rung
+from stretto.serve.elastic import Elastic, Rung
 from stretto.serve.generate import Answer, Backend, ChunkedAnswer, Generation, Job, Sampled
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
@@ -48,7 +48,7 @@ class ShortChatBody(Body):
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
-    elastic: ElasticField | None = None
+    elastic: Elastic | None = None
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
@@ -280,25 +280,22 @@ class Size(Body):
 
 
 class Axes(Size):
-    """A Subnet: a preset to start from, and axes that replace its own."""
+    """A Subnet: a preset to start from (its name alone will do), and axes that replace its own."""
 
     preset: str | None = None
 
-
-def _preset(value: Any) -> Any:
-    return {"preset": value} if isinstance(value, str) else value
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"preset": value} if isinstance(value, str) else value
 
 
 class Elastic(Axes):
     """The ``elastic`` field: the Subnet of the answer, and of the phases before it where they differ."""
 
-    answer: Annotated[Axes, BeforeValidator(_preset)] | None = None
-    prefill: Annotated[Axes, BeforeValidator(_preset)] | None = None
-    thinking: Annotated[Axes, BeforeValidator(_preset)] | None = None
-
-
-ElasticField = Annotated[Elastic, BeforeValidator(_preset)]
-"""A preset's name will do."""
+    answer: Axes | None = None
+    prefill: Axes | None = None
+    thinking: Axes | None = None
 
 
 @dataclass(frozen=True, slots=True)

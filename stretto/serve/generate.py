@@ -29,7 +29,7 @@ from stretto.engine.request import Completion, Event, Grammar, Request, Sampling
 from stretto.engine.service import Service
 from stretto.engine.stream import Stream
 from stretto.model.spec import Subnet
-from stretto.serve.elastic import ElasticField, Given, Resolver, Rung, ServedModel, Ticket
+from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
     KNOWN_ERRORS,
     ApiError,
@@ -83,7 +83,7 @@ class Generation(Body):
     """The answer must match this expression."""
     grammar: str | None = None
     """The answer must match this grammar (Lark, as llguidance reads it)."""
-    elastic: ElasticField | None = None
+    elastic: Elastic | None = None
     return_token_ids: bool = False
     return_routes: bool = False
 

@@ -336,9 +336,10 @@ class CallReader:
     def _take_content(self, found: list[str | Call]) -> bool:
         content, start, rest = self._held.partition(CALL_START)
         if not start:  # the longest end that may begin the mark stays
-            sizes = range(min(len(CALL_START) - 1, len(content)), 0, -1)
-            num_held = next((size for size in sizes if content.endswith(CALL_START[:size])), 0)
-            content, rest = content[: len(content) - num_held], content[len(content) - num_held :]
+            rest = next(
+                end for size in range(len(CALL_START) - 1, -1, -1) if content.endswith(end := CALL_START[:size])
+            )
+            content = content.removesuffix(rest)
         if content:
             found.append(content)
         self._held, self._inside, self._searched = rest, bool(start), 0
