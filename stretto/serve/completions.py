@@ -107,8 +107,8 @@ class TextAnswer(ChunkedAnswer):
         return self._echo[index]
 
     def _row(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> _Row:
-        others = None if top is None else {self._spelling.token(each.token)[0]: finite(each.logprob) for each in top}
-        return self._spelling.token(token)[0], None if logprob is None else finite(logprob), others
+        others = None if top is None else {self._spell(each.token)[0]: finite(each.logprob) for each in top}
+        return self._spell(token)[0], None if logprob is None else finite(logprob), others
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
         """Of an echo. The first token has no log-probability; alternatives are not known."""

@@ -126,7 +126,7 @@ class Backend:
     metrics: Metrics
 
     def __post_init__(self) -> None:
-        self.spelling = Spelling(self.model.tokenizer)
+        self.spell = speller(self.model.tokenizer)
         self._prompts = None if self.model.tokenizer is None else Prompts(self.model.tokenizer)
 
     @property
@@ -223,38 +223,35 @@ class Backend:
         return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
 
 
-class Spelling:
-    """Text and bytes of single tokens, for the entries of ``logprobs``."""
+def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int, ...]]]:
+    """A function from a token to its text, for ``logprobs``, and its bytes. A token that is part of a character is
+    ``bytes:\\x…``, as OpenAI spells it."""
+    if tokenizer is None:
+        return lambda token: (f"token_id:{token}", ())
+    special, rust = tokenizer.special_ids(), tokenizer.rust
+    byte_of: dict[str, int] = {}
+    if (json.loads(rust.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
+        # GPT-2's alphabet: printable Latin-1 characters are their own byte, the rest 256 and up in order.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        byte_of = {chr(byte): byte for byte in printable}
+        byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._byte_of: dict[str, int] = {}
-        if tokenizer is not None:
-            self._special = tokenizer.special_ids()
-            decoder = json.loads(tokenizer.rust.to_str()).get("decoder") or {}
-            if decoder.get("type") == "ByteLevel":
-                # GPT-2's alphabet: printable Latin-1 characters are their own byte, the rest 256 and up in order.
-                printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-                others = [byte for byte in range(256) if byte not in printable]
-                self._byte_of = {chr(byte): byte for byte in printable}
-                self._byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
-        self.token = lru_cache(maxsize=1 << 16)(self._token)
-
-    def _token(self, token: int) -> tuple[str, tuple[int, ...]]:
-        """Text of ``token`` (``bytes:\\x…`` where it is part of a character, as OpenAI spells it) and its bytes."""
-        if self._tokenizer is None:
-            return f"token_id:{token}", ()
-        stored = self._tokenizer.rust.id_to_token(token)
+    @lru_cache(maxsize=1 << 16)
+    def spell(token: int) -> tuple[str, tuple[int, ...]]:
+        stored = rust.id_to_token(token)
         if stored is None:  # a row of the embedding without a token
             return f"<{token}>", ()
-        if token in self._special or any(each not in self._byte_of for each in stored):
-            text = stored if token in self._special else self._tokenizer.decode([token])
+        if token in special or any(each not in byte_of for each in stored):
+            text = stored if token in special else tokenizer.decode([token])
             return text, tuple(text.encode())
-        spelled = bytes(self._byte_of[each] for each in stored)
+        raw = bytes(byte_of[each] for each in stored)
         try:
-            return spelled.decode(), tuple(spelled)
+            return raw.decode(), tuple(raw)
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{each:02x}" for each in spelled), tuple(spelled)
+            return "bytes:" + "".join(f"\\x{each:02x}" for each in raw), tuple(raw)
+
+    return spell
 
 
 Sampled = tuple[int, float, Sequence[TopLogprob]]
@@ -266,7 +263,7 @@ class Answer(ABC):
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
-        self._spelling = backend.spelling
+        self._spell = backend.spell
         self._readers = [CallReader(job.reads_calls) for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
         self._done: list[Completion] = []
@@ -308,7 +305,7 @@ class Answer(ABC):
         """One entry of ``logprobs.content``."""
 
         def spell(token: int, logprob: float) -> dict[str, Any]:
-            text, raw = self._spelling.token(token)
+            text, raw = self._spell(token)
             return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
         entry = spell(token, logprob) | {"top_logprobs": [spell(each.token, each.logprob) for each in top]}

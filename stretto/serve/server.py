@@ -78,11 +78,8 @@ class ServeSettings(Config):
 
 
 def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
-    """The application over a running ``service``; its `Gate` is ``app.state.gate``.
-
-    Raises:
-        UserError: the default Subnet or the floor is none of this network.
-    """
+    """The application over a running ``service``; its `Gate` is ``app.state.gate``. Raises `UserError` for a default
+    Subnet or a floor that is none of this network."""
     gate = Gate(settings.max_open)
     resolver = Resolver(model, settings.floor, settings.elastic)
     metrics = Metrics(gate, resolver.control)
@@ -178,11 +175,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before a checkpoint is read so that a taken port is told at once.
-
-    Raises:
-        UserError: the port is in use or not ours to open, or there is no such address.
-    """
+    """A listening socket, opened before a checkpoint is read so that a taken port is told at once (`UserError`)."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
