@@ -25,11 +25,19 @@ from stretto.serve.messages import (
 )
 
 
-class ChatBody(Generation):
-    """POST /v1/chat/completions."""
+class ShortChatBody(Body):
+    """POST /api/ernie-5.1/chat."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    elastic: Elastic | None = None
+
+
+class ChatBody(ShortChatBody, Generation):
+    """POST /v1/chat/completions."""
+
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -39,16 +47,6 @@ class ChatBody(Generation):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] = False
-
-
-class ShortChatBody(Body):
-    """POST /api/ernie-5.1/chat."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    elastic: Elastic | None = None
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:

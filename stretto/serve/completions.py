@@ -35,7 +35,15 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     body = parse_body(CompletionBody, tree)
     if body.best_of not in (None, body.n):
         raise FieldError("best_of", "only the value of n is supported; sample n and choose yourself")
-    prompts = _prompt_ids(backend, body)
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    parts: list[Any] = [prompt] if is_one else list(prompt)
+    if not parts:
+        raise FieldError("prompt", "is empty; give at least one")
+    if len(parts) > MAX_CHOICES:
+        raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
+    ids = [backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts]
+    prompts = [backend.check_ids(each, "prompt") for each in ids]
     only_prompt = body.max_tokens == 0 and body.echo
     job = backend.job(
         "cmpl",
@@ -50,18 +58,6 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     tokenizer = backend.model.tokenizer
     echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in prompts] if body.echo else None
     return TextAnswer(backend, job, echo, only_prompt)
-
-
-def _prompt_ids(backend: Backend, body: CompletionBody) -> list[tuple[int, ...]]:
-    prompt = body.prompt
-    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    parts: list[Any] = [prompt] if is_one else list(prompt)
-    if not parts:
-        raise FieldError("prompt", "is empty; give at least one")
-    if len(parts) > MAX_CHOICES:
-        raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
-    ids = [backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts]
-    return [backend.check_ids(each, "prompt") for each in ids]
 
 
 class TextAnswer(ChunkedAnswer):

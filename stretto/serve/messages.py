@@ -117,7 +117,6 @@ class CallFunction(BaseModel):
 
 
 class MessageCall(BaseModel):
-    id: str | None = None
     type: Literal["function"] = "function"
     function: CallFunction
 

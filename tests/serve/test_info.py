@@ -97,3 +97,14 @@ def test_weights_are_swapped_by_the_admin_only(
 
     asyncio.run(run())
     service.close()
+
+
+def test_the_page_needs_no_key_and_no_other_file_is_served(ask: Ask) -> None:
+    settings = {"api_keys": ("key",)}
+    for path in ("/", "/index.html", "/app.js"):
+        page = ask("GET", path, settings=settings)
+        assert page.status_code == 200 and page.headers["cache-control"] == "no-cache"
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+    for path in ("/server.py", "/%2e%2e/server.py", "/playground"):
+        assert ask("GET", path).status_code == 404
+        assert ask("GET", path, settings=settings).status_code == 401
