@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,7 @@ from rich.table import Table
 
 from stretto.apps.serve import SERVING, environment_keys
 from stretto.base.errors import UserError
-from stretto.serve.client import ApiFailure, Client
-from stretto.serve.load import PERCENTILES, Load, LoadResult, run_load
+from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,7 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: needs a number above 0")
     if options.rate is not None and not 0 < options.rate < float("inf"):
         raise UserError(f"--rate {options.rate:g}: needs a number above 0")
-    if url is not None:
-        return _shown(asyncio.run(_load(url, options)))
-    assert source is not None
-    with _server(source, subnet) as started:
+    with _server(source, subnet) if source is not None else nullcontext(str(url)) as started:
         return _shown(asyncio.run(_load(started, options)))
 
 
@@ -80,14 +76,8 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
         prompts = [
             [rng.randrange(info["vocab_size"]) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
         ]
-        load = Load(
-            num_requests=options.requests,
-            concurrency=options.requests if options.rate else options.concurrency,
-            prompts=prompts,
-            max_tokens=options.max_tokens,
-            rate=options.rate,
-            seed=options.seed,
-        )
+        num_open = options.requests if options.rate else options.concurrency
+        load = Load(options.requests, num_open, prompts, options.max_tokens, options.rate, seed=options.seed)
         return await run_load(client, load)
 
 

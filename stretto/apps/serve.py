@@ -1,39 +1,58 @@
-"""Serving a checkpoint: the server, a chat and a completion on the console, and a load generator."""
+"""Serving a checkpoint: the server, a chat and a completion on the console; and which Subnet this machine can carry."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import rich
 import torch
 
-from stretto.apps.choose import fitting_subnet, parse_bytes
-from stretto.apps.search import best_subnet
+from stretto.apps.search import best_subnet, read_search
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
+from stretto.base.track import progress
 from stretto.engine.engine import Engine
-from stretto.engine.memory import cache_within, free_bytes
+from stretto.engine.memory import cache_within, free_bytes, least_bytes
 from stretto.engine.open import OpenedEngine, generation_ends, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.engine.service import Service
-from stretto.model.checkpoint import read_config, read_presets
+from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.elastic import extract
 from stretto.model.parallel import join
-from stretto.model.spec import Subnet, SubnetChoice, count, extracted_config, parse_choice, parse_subnet
-from stretto.serve.server import create_app, open_socket, serve
-from stretto.serve.settings import ServedModel, ServeSettings, environment_subnet
+from stretto.model.spec import (
+    ModelConfig,
+    Subnet,
+    SubnetChoice,
+    count,
+    extracted_config,
+    named_subnets,
+    parse_choice,
+    parse_subnet,
+)
+from stretto.model.transformer import Transformer
+from stretto.ops.native.build import Library, load
+from stretto.serve.elastic import ServedModel, environment_subnet
+from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from stretto.text.chat import render
 
 AUTO, BEST = "auto", "best"
 SERVING = "serving at"
 """Begins the line that tells the address."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CONTEXT, TIMED_TOKENS = 64, 24
+"""Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +72,7 @@ class ServeOptions:
 
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
     """Serve ``source`` until stopped."""
-    listening = open_socket(settings.host, settings.port)
-    try:
+    with closing(open_socket(settings.host, settings.port)) as listening:
         opened, default, presets = _open(source, options)
         engine = opened.engine
         model = ServedModel(
@@ -68,16 +86,11 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             weight_bytes=engine.model.embedding.weight.element_size(),
             min_depth=_min_depth(opened),
         )
-        service = Service(engine).start()
-        try:
+        with closing(Service(engine).start()) as service:
             app = create_app(service, model, settings)
             host, port = listening.getsockname()[:2]
             _announce(opened, default, f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            serve(app, settings, listening)
-        finally:
-            service.close()
-    finally:
-        listening.close()
+            make_server(app).run(sockets=[listening])
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> Iterator[str]:
@@ -119,19 +132,13 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
 
 
 def serve_settings(
-    host: str,
-    port: int,
-    api_keys: Sequence[str],
-    cors_origins: Sequence[str],
-    floor: str | None,
-    first_token_s: float = 2.0,
+    host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None, first_token_s: float
 ) -> ServeSettings:
     """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
-    keys = [*api_keys, *environment_keys()]
     fields = {
         "host": host,
         "port": port,
-        "api_keys": keys,
+        "api_keys": [*api_keys, *environment_keys()],
         "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
         "cors_origins": list(cors_origins),
         "floor": floor,
@@ -237,3 +244,106 @@ def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A Subnet within the limits. Written by `fitting_subnet`."""
+
+    subnet: Subnet
+    name: str
+    weight_bytes: int
+    step_ms: float | None
+    """Measured time of one decoded token, alone in the batch; None where no latency was asked for."""
+    nll: float | None
+    """Held-out loss, where the run's search evaluated it."""
+
+
+def parse_bytes(text: str, source: str) -> int:
+    """``8GB``, ``512MiB``, ``1e9``.
+
+    Raises:
+        UserError: beginning with ``source``: not a size.
+    """
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
+    if not 0 < value < float("inf"):
+        raise UserError(f"{source} {text}: not a size; write for example 8GB or 512MiB")
+    return int(value)
+
+
+def fitting_subnet(
+    source: Path,
+    memory_bytes: int | None,
+    latency_ms: float | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+) -> Fit:
+    """The best Subnet of ``source`` whose weights and one longest sequence fit, and that decodes fast enough.
+
+    Best is the lowest held-out loss where the run was searched, else the most active parameters. Speed is measured here
+    and now, on the Subnet cut out, one sequence at a time.
+
+    Raises:
+        UserError: nothing fits; it says what comes nearest.
+    """
+    folder = checkpoint_folder(source)
+    checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
+    model, network = checkpoint.model.requires_grad_(False), checkpoint.config
+    available = free_bytes(device) if memory_bytes is None else memory_bytes
+    ranked = _candidates(source, network, checkpoint.presets)
+    sizes = {subnet: least_bytes(extracted_config(network, subnet), config, dtype) for _, subnet, _ in ranked}
+    small = [each for each in ranked if sizes[each[1]] <= available]
+    if not small:
+        least = min(sizes.values())
+        raise UserError(
+            f"--memory {available}: the smallest sub-model of {source} needs {least} bytes with one sequence; give it that much"
+        )
+    weights = {subnet: count(network, subnet).total_params * dtype.itemsize for _, subnet, _ in small}
+    if latency_ms is None:
+        name, subnet, nll = small[0]
+        return Fit(subnet, name, weights[subnet], None, nll)
+    library = load() if device.type == "cpu" else None
+    fastest = float("inf")
+    with progress("measure sizes", len(small)) as advance:
+        for name, subnet, nll in small:
+            step_ms = 1e3 * decode_seconds(extract(model, subnet), library)
+            advance(1, f"{name}: {step_ms:.2f} ms a token")
+            if step_ms <= latency_ms:
+                return Fit(subnet, name, weights[subnet], step_ms, nll)
+            fastest = min(fastest, step_ms)
+    raise UserError(
+        f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits takes {fastest:.2f} ms a token here; allow that much"
+    )
+
+
+def decode_seconds(model: Transformer, library: Library | None) -> float:
+    """Median time of one decoded token, alone in the batch, through the engine."""
+    tokens = CONTEXT + TIMED_TOKENS + 1
+    config = EngineConfig(page_size=16, num_pages=tokens // 16 + 2, max_batch=1, max_len=tokens, prefix_cache=False)
+    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
+    ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampling = Sampling(temperature=0, max_tokens=TIMED_TOKENS, ignore_eos=True)
+    engine.add(Request("timing", tuple(ids), sampling, Phases(model.config.full())), stream=False)
+    engine.step()  # the prompt
+    seconds = []
+    while engine.has_work:
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def _candidates(
+    source: Path, network: ModelConfig, presets: Mapping[str, SubnetChoice]
+) -> list[tuple[str, Subnet, float | None]]:
+    """Name, Subnet and known loss, best first."""
+    record = read_search(source)
+    if record is not None:
+        known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
+        known.sort(key=lambda pair: pair[1])
+        return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]
+    named = named_subnets(network, presets)
+    ordered = sorted(named.items(), key=lambda item: count(network, item[1]).active_params, reverse=True)
+    return [(name, subnet, None) for name, subnet in ordered]

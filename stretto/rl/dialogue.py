@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.serve.bodies import Message, Tool
-from stretto.serve.prompts import Prompts
-from stretto.serve.tools import read_answer
+from stretto.serve.messages import Message, Prompts, Tool, read_answer
 from stretto.text.tokenizer import Tokenizer
 
 

@@ -1,22 +1,29 @@
-"""A small asynchronous client of this server, for the load generator and the chat command. Imports no torch."""
+"""An asynchronous client of this server, and a load generator made of many. Imports no torch."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import httpx
+import numpy as np
 
+from stretto.base.track import progress
+
+PERCENTILES = (50, 95, 99)
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class ApiFailure(RuntimeError):  # noqa: N818 - what the server says, not our fault
     """The server answered with an error."""
 
-    def __init__(self, status: int, message: str, code: str | None, retry_after_s: float | None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
@@ -27,75 +34,45 @@ class ApiFailure(RuntimeError):  # noqa: N818 - what the server says, not our fa
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of a stream. Written by `Client.stream`."""
+    """One choice's part of a chunk of a stream. Written by `Client.stream`."""
 
     text: str
-    index: int = 0
-    """Which choice."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: str | None = None
     usage: Mapping[str, Any] | None = None
     """On the last piece."""
-    raw: Mapping[str, Any] = field(default_factory=dict)
-    """The chunk as it came."""
 
 
 class Client:
     """Speaks to one server. Use it as a context manager."""
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        timeout_s: float = 600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, url: str, api_key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._http = httpx.AsyncClient(
             base_url=url,
-            headers=headers,
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(600.0, connect=10.0),
             limits=_NO_LIMIT,  # a load generator must not queue inside itself
             transport=transport,
             trust_env=False,  # a proxy has no business between this and a local server
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON at ``path``.
-
-        Raises:
-            ApiFailure: the server answered with an error. httpx.TransportError: it did not answer.
-        """
-        return _checked(await self._http.get(path))
+        """The JSON at ``path``. Raises `ApiFailure` for an error, httpx.TransportError where nobody answers."""
+        return _check(await self._http.get(path)).json()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to ``body``; raises as `get` does."""
-        return _checked(await self._http.post(path, json=body))
-
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Any:
-        """A whole chat completion."""
-        return await self.post("/v1/chat/completions", {"messages": list(messages), **fields})
-
-    async def complete(self, prompt: str | Sequence[int], **fields: Any) -> Any:
-        """A whole completion of a text or of token ids."""
-        return await self.post("/v1/completions", {"prompt": _plain(prompt), **fields})
-
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncIterator[Piece]:
-        """A chat completion as it comes; the last piece carries the usage."""
-        return self.stream("/v1/chat/completions", {"messages": list(messages), **fields})
+        return _check(await self._http.post(path, json=body)).json()
 
     def stream_completion(self, prompt: str | Sequence[int], **fields: Any) -> AsyncIterator[Piece]:
         """A completion as it comes; the last piece carries the usage."""
-        return self.stream("/v1/completions", {"prompt": _plain(prompt), **fields})
+        return self.stream("/v1/completions", {"prompt": prompt, **fields})
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Piece]:
-        """Pieces of a streamed answer. Closing the iterator closes the connection, and so aborts the request.
-
-        Raises:
-            ApiFailure: the server answered with an error, at once or in the midst.
-        """
+        """Pieces of a streamed answer; raises `ApiFailure` at once or in the midst. Closing the iterator aborts the request."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
@@ -108,60 +85,139 @@ class Client:
                     return
                 chunk = json.loads(line[6:])
                 if "error" in chunk:
-                    raise _failure(response, chunk["error"])
-                for piece in _pieces(chunk):
-                    yield piece
-        raise ApiFailure(502, "the stream broke off before its end", None, None)
+                    raise ApiFailure(500, str(chunk["error"].get("message")), chunk["error"].get("code"))
+                for choice in chunk["choices"]:
+                    logprobs = choice.get("logprobs") or {}
+                    entries = logprobs.get("content") or []
+                    yield Piece(
+                        text=choice["text"] if "text" in choice else choice["delta"].get("content") or "",
+                        token_ids=tuple(choice.get("token_ids") or ()),
+                        logprobs=tuple(logprobs.get("token_logprobs") or [entry["logprob"] for entry in entries]),
+                        finish_reason=choice.get("finish_reason"),
+                    )
+                if not chunk["choices"]:
+                    yield Piece("", usage=chunk.get("usage"))
+        raise ApiFailure(502, "the stream broke off before its end")
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
 
-def _plain(prompt: str | Sequence[int]) -> str | list[int]:
-    return prompt if isinstance(prompt, str) else list(prompt)
-
-
-def _pieces(chunk: Mapping[str, Any]) -> list[Piece]:
-    if not chunk["choices"]:
-        return [Piece("", usage=chunk.get("usage"), raw=chunk)]
-    pieces = []
-    for choice in chunk["choices"]:
-        logprobs = choice.get("logprobs") or {}
-        values = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or []]
-        pieces.append(
-            Piece(
-                text=choice["text"] if "text" in choice else choice["delta"].get("content") or "",
-                index=choice["index"],
-                token_ids=tuple(choice.get("token_ids") or ()),
-                logprobs=tuple(values),
-                finish_reason=choice.get("finish_reason"),
-                raw=chunk,
-            )
-        )
-    return pieces
-
-
-def _checked(response: httpx.Response) -> Any:
-    _check(response)
-    return response.json()
-
-
-def _check(response: httpx.Response) -> None:
+def _check(response: httpx.Response) -> httpx.Response:
     if response.status_code < 400:
-        return
+        return response
     try:
         error = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        error = {"message": response.text[:200]}
-    raise _failure(response, error)
-
-
-def _failure(response: httpx.Response, error: Mapping[str, Any]) -> ApiFailure:
+        message, code = str(error.get("message")), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, code = response.text[:200], None
     wait = response.headers.get("retry-after", "")
-    status = response.status_code if response.status_code >= 400 else 500
-    return ApiFailure(status, str(error.get("message")), error.get("code"), float(wait) if wait.isdecimal() else None)
+    raise ApiFailure(response.status_code, message, code, float(wait) if wait.isdecimal() else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to send."""
+
+    num_requests: int
+    concurrency: int
+    """Requests open at once; the next starts when one ends."""
+    prompts: Sequence[Sequence[int]]
+    """Token ids, taken in turn."""
+    max_tokens: int
+    rate: float | None = None
+    """Arrivals a second (Poisson) instead of a fixed concurrency; None: as fast as ``concurrency`` allows."""
+    model: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one client saw."""
+
+    first_token_s: float
+    gaps_s: tuple[float, ...]
+    """Between tokens; tokens that came in one chunk share its time."""
+    num_tokens: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What all clients saw. Written by `run_load`."""
+
+    seen: tuple[Seen, ...]
+    errors: dict[str, int]
+    """Message -> how often."""
+    wall_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(each.num_tokens for each in self.seen) / self.wall_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.seen) / self.wall_s
+
+    def first_token_ms(self) -> list[float]:
+        """Time to first token at `PERCENTILES`, milliseconds."""
+        return _percentiles([each.first_token_s for each in self.seen])
+
+    def between_tokens_ms(self) -> list[float]:
+        """Inter-token latency at `PERCENTILES`, milliseconds."""
+        return _percentiles([gap for each in self.seen for gap in each.gaps_s])
+
+
+async def run_load(client: Client, load: Load) -> LoadResult:
+    """Send ``load`` and wait for all answers; a failed request is counted, not raised."""
+    places = asyncio.Semaphore(load.concurrency)
+    seen: list[Seen] = []
+    errors: dict[str, int] = {}
+    rng = random.Random(load.seed)
+    start = time.perf_counter()
+    with progress("load", load.num_requests) as advance:
+
+        async def one(number: int, arrival_s: float) -> None:
+            await asyncio.sleep(max(0.0, start + arrival_s - time.perf_counter()))
+            async with places:
+                try:
+                    seen.append(await _complete(client, load, number))
+                except (ApiFailure, httpx.HTTPError) as error:
+                    reason = str(error) or type(error).__name__
+                    errors[reason] = errors.get(reason, 0) + 1
+            advance(1)
+
+        gaps = (rng.expovariate(load.rate) if load.rate else 0.0 for _ in range(load.num_requests))
+        await asyncio.gather(*(one(number, arrival_s) for number, arrival_s in enumerate(accumulate(gaps))))
+    return LoadResult(tuple(seen), errors, time.perf_counter() - start)
+
+
+async def _complete(client: Client, load: Load, number: int) -> Seen:
+    fields: dict[str, Any] = {
+        "max_tokens": load.max_tokens,
+        "seed": load.seed + number,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if load.model is not None:
+        fields["model"] = load.model
+    start = last = time.perf_counter()
+    first_s, num_tokens, gaps = 0.0, 0, []
+    async for piece in client.stream_completion(load.prompts[number % len(load.prompts)], **fields):
+        num = len(piece.token_ids)
+        if num == 0:
+            continue
+        now = time.perf_counter()
+        if num_tokens == 0:
+            first_s = now - start
+        else:
+            gaps += [(now - last) / num] * num
+        num_tokens, last = num_tokens + num, now
+    return Seen(first_s, tuple(gaps), num_tokens, time.perf_counter() - start)
+
+
+def _percentiles(seconds: Sequence[float]) -> list[float]:
+    return [1e3 * float(value) for value in np.percentile(seconds, PERCENTILES)] if seconds else []

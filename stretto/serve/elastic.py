@@ -1,26 +1,80 @@
-"""Elastic under load: when the queue grows, a new request gets a smaller Subnet, never one below the declared floor.
+"""Which Subnet a request gets: what it asks for, else the server's default, else what the load leaves.
 
+When the queue grows, a new request that leaves its Subnet open gets a smaller one, never one below the declared floor.
 `ladder` orders the Subnets, `decide` is the policy (a function of numbers, tested as a table), `LoadControl` gives it
-a clock and a memory. A request that names a Subnet gets that Subnet; only those that leave it open move on the ladder.
+a clock and a memory, `Resolver` applies it to the fields of a request.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, Subnet, count
+from stretto.base.errors import UserError, nearest
+from stretto.engine.request import Phases
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, parse_subnet
+from stretto.serve.limits import ApiError, overloaded
+from stretto.serve.messages import Body, FieldError
+from stretto.text.tokenizer import Tokenizer
 
+ENVIRONMENT = {"ERNIE_ELASTIC_LAYERS": "layers", "ERNIE_ELASTIC_EXPERTS": "experts", "ERNIE_ELASTIC_TOPK": "top_k"}
+"""Environment variable -> axis of the default Subnet."""
+THINKING_END = "</think>"
+"""Ends the thinking of every reasoning model whose template we know."""
 _MIN_RATED = 16
 """First tokens from which a rate is taken: fewer may have come out of one step."""
 _LEAST_SPAN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """The network behind a server. Written by whoever starts it."""
+
+    name: str
+    """Under which it is asked for; presets are ``name:preset``."""
+    config: ModelConfig
+    presets: Mapping[str, SubnetChoice]
+    tokenizer: Tokenizer | None
+    """None: only token ids go in and out."""
+    max_len: int
+    """Prompt and completion together, tokens; the engine's."""
+    default: SubnetChoice = field(default_factory=SubnetChoice)
+    """What a request gets that asks for none, while there is no load."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end an answer beside the tokenizer's own (``eos_token_id`` of generation_config.json)."""
+    weight_bytes: int = 4
+    """Bytes of one weight and of one cache element in the engine's dtype."""
+    min_depth: int = 1
+    """Fewest layers the network was trained to run with."""
+
+    def choices(self) -> dict[str, SubnetChoice]:
+        """Every preset by name; ``full`` is always one."""
+        return {"full": SubnetChoice(), **self.presets}
+
+
+def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> SubnetChoice | None:
+    """The default Subnet that the environment sets; None where it sets no axis. Raises `UserError` for an impossible one."""
+    given = {variable: text for variable in ENVIRONMENT if (text := environ.get(variable, "").strip())}
+    for variable, text in given.items():
+        if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+            raise UserError(f"{variable}: {text!r} is not a whole number above 0; unset it or set one")
+    if not given:
+        return None
+    choice = SubnetChoice(**{ENVIRONMENT[variable]: int(text) for variable, text in given.items()})
+    try:
+        choice.of(config)
+    except UserError as error:
+        named = ", ".join(f"{variable}={int(text)}" for variable, text in given.items())
+        raise UserError(f"{named}: {error}; set what this network has") from None
+    return choice
 
 
 class ElasticPolicy(Config):
@@ -61,17 +115,6 @@ class Rung:
     """Forward, a token, in products with weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the policy looks at. Written by `LoadControl`."""
-
-    num_waiting: int
-    first_token_s: float | None
-    """Recent time to first token; None: nothing answered lately."""
-    wait_s: float | None = None
-    """How long those who wait will take, at the recent rate of first tokens; None: too few came to tell."""
-
-
 def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
     """Whether every layer, expert and choice of ``inner`` is one of ``outer``."""
     if not set(inner.layers) <= set(outer.layers):
@@ -86,29 +129,34 @@ def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
 
 
 def ladder(config: ModelConfig, named: Mapping[str, Subnet], target: Subnet, floor: Subnet) -> tuple[Rung, ...]:
-    """From ``target`` down to ``floor``: both, and the ``named`` Subnets between them, by falling FLOPs.
-
-    Raises:
-        UserError: the floor is not part of the target.
-    """
+    """From ``target`` down to ``floor`` (else `UserError`): both, and the ``named`` between them, by falling FLOPs."""
     if not contains(target, floor, config):
         raise UserError(f"floor: {floor.label()} is not part of the target, {target.label()}; lower it")
 
-    def rung(subnet: Subnet, name: str | None = None) -> Rung:
-        known = next((key for key, value in named.items() if value == subnet), subnet.label())
-        return Rung(name or known, subnet, count(config, subnet).linear_flops)
+    def rung(subnet: Subnet) -> Rung:
+        return Rung(_name_of(subnet, named), subnet, count(config, subnet).linear_flops)
 
-    between = [
-        rung(subnet, name)
-        for name, subnet in named.items()
-        if contains(target, subnet, config) and contains(subnet, floor, config)
-    ]
-    rungs = [rung(target)]
-    last = rung(floor)
-    for each in sorted(between, key=lambda each: -each.flops):
-        if rungs[-1].flops > each.flops > last.flops:
+    rungs, last = [rung(target)], rung(floor)
+    for each in sorted(map(rung, named.values()), key=lambda each: -each.flops):
+        is_between = contains(target, each.subnet, config) and contains(each.subnet, floor, config)
+        if is_between and rungs[-1].flops > each.flops > last.flops:
             rungs.append(each)
     return tuple(rungs if floor == target else [*rungs, last])
+
+
+def _name_of(subnet: Subnet, named: Mapping[str, Subnet]) -> str:
+    return next((name for name, known in named.items() if known == subnet), subnet.label())
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the policy looks at. Written by `LoadControl`."""
+
+    num_waiting: int
+    first_token_s: float | None
+    """Recent time to first token; None: nothing answered lately."""
+    wait_s: float | None = None
+    """How long those who wait will take, at the recent rate of first tokens; None: too few came to tell."""
 
 
 def is_calm(load: Load, policy: ElasticPolicy) -> bool:
@@ -149,18 +197,20 @@ class LoadControl:
         assert rungs
         self.rungs = rungs
         self.level = 0
+        self.num_waiting = 0
+        """Prompts whose first token has not come, what a new request has to wait behind. `Ticket`s count it."""
+        self.clock = clock
         self._policy = policy
-        self._clock = clock
         self._changed_s = self._busy_s = clock()
         self._recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, time to first token)
 
     def observe(self, first_token_s: float) -> None:
         """Note that a request's first token came ``first_token_s`` after it arrived."""
-        self._recent.append((self._clock(), first_token_s))
+        self._recent.append((self.clock(), first_token_s))
 
     def choose(self, num_waiting: int) -> Rung | None:
         """The rung of a request that arrives now; None: refuse it."""
-        now_s = self._clock()
+        now_s = self.clock()
         while self._recent and self._recent[0][0] < now_s - self._policy.window_s:
             self._recent.popleft()
         times = sorted(first_token_s for _, first_token_s in self._recent)
@@ -180,9 +230,165 @@ class LoadControl:
 
     def retry_after_s(self, num_waiting: int) -> float:
         """When the queue is likely to have halved, at the recent rate of first tokens; one second to a minute."""
-        rate = self._rate(self._clock())
+        rate = self._rate(self.clock())
         return min(60.0, max(1.0, num_waiting / 2 / rate)) if rate else 5.0
 
     def _rate(self, now_s: float) -> float:
         """First tokens a second, since the oldest that is remembered; 0 where there is none."""
         return len(self._recent) / max(_LEAST_SPAN_S, now_s - self._recent[0][0]) if self._recent else 0.0
+
+
+class Ticket:
+    """One HTTP request's prompts whose first token has not come. Close it in the end."""
+
+    def __init__(self, control: LoadControl) -> None:
+        self._control = control
+        self._num = 0
+        self._start_s = control.clock()
+
+    def add(self, num: int) -> None:
+        """Count ``num`` more."""
+        self._num += num
+        self._control.num_waiting += num
+
+    def came(self) -> None:
+        """The first token of one of them has come."""
+        self.add(-1)
+        self._control.observe(self._control.clock() - self._start_s)
+
+    def close(self) -> None:
+        self.add(-self._num)
+
+
+class Size(Body):
+    """Axes of a Subnet, as `SubnetChoice` has them; any number, so that one out of range is told the range."""
+
+    layers: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+
+    def given(self) -> dict[str, int]:
+        """The axes that are not left out."""
+        return self.model_dump(include=set(Size.model_fields), exclude_none=True)
+
+    def of(self, config: ModelConfig, base: SubnetChoice) -> Subnet:
+        """The Subnet, axes left out being those of ``base``. Raises `UserError` for one that ``config`` does not have."""
+        axes = base.model_dump() | self.given()
+        return config.subnet(axes["layers"], axes["experts"], axes["top_k"])
+
+
+class Axes(Size):
+    """A Subnet: a preset to start from (its name alone will do), and axes that replace its own."""
+
+    preset: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"preset": value} if isinstance(value, str) else value
+
+
+class Elastic(Axes):
+    """The ``elastic`` field: the Subnet of the answer, and of the phases before it where they differ."""
+
+    answer: Axes | None = None
+    prefill: Axes | None = None
+    thinking: Axes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a request got, and why. Written by `Resolver.resolve`, read by ``usage.elastic`` and the metrics."""
+
+    phases: Phases
+    name: str
+    """A preset's name, or the axes."""
+    asked: str
+    """``auto`` where the request left it open."""
+    reason: Literal["asked", "default", "load"]
+
+
+class Resolver:
+    """Resolves the fields ``model`` and ``elastic``. Lives on the event loop; holds the ladder's state."""
+
+    def __init__(
+        self, model: ServedModel, floor: str | None, policy: ElasticPolicy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises `UserError` where the default or the floor is none of this network."""
+        self._model = model
+        self._choices = model.choices()
+        self._named = {name: choice.of(model.config) for name, choice in self._choices.items()}
+        self._has_floor = floor is not None
+        target = model.default.of(model.config)
+        least = target if floor is None else parse_subnet(floor, model.config, self._choices, "--floor")
+        self.control = LoadControl(ladder(model.config, self._named, target, least), policy, clock)
+        self._thinking_end = None if model.tokenizer is None else model.tokenizer.rust.token_to_id(THINKING_END)
+
+    def rung(self, num_waiting: int) -> Rung:
+        """What a request gets now that leaves its Subnet open; raises `ApiError` 429 on the floor with a full queue."""
+        rung = self.control.choose(num_waiting)
+        if rung is not None:
+            return rung
+        if not self._has_floor:
+            return self.control.rungs[0]  # nothing was declared to give up; the engine's own queue is the limit
+        full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
+        wait_s = self.control.retry_after_s(num_waiting)
+        raise overloaded(f"the server is full: {full}; come back later", wait_s)
+
+    def preset_of(self, name: str | None) -> str | None:
+        """The preset in ``model:preset``; None for the bare model. Raises `ApiError` 404 for any other."""
+        if name is None or name == self._model.name:
+            return None
+        own, _, preset = name.rpartition(":")
+        if own == self._model.name and preset in self._choices:
+            return preset
+        known = [self._model.name, *(f"{self._model.name}:{preset}" for preset in self._choices)]
+        problem = f"model: {name!r} is not served here{nearest(name, known)}; GET /v1/models lists what is"
+        raise ApiError(404, problem, param="model", code="model_not_found")
+
+    def resolve(self, model: str | None, asked: Elastic | None, rung: Rung) -> Given:
+        """Resolve ``model`` and ``elastic``; ``rung`` is for a request that leaves its Subnet open.
+
+        Raises:
+            ApiError: an unknown model. FieldError: an unknown preset, no Subnet of this network, phases that do not nest.
+        """
+        preset = self.preset_of(model)
+        base = self._model.default if preset is None else self._choices[preset]
+        asked = asked or Elastic()
+        wanted = Axes(**asked.model_dump(include=set(Axes.model_fields)))
+        if asked.answer is not None:
+            if wanted != Axes():
+                problem = "is given beside layers, experts, top_k or preset, which mean the same"
+                raise FieldError("elastic.answer", problem)
+            wanted = asked.answer
+        is_open = preset is None and wanted == Axes()
+        answer = rung.subnet if is_open else self._subnet(wanted, base, "elastic")
+        before = {"prefill": asked.prefill, "thinking": asked.thinking}
+        phases = {name: self._subnet(axes, base, f"elastic.{name}") for name, axes in before.items() if axes}
+        # A later phase reads the cache of the earlier ones, so its layers must be among theirs.
+        layers = {name: set(subnet.layers) for name, subnet in (*phases.items(), ("answer", answer))}
+        for (earlier, outer), (later, inner) in pairwise(layers.items()):
+            if not inner <= outer:
+                problem = (
+                    f"the {later} runs {len(inner)} layers that the {earlier} ({len(outer)} layers) did not all compute"
+                )
+                raise FieldError("elastic", f"{problem}; give the {earlier} at least as many", "subnet")
+        if "thinking" in phases and self._thinking_end is None:
+            raise FieldError("elastic.thinking", f"this model's tokenizer has no {THINKING_END} that would end it")
+        given = Phases(answer, **phases, thinking_end=self._thinking_end if "thinking" in phases else None)
+        if is_open:
+            return Given(given, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")
+        axes = [f"{axis}={value}" for axis, value in wanted.given().items()]
+        spelled = ",".join(filter(None, [wanted.preset or preset, *axes]))
+        return Given(given, _name_of(answer, self._named), spelled, "asked")
+
+    def _subnet(self, wanted: Axes, base: SubnetChoice, param: str) -> Subnet:
+        if wanted.preset is not None:
+            if wanted.preset not in self._choices:
+                problem = f"no preset {wanted.preset!r}{nearest(wanted.preset, self._choices)}"
+                raise FieldError(param, f"{problem}; known: {', '.join(self._choices)}", "subnet")
+            base = self._choices[wanted.preset]
+        try:
+            return wanted.of(self._model.config, base)
+        except UserError as error:
+            raise FieldError(param, str(error), "subnet") from None

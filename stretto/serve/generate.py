@@ -1,213 +1,526 @@
-"""One generating HTTP request, from its body to its last byte: read, submit, stream, and abort when the client goes."""
+"""What every generating endpoint shares: a body becomes engine requests (`Backend`), events become an `Answer`, and
+`Generate` carries one HTTP request from its body to its last byte, aborting it when the client goes.
+
+The endpoints' own forms are in `chat`, `completions` and `responses`; the fields that only this server has (token ids,
+routes, weight versions, what a Subnet cost) are the same in all of them, and are written here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import secrets
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
+from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stretto.base.errors import UserError
-from stretto.engine.request import Completion, Event, QueueFull, TokenEvent
+from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed, Stream
-from stretto.serve.elastic import LoadControl, Rung
-from stretto.serve.errors import ApiError, from_user_error, overloaded
-from stretto.serve.limits import CUT, Gate, GoneError, bounded, read_json, while_connected
+from stretto.engine.stream import Stream
+from stretto.model.spec import Subnet
+from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
+from stretto.serve.limits import (
+    KNOWN_ERRORS,
+    ApiError,
+    Gate,
+    GoneError,
+    as_api_error,
+    from_validation,
+    read_json,
+    while_connected,
+)
+from stretto.serve.messages import Body, CallReader, FieldError, Prompts
 from stretto.serve.metrics import Metrics
-from stretto.serve.openai import Job
-from stretto.serve.phases import Chooser
-from stretto.serve.settings import ServeSettings
+from stretto.text.tokenizer import Tokenizer
 
+MAX_CHOICES = 64
+"""Completions of one HTTP request: its prompts times n."""
 _LONG_BODY = 1 << 15
 """Bytes of a body from which on it is rendered and tokenised in a thread, so that streams go on meanwhile."""
+_MAX_STOPS = 16
+_SEEDS = 1 << 63
+"""Any 64-bit integer is a seed to OpenAI; ours are not negative."""
 
 
-class StreamWriter(Protocol):
-    """Turns events into the bytes of a stream; state of one request."""
-
-    def start(self) -> list[bytes]: ...
-    def push(self, event: Event) -> list[bytes]: ...
-    def finish(self) -> list[bytes]: ...
-    def fail(self, error: ApiError) -> list[bytes]: ...
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Against eavesdroppers of packet sizes; we send none, as the client may choose."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A body understood. Written by one of the readers in `stretto.serve.server`."""
+class Generation(Body):
+    """What every generating endpoint takes. None: the default of `Sampling`, for fields that it has under the same name."""
 
-    job: Job
-    whole: Callable[[Sequence[Completion]], dict[str, Any]]
-    """Body of an answer that is not streamed, from all choices in order."""
-    stream: StreamWriter | None
-    """None: this endpoint does not stream."""
-
-
-Reader = Callable[[Any, Rung], Reading]
-
-
-class Waiting:
-    """Prompts whose first token has not come: what a new request would have to wait behind."""
-
-    def __init__(self, control: LoadControl, clock: Callable[[], float]) -> None:
-        self.num = 0
-        self._control = control
-        self._clock = clock
-
-    @contextmanager
-    def enter(self) -> Iterator[Ticket]:
-        """Count a request, from before its Subnet is chosen (or a burst would not see itself)."""
-        ticket = Ticket(self, self._clock())
-        try:
-            yield ticket
-        finally:
-            self.num -= ticket.num
-
-    def came(self, after_s: float) -> None:
-        """Note one first token, ``after_s`` after its request."""
-        self.num -= 1
-        self._control.observe(after_s)
-
-    def now_s(self) -> float:
-        return self._clock()
-
-
-class Ticket:
-    """One request's share of `Waiting`."""
-
-    def __init__(self, waiting: Waiting, start_s: float) -> None:
-        self.num = 0
-        self._waiting = waiting
-        self._start_s = start_s
-
-    def add(self, num: int) -> None:
-        """Count ``num`` more prompts."""
-        self.num += num
-        self._waiting.num += num
-
-    def came(self) -> None:
-        """The first token of one of them has come."""
-        self.num -= 1
-        self._waiting.came(self._waiting.now_s() - self._start_s)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    n: int = 1
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    regex: str | None = None
+    """The answer must match this expression."""
+    grammar: str | None = None
+    """The answer must match this grammar (Lark, as llguidance reads it)."""
+    elastic: Elastic | None = None
+    return_token_ids: bool = False
+    return_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What generating endpoints share. Written by `create_app`."""
+class Job:
+    """One HTTP request's worth of engine requests. Written by `Backend.job`."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    """The name the client used."""
+    body: Generation
+    given: Given
+    requests: tuple[Request, ...]
+    """One a prompt."""
+    logprobs: bool
+    reads_calls: bool = False
+    """Whether ``<tool_call>`` in an answer is a call."""
+
+    @property
+    def num_choices(self) -> int:
+        return sum(request.sampling.n for request in self.requests)
+
+    def choice(self, request_id: str, index: int) -> int:
+        """Place of one request's choice among all of them."""
+        place = int(request_id.rpartition("-")[2])
+        return place * self.requests[place].sampling.n + index
+
+
+@dataclass(eq=False)
+class Backend:
+    """What endpoints stand on: an engine, the model it serves, and the state of this app."""
 
     service: Service
-    settings: ServeSettings
-    chooser: Chooser
+    model: ServedModel
+    resolver: Resolver
     gate: Gate
-    waiting: Waiting
     metrics: Metrics
+
+    def __post_init__(self) -> None:
+        self.spell = speller(self.model.tokenizer)
+        self._prompts = None if self.model.tokenizer is None else Prompts(self.model.tokenizer)
+
+    @property
+    def prompts(self) -> Prompts:
+        """Raises `UserError` on a server of token ids only."""
+        if self._prompts is None:
+            raise UserError("messages: this checkpoint has no tokenizer; send token ids to /v1/completions")
+        return self._prompts
+
+    def check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
+        """``ids`` if there are some, and each has a row in the embedding; else raises `FieldError`."""
+        vocab_size = self.model.config.vocab_size
+        if not ids:
+            raise FieldError(param, "is empty; give at least one token")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise FieldError(param, f"token id {wrong} lies outside 0..{vocab_size - 1}")
+        return tuple(ids)
+
+    def job(
+        self,
+        prefix: str,
+        body: Generation,
+        rung: Rung,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_tokens: int | None,
+        logprobs: bool,
+        turn_ends: Sequence[int] = (),
+        shape: Grammar | None = None,
+        reads_calls: bool = False,
+        **fields: Any,
+    ) -> Job:
+        """The engine requests of a body, one a prompt.
+
+        Args:
+            max_tokens: None: to the end of the context.
+            turn_ends: ids that end an answer, beside the model's own.
+            shape: what the endpoint itself asks the answer to match.
+            fields: of `Sampling`, where bodies spell them otherwise.
+
+        Raises:
+            FieldError: a value outside its range, or a prompt that leaves no room. ApiError: an unknown model.
+        """
+        model, num_prompt = self.model, max(map(len, prompts))
+        regex = None if body.regex is None else Grammar(kind="regex", text=body.regex)
+        lark = None if body.grammar is None else Grammar(kind="lark", text=body.grammar)
+        asked = [grammar for grammar in (regex, lark, shape) if grammar is not None]
+        if len(asked) > 1:
+            known = "regex, grammar, response_format and a forced tool"
+            raise FieldError("grammar", f"only one of {known} can shape an answer")
+        room = model.max_len - num_prompt
+        if room < 1 or (max_tokens or 1) > room:
+            wanted = "" if max_tokens is None else f" and max_tokens {max_tokens}"
+            raise FieldError(
+                "max_tokens" if room > 0 else "prompt",
+                f"a prompt of {num_prompt} tokens{wanted} do not fit into the {model.max_len} of this server; shorten it",
+                "context_length_exceeded",
+            )
+        most = max(1, MAX_CHOICES // len(prompts))
+        if not 1 <= body.n <= most:
+            raise FieldError("n", f"{body.n} lies outside 1..{most}")
+        longest = room if max_tokens is None else max_tokens
+        if (body.min_tokens or 0) > (longest or room):
+            raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest or room}")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        if len(stops) > _MAX_STOPS or not all(stops):
+            raise FieldError("stop", f"give at most {_MAX_STOPS} strings, none of them empty")
+        for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+            if ids:
+                self.check_ids(list(ids), name)
+        if model.tokenizer is None and (stops or asked):
+            raise FieldError("stop" if stops else "grammar", "this server has no tokenizer; send token ids")
+        ends = () if body.ignore_eos else (*turn_ends, *model.stop_ids)
+        fields |= body.model_dump(include=set(Generation.model_fields) & set(Sampling.model_fields), exclude_none=True)
+        fields |= {
+            "max_tokens": longest,
+            "seed": None if body.seed is None else body.seed % _SEEDS,
+            "stop": tuple(stops),
+            "stop_ids": tuple(dict.fromkeys([*body.stop_token_ids, *ends])),
+            "grammar": asked[0] if asked else None,
+        }
+        try:
+            sampling = Sampling.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(error, Sampling) from None
+        given = self.resolver.resolve(body.model, body.elastic, rung)
+        name = f"{prefix}-{secrets.token_hex(12)}"
+        requests = tuple(
+            Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes)
+            for place, ids in enumerate(prompts)
+        )
+        called = body.model or model.name
+        return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
+
+
+def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int, ...]]]:
+    """A function from a token to its text, for ``logprobs``, and its bytes. A token that is part of a character is
+    ``bytes:\\x…``, as OpenAI spells it."""
+    if tokenizer is None:
+        return lambda token: (f"token_id:{token}", ())
+    special, rust = tokenizer.special_ids(), tokenizer.rust
+    byte_of: dict[str, int] = {}
+    if (json.loads(rust.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
+        # GPT-2's alphabet: printable Latin-1 characters are their own byte, the rest 256 and up in order.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        byte_of = {chr(byte): byte for byte in printable}
+        byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+
+    @lru_cache(maxsize=1 << 16)
+    def spell(token: int) -> tuple[str, tuple[int, ...]]:
+        stored = rust.id_to_token(token)
+        if stored is None:  # a row of the embedding without a token
+            return f"<{token}>", ()
+        if token in special or any(each not in byte_of for each in stored):
+            text = stored if token in special else tokenizer.decode([token])
+            return text, tuple(text.encode())
+        raw = bytes(byte_of[each] for each in stored)
+        try:
+            return raw.decode(), tuple(raw)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{each:02x}" for each in raw), tuple(raw)
+
+    return spell
+
+
+Sampled = tuple[int, float, Sequence[TopLogprob]]
+"""A token, its log-probability and its alternatives."""
+
+
+class Answer(ABC):
+    """One answer, whole or as server-sent events while its tokens come; state of one request."""
+
+    def __init__(self, backend: Backend, job: Job) -> None:
+        self.job = job
+        self._spell = backend.spell
+        self._readers = [CallReader(job.reads_calls) for _ in range(job.num_choices)]
+        self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
+        self._done: list[Completion] = []
+
+    @abstractmethod
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """The body of an answer that is not streamed; ``done`` in the order of choices."""
+
+    def start(self) -> Iterator[bytes]:
+        """What precedes every token."""
+        return iter(())
+
+    def push(self, event: Event) -> Iterator[bytes]:
+        """What an engine event gives rise to."""
+        index = self.job.choice(event.request_id, event.index)
+        if isinstance(event, TokenEvent):
+            self._num_sent[index] += len(event.text)
+            return self._token(index, event)
+        raise_for(event)
+        self._done.append(event)
+        return self._end(index, event, event.text[self._num_sent[index] :])
+
+    @abstractmethod
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        """A choice has ended; ``rest`` of its text was held back until now."""
+
+    @abstractmethod
+    def finish(self) -> Iterator[bytes]:
+        """What follows the last choice's end."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """What ends a stream that cannot go on."""
+
+    def _entry(self, token: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str, Any]:
+        """One entry of ``logprobs.content``."""
+
+        def spell(token: int, logprob: float) -> dict[str, Any]:
+            text, raw = self._spell(token)
+            return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+        entry = spell(token, logprob) | {"top_logprobs": [spell(each.token, each.logprob) for each in top]}
+        return entry | {"token_id": token} if self.job.body.return_token_ids else entry
+
+    def _sampled(self, done: Completion) -> Iterator[Sampled]:
+        """Each sampled token of a choice."""
+        tops = done.top or [()] * len(done.tokens)
+        return zip(done.tokens, done.logprobs.tolist(), tops, strict=True)
+
+    def _elastic_usage(self, uses: Sequence[Usage]) -> dict[str, Any]:
+        """What the request asked for, what it got and why, and what that cost."""
+
+        def short(values: tuple[int, ...]) -> Any:
+            """A number where all layers agree, else a list by layer."""
+            return values[0] if len(set(values)) == 1 else list(values)
+
+        def axes(subnet: Subnet) -> dict[str, Any]:
+            return {"layers": len(subnet.layers), "experts": short(subnet.experts), "top_k": short(subnet.top_k)}
+
+        given = self.job.given
+        phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
+        return {
+            **axes(given.phases.answer),
+            "subnet": given.name,
+            "flops": sum(use.flops for use in uses),
+            "milliseconds": round(1e3 * max((use.total_s for use in uses), default=0.0), 3),
+            "queued_milliseconds": round(1e3 * max((use.queued_s for use in uses), default=0.0), 3),
+            "asked": given.asked,
+            "given_reason": given.reason,
+            **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
+        }
+
+    def _token_fields(self, done: Completion) -> dict[str, Any]:
+        """What an RL client reads of a finished choice; version spans are ``[version, number of tokens]``."""
+        fields: dict[str, Any] = {}
+        if self.job.body.return_token_ids:
+            spans: list[list[int]] = []
+            for version in done.versions.tolist():
+                if not spans or spans[-1][0] != version:
+                    spans.append([version, 0])
+                spans[-1][1] += 1
+            fields |= {
+                "prompt_token_ids": list(done.prompt),
+                "token_ids": list(done.tokens),
+                "weight_version": spans[-1][0] if spans else None,
+                "weight_versions": spans,
+                "seed": done.seed,
+            }
+        if self.job.body.return_routes:
+            routes, packed = done.routes, None
+            if (
+                routes is not None
+            ):  # base64 of little-endian bytes in C order: a list of numbers were several times larger
+                data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
+                packed = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
+            fields["routed_experts"] = packed
+        return fields
+
+
+class ChunkedAnswer(Answer):
+    """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
+
+    kind: str
+    """The ``object`` of whole answers."""
+    chunk_kind: str
+
+    def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
+        super().__init__(backend, job)
+        self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
+        self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self._choice(index, completion), **self._token_fields(completion)}
+            for index, completion in enumerate(done)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(done)}
+
+    @abstractmethod
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+    def finish(self) -> Iterator[bytes]:
+        if self.job.body.stream_options.include_usage:
+            yield sse(self._head | {"choices": [], "usage": self._usage(self._done)})
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any = None, **extra: Any) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None} | extra
+        chunk = self._head | {"choices": [choice]}
+        return sse(chunk | {"usage": None} if self.job.body.stream_options.include_usage else chunk)
+
+    def _end_fields(self, done: Completion) -> dict[str, Any]:
+        """`token_fields` of a choice that was streamed."""
+        fields = self._token_fields(done)
+        fields.pop("token_ids", None)  # each came with its own chunk
+        return fields
+
+    def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """OpenAI's usage, summed over the choices, and what the elastic network spent (``elastic``)."""
+        uses = [completion.usage for completion in done]
+        num_output = 0 if self._only_prompt else sum(use.output_tokens for use in uses)
+        num_prompt = sum(len(request.prompt) for request in self.job.requests)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(use.cached_tokens for use in uses)},
+            "elastic": self._elastic_usage(uses),
+        }
+
+
+def sse(payload: Any, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = "" if event is None else f"event: {event}\n"
+    return f"{head}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def finite(logprob: float) -> float:
+    """JSON has no minus infinity; OpenAI writes this number for it."""
+    return max(float(logprob), -9999.0)
+
+
+def raise_for(completion: Completion) -> None:
+    """Raises `ApiError` where a choice ended by no wish of the client."""
+    if completion.finish_reason == "error":
+        raise ApiError(500, completion.error or "the engine could not finish this request")
+    if completion.finish_reason == "abort":
+        raise ApiError(503, "the request was aborted by the server; ask again", code="aborted")
+
+
+Reader = Callable[[Backend, Any, Rung], Answer]
+"""An endpoint: understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its
+Subnet open."""
 
 
 class Generate:
     """An ASGI endpoint that generates."""
 
-    def __init__(self, shared: Shared, reader: Reader) -> None:
-        self._shared = shared
-        self._reader = reader
+    def __init__(self, backend: Backend, read: Reader) -> None:
+        self._backend = backend
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shared, settings = self._shared, self._shared.settings
-        send = bounded(send, settings.send_timeout_s, scope.get(CUT, _nothing_to_cut))
-        with shared.gate.enter(), shared.waiting.enter() as ticket:
+        backend, control = self._backend, self._backend.resolver.control
+        with backend.gate.enter(), closing(Ticket(control)) as ticket:
             try:
                 http = HttpRequest(scope, receive)
-                tree = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
+                tree = await read_json(http)
+                with backend.metrics.refused.count_exceptions(ApiError):
+                    rung = backend.resolver.rung(control.num_waiting)
+                ticket.add(1)  # before the body is understood, or a burst would not see itself
                 length = http.headers.get("content-length", "")
-                reading = await self._read(tree, ticket, int(length) if length.isdecimal() else _LONG_BODY)
-                await while_connected(receive, self._answer(reading, ticket, send))
+                if length.isdecimal() and int(length) < _LONG_BODY:
+                    answer = self._read(backend, tree, rung)
+                else:
+                    answer = await asyncio.to_thread(self._read, backend, tree, rung)
+                await while_connected(receive, self._send(answer, ticket, scope, receive, send))
             except GoneError:
-                shared.metrics.gone.labels(scope["path"]).inc()
+                backend.metrics.gone.labels(scope["path"]).inc()
 
-    async def _read(self, tree: Any, ticket: Ticket, num_bytes: int) -> Reading:
-        shared = self._shared
-        try:
-            rung = shared.chooser.rung(shared.waiting.num)
-        except ApiError:
-            shared.metrics.refused.inc()
-            raise
-        ticket.add(1)
-        shared.metrics.level.set(shared.chooser.control.level)
-        if num_bytes < _LONG_BODY:
-            return self._reader(tree, rung)
-        return await asyncio.to_thread(self._reader, tree, rung)
-
-    async def _answer(self, reading: Reading, ticket: Ticket, send: Send) -> None:
-        shared, job = self._shared, reading.job
-        async with AsyncExitStack() as stack:
+    async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
+        job, metrics = answer.job, self._backend.metrics
+        with ExitStack() as stack:
             ticket.add(len(job.requests) - 1)
-            streams = []
-            for request in job.requests:
-                stream = shared.service.submit(request)
+            streams = [self._backend.service.submit(request) for request in job.requests]
+            for stream in streams:
                 stack.callback(stream.close)
-                streams.append(stream)
             for stream in streams:
                 await stream.admitted()
-            shared.metrics.started(job)
-            events = self._watched(job, merged(streams), ticket)
-            if job.stream and reading.stream is not None:
-                await _send_stream(reading.stream, events, send)
+            metrics.started(job.given)
+            batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
+            if job.body.stream:
+                # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
+                # does for whole answers, too; the latter also ends streams with the process, which here drains them.
+                headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
+                response = StreamingResponse(_frames(answer, batches), headers=headers, media_type="text/event-stream")
+                await response.stream_response(send)
             else:
-                await _send_json(reading.whole(await _collect(job, events)), send)
+                await JSONResponse(answer.whole(await _collect(job, batches)))(scope, receive, send)
 
-    async def _watched(
-        self, job: Job, batches: AsyncIterator[list[Event]], ticket: Ticket
-    ) -> AsyncIterator[list[Event]]:
-        """``batches``, with first tokens and finished choices noted."""
-        seen: set[str] = set()
-        async for events in batches:
+    async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
+        """Events of one request, those together that came together; its first token and its ends are noted."""
+        is_first = True
+        async for events in stream.batches():
+            if is_first:
+                ticket.came()
+            is_first = False
             for event in events:
-                if event.request_id not in seen:
-                    seen.add(event.request_id)
-                    ticket.came()
                 if isinstance(event, Completion):
-                    self._shared.metrics.finished(job, event)
+                    self._backend.metrics.finished(given, event)
             yield events
 
 
-def _nothing_to_cut() -> None:
-    """In tests without a connection."""
-
-
-async def merged(streams: Sequence[Stream]) -> AsyncIterator[list[Event]]:
-    """Events of all streams as they come; the first error ends it."""
-    if len(streams) == 1:
-        async for events in streams[0].batches():
+async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:
+    """Events of all as they come; the first error ends it."""
+    if len(sources) == 1:  # no task in between, as nearly all requests have one prompt
+        async for events in sources[0]:
             yield events
         return
-    arrived: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue()
-
-    async def pump(stream: Stream) -> None:
-        try:
-            async for events in stream.batches():
-                arrived.put_nowait(events)
-        except Exception as error:
-            arrived.put_nowait(error)
-        else:
-            arrived.put_nowait(None)
-
-    pumps = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
-        num_open = len(pumps)
-        while num_open:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
+        while waiting:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in waiting if task.done()]:
+                source = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield task.result()
+                    waiting[asyncio.ensure_future(anext(source))] = source
     finally:
-        for task in pumps:
+        for task in waiting:
             task.cancel()
 
 
@@ -216,50 +529,21 @@ async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Comple
     done: dict[int, Completion] = {}
     async for events in batches:
         for event in events:
-            if not isinstance(event, TokenEvent):
+            if isinstance(event, Completion):
                 done[job.choice(event.request_id, event.index)] = event
     assert len(done) == job.num_choices, (len(done), job.num_choices)
-    return [done[index] for index in range(job.num_choices)]
+    completions = [done[index] for index in range(job.num_choices)]
+    for completion in completions:
+        raise_for(completion)
+    return completions
 
 
-async def _send_stream(writer: StreamWriter, batches: AsyncIterator[list[Event]], send: Send) -> None:
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-store"),
-        (b"x-accel-buffering", b"no"),  # nginx would hold the chunks back
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def write(frames: list[bytes]) -> None:
-        if frames:
-            await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
-
+async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
     try:
-        await write(writer.start())
+        yield b"".join(answer.start())
         async for events in batches:  # one write for all that came together
-            await write([frame for event in events for frame in writer.push(event)])
-        await write(writer.finish())
-    except (ApiError, UserError, QueueFull, Closed, EngineFailed) as error:
-        await write(writer.fail(as_api_error(error)))
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_json(body: dict[str, Any], send: Send) -> None:
-    raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": raw, "more_body": False})
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """The answer to a known kind of failure."""
-    match error:
-        case ApiError():
-            return error
-        case UserError():
-            return from_user_error(error)
-        case QueueFull():
-            return overloaded(str(error), 2.0)
-        case Closed():
-            return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
-    return ApiError(500, str(error), code="engine_failed")
+            if frames := b"".join(frame for event in events for frame in answer.push(event)):
+                yield frames
+        yield b"".join(answer.finish())
+    except KNOWN_ERRORS as error:
+        yield answer.fail(as_api_error(error))

@@ -4,56 +4,79 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
+from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from stretto.base.errors import nearest
 from stretto.engine.request import EngineStats
-from stretto.engine.service import Service
 from stretto.engine.stream import EngineFailed
 from stretto.model.spec import Subnet, SubnetChoice, count
-from stretto.serve.bodies import DetokenizeBody, LoadWeightsBody, TokenizeBody, parse_body
-from stretto.serve.errors import bad
-from stretto.serve.generate import Shared
-from stretto.serve.limits import read_json
-from stretto.serve.openai import Desk
-from stretto.serve.prompts import check_ids
-from stretto.serve.settings import ServedModel
+from stretto.serve.elastic import Size
+from stretto.serve.generate import Backend
+from stretto.serve.limits import BodyT, parse_body, read_json
+from stretto.serve.messages import Body, Message, Tool
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or messages under the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    add_generation_prompt: bool = True
+    parse_special: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class LoadWeightsBody(Body):
+    """POST /admin/load_weights."""
+
+    version: int = Field(ge=0)
+    path: str
+    """A checkpoint on the server's own disk."""
+    keep_cache: bool = False
+    checksum: str | None = None
 
 
 class Info:
     """Handlers over one served model."""
 
-    def __init__(self, shared: Shared, desk: Desk, model: ServedModel) -> None:
-        self._shared = shared
-        self._desk = desk
-        self._model = model
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._model = backend.model
         self._started = int(time.time())
 
-    def gets(self) -> dict[str, Handler]:
-        """Path -> handler, for GET."""
-        return {
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.model,
-            "/api/info": self.info,
-            "/api/cost": self.cost,
-            "/health": self.health,
-            "/metrics": self.metrics,
-        }
-
-    def posts(self) -> dict[str, Handler]:
-        """Path -> handler, for POST."""
-        posts: dict[str, Handler] = {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
-        if self._shared.settings.admin_key is not None:
-            posts["/admin/load_weights"] = self.load_weights
-        return posts
+    def routes(self, with_admin: bool) -> list[Route]:
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/api/info", self.info),
+            Route("/api/cost", self.cost),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            *([Route("/admin/load_weights", self.load_weights, methods=["POST"])] if with_admin else []),
+        ]
 
     async def models(self, http: HttpRequest) -> Response:
         name = self._model.name
@@ -62,17 +85,17 @@ class Info:
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        self._shared.chooser.preset_of(name)
+        self._backend.resolver.preset_of(name)
         return JSONResponse(self._entry(name))
 
     async def info(self, http: HttpRequest) -> Response:
         model, config = self._model, self._model.config
-        stats = await engine_stats(self._shared.service)
+        stats = await self._stats()
         return JSONResponse(
             {
                 "model": model.name,
                 "presets": {name: self._sizes(choice.of(config)) for name, choice in model.choices().items()},
-                "default": self._shared.chooser.control.rungs[0].name,
+                "default": self._backend.resolver.control.rungs[0].name,
                 "limits": {
                     "layers": config.num_layers,
                     "min_layers": model.min_depth,
@@ -94,30 +117,23 @@ class Info:
 
     async def cost(self, http: HttpRequest) -> Response:
         """Sizes of any Subnet: ``?layers=…&experts=…&top_k=…``; an axis left out is full."""
-        axes: dict[str, int] = {}
-        for axis, text in http.query_params.items():
-            if axis not in SubnetChoice.model_fields:
-                raise bad(axis, f"unknown axis{nearest(axis, SubnetChoice.model_fields)}")
-            if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-                raise bad(axis, "is not a whole number")
-            axes[axis] = int(text)
-        ordered = [axes.get(axis) for axis in SubnetChoice.model_fields]
-        return JSONResponse(self._sizes(self._model.config.subnet(*ordered)))
+        size = parse_body(Size, dict(http.query_params))
+        return JSONResponse(self._sizes(size.of(self._model.config, SubnetChoice())))
 
     async def health(self, http: HttpRequest) -> Response:
-        service, gate = self._shared.service, self._shared.gate
+        service, gate = self._backend.service, self._backend.gate
         status = "failed" if service.error else "draining" if gate.is_draining or not service.is_accepting else "ok"
         body = {"status": status, "model": self._model.name} | ({"error": str(service.error)} if service.error else {})
         return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
-        stats = await engine_stats(self._shared.service)
-        return Response(self._shared.metrics.render(stats), media_type="text/plain; version=0.0.4")
+        text = self._backend.metrics.render(await self._stats())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(TokenizeBody, await self._json(http))
-        self._shared.chooser.preset_of(body.model)
-        prompts = self._desk.need_prompts()
+        body = await self._body(TokenizeBody, http)
+        self._backend.resolver.preset_of(body.model)
+        prompts = self._backend.prompts
         if body.messages is not None:
             ids = await asyncio.to_thread(prompts.chat, body.messages, body.tools, body.add_generation_prompt)
         else:
@@ -125,31 +141,31 @@ class Info:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(DetokenizeBody, await self._json(http))
-        self._shared.chooser.preset_of(body.model)
-        tokenizer = self._desk.need_prompts().tokenizer
-        ids = check_ids(body.tokens, self._model.config.vocab_size, "tokens")
-        return JSONResponse({"prompt": tokenizer.decode(ids)})
+        body = await self._body(DetokenizeBody, http)
+        self._backend.resolver.preset_of(body.model)
+        tokenizer = self._backend.prompts.tokenizer
+        return JSONResponse({"prompt": tokenizer.decode(self._backend.check_ids(body.tokens, "tokens"))})
 
     async def load_weights(self, http: HttpRequest) -> Response:
-        body = parse_body(LoadWeightsBody, await self._json(http))
-        await self._shared.service.load_weights(
-            body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum
-        )
+        body = await self._body(LoadWeightsBody, http)
+        service = self._backend.service
+        await service.load_weights(body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum)
         return JSONResponse({"weight_version": body.version})
 
-    async def _json(self, http: HttpRequest) -> Any:
-        settings = self._shared.settings
-        return await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
+    async def _body(self, kind: type[BodyT], http: HttpRequest) -> BodyT:
+        return parse_body(kind, await read_json(http))
+
+    async def _stats(self) -> EngineStats | None:
+        """The engine's stats; None where it is dead, or in the midst of a long step."""
+        try:
+            async with asyncio.timeout(_STATS_S):
+                return await self._backend.service.stats()
+        except (EngineFailed, TimeoutError):
+            return None
 
     def _entry(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "stretto",
-            "max_model_len": self._model.max_len,
-        }
+        about = {"object": "model", "created": self._started, "owned_by": "stretto"}
+        return {"id": name, **about, "max_model_len": self._model.max_len}
 
     def _sizes(self, subnet: Subnet) -> dict[str, Any]:
         model = self._model
@@ -164,12 +180,3 @@ class Info:
             "kv_bytes_per_token": counts.kv_elements * model.weight_bytes,
             "weight_bytes": counts.total_params * model.weight_bytes,
         }
-
-
-async def engine_stats(service: Service) -> EngineStats | None:
-    """The engine's stats; None where it is dead, or in the midst of a long step."""
-    try:
-        async with asyncio.timeout(_STATS_S):
-            return await service.stats()
-    except (EngineFailed, TimeoutError):
-        return None

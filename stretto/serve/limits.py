@@ -1,4 +1,7 @@
-"""What a server refuses before it works: keys, hosts, bodies, too many at once, clients that stop reading or go away."""
+"""What a server refuses before it works: wrong keys and bodies, too many at once, clients that stall or go away.
+
+An answer other than 2xx is an `ApiError` here, in the form that OpenAI's clients read.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,107 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from stretto.serve.errors import ApiError, overloaded
+from stretto.base.errors import UserError, nearest
+from stretto.engine.request import QueueFull
+from stretto.engine.stream import Closed, EngineFailed
+from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
-CUT = "stretto.cut"
-"""Key of the ASGI scope under which `make_server` leaves the function that drops the connection."""
+BodyT = TypeVar("BodyT", bound=Body)
+IGNORED = (
+    *("user", "metadata", "service_tier", "safety_identifier", "verbosity", "reasoning_effort", "reasoning"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),
+    *("add_special_tokens", "max_tool_calls"),
+)
+"""Fields accepted without effect: labels, hints about price, caching and effort, and defaults that clients spell out."""
+MAX_BODY_BYTES = 4 << 20
+BODY_TIMEOUT_S = 30.0
+"""For a body to arrive."""
 _LINGER_S = 20.0
 """How long the rest of a body that is too large is read and thrown away, so that its sender gets to read the answer
 (a connection closed on unread bytes is reset)."""
+_REQUEST = re.compile(r"^request \S+: ")
+"""How the engine's messages begin; its number means nothing to a client."""
+_FIELD = re.compile(r"(?!(?:str|int|list|dict|bool|float)$)[a-z_]\w*|\d+")
+"""A step of a path that a client knows; pydantic adds the members of unions (``Axes``, ``str``, ``list[int]``)."""
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 2xx: raised anywhere in a handler, rendered in one place."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """``{"error": {message, type, param, code}}``."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 class GoneError(ConnectionError):
     """The client is no longer there, or has stopped reading: nothing can be answered."""
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    """A 429 that says when to come back."""
+    return ApiError(429, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
+
+
+KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed, GoneError)
+"""What ends a request with an answer of its own; anything else is our fault."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to a failure of any kind."""
+    match error:
+        case ApiError():
+            return error
+        case FieldError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case UserError():  # what precedes the first colon is the field where it is a plain name
+            line = _REQUEST.sub("", str(error))
+            field = line.partition(":")[0].strip()
+            return ApiError(400, line, param=field if field.isidentifier() else None)
+        case QueueFull():
+            return overloaded(str(error), 2.0)
+        case Closed():
+            return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
+        case EngineFailed():
+            return ApiError(500, str(error), code="engine_failed")
+        case GoneError():
+            return ApiError(499, "gone")
+    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
+    return ApiError(500, "internal error; the server's log says more")
 
 
 class Keys:
@@ -45,12 +126,8 @@ class Keys:
         offered = _digest(key.strip())
         matches = [hmac.compare_digest(offered, digest) for digest in self._digests]  # all of them, always
         if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "no valid API key: send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            problem = "no valid API key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _digest(key: str) -> bytes:
@@ -58,13 +135,14 @@ def _digest(key: str) -> bytes:
 
 
 def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
-    """Raises `ApiError` 403 for a Host header that is not ``allowed``; None allows all."""
-    if allowed is None:
-        return
+    """Raises `ApiError` 403 for a Host header that is not ``allowed``; None allows all.
+
+    Starlette's TrustedHostMiddleware answers a plain 400 that OpenAI's clients cannot read.
+    """
     name = (header or "").lower()
     if name.rpartition(":")[2].isdecimal() and not name.endswith("]"):
         name = name.rpartition(":")[0]
-    if name not in allowed:
+    if allowed is not None and name not in allowed:
         raise ApiError(403, f"host: {name!r} is not served; start the server with that name allowed")
 
 
@@ -78,18 +156,10 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Hold a place for one request.
-
-        Raises:
-            ApiError: 503 while draining, 429 where all places are taken.
-        """
+        """Hold a place for one request. Raises `ApiError`: 503 while draining, 429 where all places are taken."""
         if self.is_draining:
-            raise ApiError(
-                503,
-                "the server is shutting down; ask another one",
-                code="draining",
-                headers={"Retry-After": "5", "Connection": "close"},
-            )
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
         if self.num_open >= self._max_open:
             raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
         self.num_open += 1
@@ -99,21 +169,19 @@ class Gate:
             self.num_open -= 1
 
 
-async def read_json(request: Request, max_bytes: int, timeout_s: float) -> Any:
+async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> Any:
     """The body as JSON; it is parsed only when all of it has arrived and is not too large.
 
     Raises:
-        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 not UTF-8 or not JSON.
-        GoneError: the client went away.
+        ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         # A web page may post any other type across sites without asking; this one makes its browser ask first.
         raise ApiError(415, f"content-type: {kind or 'none'} is not application/json; set that header")
-    declared = request.headers.get("content-length", "")
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await _read(request, max_bytes, int(declared) if declared.isdecimal() else 0)
+            raw = await _read(request, max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} seconds") from None
     except ClientDisconnect:
@@ -121,43 +189,39 @@ async def read_json(request: Request, max_bytes: int, timeout_s: float) -> Any:
     return parse_json(raw)
 
 
-async def _read(request: Request, max_bytes: int, declared: int) -> bytes:
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdecimal() and int(declared) > max_bytes
     pieces: list[bytes] = []
     num_bytes = 0
-    too_large = declared > max_bytes
     deadline_s = time.monotonic() + _LINGER_S
-    if too_large and "100-continue" in request.headers.get("expect", ""):
-        _refuse_size(max_bytes)  # nothing is under way: it waits for our word
-    async for piece in request.stream():
-        num_bytes += len(piece)
-        too_large = too_large or num_bytes > max_bytes
-        if not too_large:
-            pieces.append(piece)
-            continue
-        pieces.clear()
-        if time.monotonic() > deadline_s:
-            break
+    if not (too_large and "100-continue" in request.headers.get("expect", "")):  # such a sender waits for our word
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            too_large = too_large or num_bytes > max_bytes
+            if not too_large:
+                pieces.append(piece)
+                continue
+            pieces.clear()
+            if time.monotonic() > deadline_s:
+                break
     if too_large:
-        _refuse_size(max_bytes)
+        raise ApiError(413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"})
     return b"".join(pieces)
 
 
-def _refuse_size(max_bytes: int) -> NoReturn:
-    raise ApiError(413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"})
-
-
 def parse_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack.
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack. Else raises `ApiError` 400."""
 
-    Raises:
-        ApiError: 400 otherwise.
-    """
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     try:
-        tree = json.loads(text, parse_constant=_refuse_constant)
+        tree = json.loads(text, parse_constant=refuse)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -167,38 +231,61 @@ def parse_json(raw: bytes) -> Any:
     return tree
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
+    """A field is honoured (``kind`` has it), one of `IGNORED`, or refused (`FieldError`); ``null`` is "left out"."""
+    if not isinstance(tree, Mapping):
+        raise FieldError(None, "the body must be a JSON object")
+    kept = {name: value for name, value in tree.items() if value is not None and name not in IGNORED}
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise from_validation(error, kind) from None
+
+
+def from_validation(error: ValidationError, kind: type[BaseModel]) -> FieldError:
+    """The first problem pydantic found; an unknown field is told the nearest known one."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    path = [str(part) for part in problem["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
+    field = ".".join(path) or None
+    if problem["type"] != "extra_forbidden":
+        return FieldError(field, problem["msg"].removeprefix("Value error, "))
+    models = [kind]  # at last those that lie where the field was sent, whichever member of a union it is
+    for part in path[:-1]:
+        if not part.isdecimal():
+            inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+            models = [model for annotation in inner for model in _models_in(annotation)]
+    known = [name for model in models for name in model.model_fields]
+    return FieldError(field, f"unknown field{nearest(path[-1], known)}", "unknown_parameter")
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result; cancel it as soon as the client goes away.
+    """Run ``work`` and return its result; cancel it as soon as the client goes away, and raise `GoneError`."""
 
-    Raises:
-        GoneError: it did. (And whatever ``work`` raises.)
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise GoneError
     finally:
-        for each in (task, watch):
-            each.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def bounded(send: Send, timeout_s: float, cut: Callable[[], None]) -> Send:
-    """``send`` that gives a client ``timeout_s`` to take what is in its way, then ``cut``s the connection.
-
-    The server buffers a little (64 KiB) and waits from then on, so this bounds the memory of a client that stops reading.
+def bounded(send: Send, timeout_s: float, cut: Callable[[], None] | None = None) -> Send:
+    """``send`` that gives a client ``timeout_s`` to take what is in its way, then cuts the connection and raises
+    `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
     """
 
     async def send_bounded(message: Any) -> None:
@@ -206,7 +293,7 @@ def bounded(send: Send, timeout_s: float, cut: Callable[[], None]) -> Send:
             async with asyncio.timeout(timeout_s):
                 await send(message)
         except TimeoutError:
-            cut()
+            (cut or connection_cutter(send))()
             raise GoneError from None
 
     return send_bounded
@@ -219,10 +306,10 @@ def connection_cutter(send: Callable[..., Awaitable[None]]) -> Callable[[], None
     for ever where the client does not read. Behind another server there is nothing to reach, and nothing is done.
     """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if not isinstance(transport, asyncio.WriteTransport):
-        return lambda: None
 
     def cut() -> None:
+        if not isinstance(transport, asyncio.WriteTransport):
+            return
         connection = transport.get_extra_info("socket")
         if connection is not None:  # reset: the kernel, too, forgets what it holds for this client
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

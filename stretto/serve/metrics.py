@@ -5,15 +5,15 @@ Every app has a registry of its own, so that two of them in one process (tests) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stretto.engine.request import Completion, EngineStats
+from stretto.serve.elastic import Given, LoadControl
 from stretto.serve.limits import Gate
-from stretto.serve.openai import Job
 
 # From a token on a GPU to a queue on a laptop; each step about doubles.
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
@@ -36,88 +36,64 @@ _GAUGES = {
 }
 
 
-class _EngineCollector(Collector):
-    """Renders the stats that the last scrape asked the engine for."""
+class Metrics(Collector):
+    """Counters and histograms of one app, and a collector of the engine's."""
 
-    def __init__(self) -> None:
-        self.stats: EngineStats | None = None
+    def __init__(self, gate: Gate, control: LoadControl) -> None:
+        self._stats: EngineStats | None = None
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
 
-    def collect(self) -> Iterable[Metric]:
-        if self.stats is None:
-            return
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(
-                f"stretto_engine_{name.removeprefix('num_')}", text, value=getattr(self.stats, name)
-            )
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"stretto_engine_{name}", text, value=getattr(self.stats, name))
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"stretto_{name}", text, labels, registry=registry)
 
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"stretto_{name}_seconds", text, buckets=_SECONDS, registry=registry)
 
-class Metrics:
-    """Counters and histograms of one app."""
+        self.requests = counter("http_requests", "Answers sent, by path and status", "path", "status")
+        self.gone = counter("http_gone", "Requests whose client went away or stopped reading", "path")
+        open_now = Gauge("stretto_http_open", "Generating requests open now", registry=registry)
+        open_now.set_function(lambda: gate.num_open)
+        text = "Rung new requests get: 0 is the target, the last the floor"
+        Gauge("stretto_elastic_level", text, registry=registry).set_function(lambda: control.level)
+        self.refused = counter("elastic_refused", "Requests refused on the floor")
+        self._given = counter("elastic_requests", "Requests by the Subnet they got and why", "subnet", "reason")
+        self._flops = counter("flops", "FLOPs spent, by Subnet", "subnet")
+        self._tokens = counter("output_tokens", "Tokens answered, by Subnet", "subnet")
+        self._first_token_s = seconds("first_token", "Arrival to first token")
+        self._queued_s = seconds("queued", "Arrival to first step")
+        self._total_s = seconds("total", "Arrival to last token")
+        self._token_s = seconds("token", "Time between tokens, mean of a choice")
 
-    def __init__(self, gate: Gate) -> None:
-        self._registry = CollectorRegistry()
-        registry = self._registry
-        self._engine = _EngineCollector()
-        registry.register(self._engine)
-        self.requests = Counter(
-            "stretto_http_requests", "Answers sent, by path and status", ["path", "status"], registry=registry
-        )
-        self.gone = Counter(
-            "stretto_http_gone", "Requests whose client went away or stopped reading", ["path"], registry=registry
-        )
-        open_requests = Gauge("stretto_http_open", "Generating requests open now", registry=registry)
-        open_requests.set_function(lambda: gate.num_open)
-        self.level = Gauge(
-            "stretto_elastic_level", "Rung new requests get: 0 is the target, the last the floor", registry=registry
-        )
-        self.refused = Counter("stretto_elastic_refused", "Requests refused on the floor", registry=registry)
-        self.given = Counter(
-            "stretto_elastic_requests",
-            "Requests by the Subnet they got and why",
-            ["subnet", "reason"],
-            registry=registry,
-        )
-        self.flops = Counter("stretto_flops", "FLOPs spent, by Subnet", ["subnet"], registry=registry)
-        self.tokens = Counter("stretto_output_tokens", "Tokens answered, by Subnet", ["subnet"], registry=registry)
-        self.first_token_s = Histogram(
-            "stretto_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
-        )
-        self.queued_s = Histogram(
-            "stretto_queued_seconds", "Arrival to first step", buckets=_SECONDS, registry=registry
-        )
-        self.total_s = Histogram("stretto_total_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry)
-        self.token_s = Histogram(
-            "stretto_token_seconds",
-            "Time between tokens, mean of a choice",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+    def started(self, given: Given) -> None:
+        """Note a request and the Subnet it got."""
+        self._given.labels(_label(given), given.reason).inc()
 
-    def finished(self, job: Job, done: Completion) -> None:
+    def finished(self, given: Given, done: Completion) -> None:
         """Note a finished choice."""
         use = done.usage
-        # Presets only: any axes a client may send as a label would let it grow our memory.
-        subnet = _label(job)
-        self.flops.labels(subnet).inc(use.flops)
-        self.tokens.labels(subnet).inc(use.output_tokens)
-        self.queued_s.observe(use.queued_s)
-        self.total_s.observe(use.total_s)
+        self._flops.labels(_label(given)).inc(use.flops)
+        self._tokens.labels(_label(given)).inc(use.output_tokens)
+        self._queued_s.observe(use.queued_s)
+        self._total_s.observe(use.total_s)
         if use.output_tokens:
-            self.first_token_s.observe(use.first_token_s)
+            self._first_token_s.observe(use.first_token_s)
         if use.output_tokens > 1:
-            self.token_s.observe((use.total_s - use.first_token_s) / (use.output_tokens - 1))
-
-    def started(self, job: Job) -> None:
-        """Note a request and the Subnet it got."""
-        self.given.labels(_label(job), job.given.reason).inc()
+            self._token_s.observe((use.total_s - use.first_token_s) / (use.output_tokens - 1))
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The exposition text; ``stats`` None (a dead engine) leaves the engine's metrics out."""
-        self._engine.stats = stats
+        self._stats = stats
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry: the engine's state as `render` was told it."""
+        for kind, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, text in texts.items() if self._stats is not None else ():
+                plain = name.removeprefix("num_") if kind is CounterMetricFamily else name
+                yield kind(f"stretto_engine_{plain}", text, value=getattr(self._stats, name))
 
-def _label(job: Job) -> str:
-    return job.given.name if job.given.name.isidentifier() else "other"
+
+def _label(given: Given) -> str:
+    """Presets only: any axes a client may send as a label would let it grow our memory."""
+    return given.name if given.name.isidentifier() else "other"

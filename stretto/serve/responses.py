@@ -1,32 +1,33 @@
-"""/v1/responses: OpenAI's newer form of a chat, without its memory. Nothing is stored, so each request brings it all."""
+"""/v1/responses: OpenAI's newer form of a chat, without its memory. Nothing is stored, so each request brings it all.
+
+It is read as the chat completion that asks for the same, and written as the items of one response, or as the events
+that tell of them as they grow.
+"""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from stretto.serve.bodies import Body, ChatBody, ContentPart, FunctionName, Generation, parse_body
+from stretto.engine.request import Completion, TokenEvent
+from stretto.serve.chat import ChatBody, chat_job
 from stretto.serve.elastic import Rung
-from stretto.serve.errors import bad
-from stretto.serve.openai import Desk, Job
+from stretto.serve.generate import Answer, Backend, Generation, Job, sse
+from stretto.serve.limits import ApiError, parse_body
+from stretto.serve.messages import Body, Call, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class FlatTool(Body):
+class FlatTool(FunctionSpec, FunctionType):
     """A function, as this API nests it: not at all."""
 
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
-
-class NamedChoice(Body):
-    type: Literal["function"]
-    name: str
+class NamedChoice(FunctionName, FunctionType):
+    pass
 
 
 class AllowedChoice(Body):
@@ -52,7 +53,6 @@ class TextOptions(Body):
 class InputItem(BaseModel):
     """A message, a call made or its result. Items of reasoning are left aside."""
 
-    model_config = ConfigDict(extra="ignore")
     type: str = "message"
     role: str | None = None
     content: str | list[ContentPart] | None = None
@@ -81,61 +81,48 @@ class ResponsesBody(Generation):
     conversation: Any = None
 
 
-def parse_responses(tree: Any) -> ResponsesBody:
-    """Validate a body.
-
-    Raises:
-        ApiError: 400, also for what would need memory.
-    """
+def read_response(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    """A `stretto.serve.generate.Reader`; what would need memory is refused."""
     body = parse_body(ResponsesBody, tree)
     if body.store:
-        raise bad("store", "nothing is stored here; send store=false")
+        raise FieldError("store", "nothing is stored here; send store=false")
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name):
-            raise bad(name, "nothing is stored here; send the whole conversation as input")
+            raise FieldError(name, "nothing is stored here; send the whole conversation as input")
     if body.n != 1:
-        raise bad("n", "a response is one answer; use /v1/chat/completions for several")
+        raise FieldError("n", "a response is one answer; use /v1/chat/completions for several")
     if unknown := [name for name in body.include if name not in (_LOGPROBS, "reasoning.encrypted_content")]:
-        raise bad("include", f"{unknown[0]!r} is not available; known: {_LOGPROBS}")
-    return body
-
-
-def respond(desk: Desk, body: ResponsesBody, rung: Rung) -> Job:
-    """The job of a response: that of the same chat."""
-    return desk.chat(as_chat(body), rung, prefix="resp")
+        raise FieldError("include", f"{unknown[0]!r} is not available; known: {_LOGPROBS}")
+    return ResponseAnswer(backend, chat_job(backend, as_chat(body), rung, prefix="resp"), body)
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The chat completion that asks for the same."""
-    shared = {name: getattr(body, name) for name in Generation.model_fields if name in body.model_fields_set}
     form = body.text.format
-    tree: dict[str, Any] = {
-        **{name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in shared.items()},
+    schema = {"json_schema": {"schema": form.schema_ or {}}} if form.type == "json_schema" else {}
+    tree = body.model_dump(include=set(Generation.model_fields) & body.model_fields_set) | {
         "messages": _messages(body),
-        "tools": [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ],
+        "tools": [_nested(tool) for tool in body.tools],
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": _LOGPROBS in body.include or bool(body.top_logprobs),
         "top_logprobs": body.top_logprobs,
         "max_completion_tokens": body.max_output_tokens,
-        "response_format": {"type": form.type}
-        | ({"json_schema": {"schema": form.schema_ or {}}} if form.type == "json_schema" else {}),
+        "response_format": {"type": form.type, **schema},
     }
     return parse_body(ChatBody, tree)
 
 
-def _choice(body: ResponsesBody) -> Any:
-    def named(choice: NamedChoice) -> dict[str, Any]:
-        return {"type": "function", "function": FunctionName(name=choice.name).model_dump()}
+def _nested(flat: FlatTool | NamedChoice) -> dict[str, Any]:
+    return {"type": "function", "function": flat.model_dump(exclude={"type"}, exclude_none=True)}
 
+
+def _choice(body: ResponsesBody) -> Any:
     match body.tool_choice:
         case NamedChoice() as choice:
-            return named(choice)
+            return _nested(choice)
         case AllowedChoice() as choice:
-            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+            allowed = {"mode": choice.mode, "tools": [_nested(tool) for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return body.tool_choice if body.tools else None
 
@@ -147,23 +134,163 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
+        sent = item.model_dump()
         match item.type:
             case "message":
-                messages.append({"role": item.role or "user", "content": _plain(item.content)})
+                messages.append({"role": item.role or "user", "content": sent["content"]})
             case "function_call":
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-                if messages and messages[-1]["role"] == "assistant":
-                    messages[-1].setdefault("tool_calls", []).append(call)
-                else:
-                    messages.append({"role": "assistant", "tool_calls": [call]})
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant"})
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                messages.append({"role": "tool", "content": _plain(item.output), "tool_call_id": item.call_id})
+                messages.append({"role": "tool", "content": sent["output"], "tool_call_id": item.call_id})
             case "reasoning":
                 pass
             case _:
-                raise bad(f"input.{place}", f"items of type {item.type!r} are not supported")
+                raise FieldError(f"input.{place}", f"items of type {item.type!r} are not supported")
     return messages
 
 
-def _plain(content: str | list[ContentPart] | None) -> Any:
-    return [part.model_dump() for part in content] if isinstance(content, list) else content
+class ResponseAnswer(Answer):
+    """Writes a response."""
+
+    def __init__(self, backend: Backend, job: Job, body: ResponsesBody) -> None:
+        super().__init__(backend, job)
+        self._body = body
+        self._items: list[dict[str, Any]] = []
+        self._message: dict[str, Any] | None = None  # the last item, while its text grows
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
+        self._sequence = 0
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        [completion] = done
+        if self.job.logprobs:
+            self._logprobs = [self._entry(*each) for each in self._sampled(completion)]
+        list(self.push(completion))
+        return self._response()
+
+    def start(self) -> Iterator[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response())
+
+    def finish(self) -> Iterator[bytes]:
+        response = self._response()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: ApiError) -> bytes:
+        return self._event("error", message=error.message, code=error.code or "server_error", param=error.param)
+
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
+        if self.job.logprobs:
+            self._logprobs.append(self._entry(event.token, event.logprob, event.top))
+        yield from self._pieces(self._readers[index].push(event.text))
+
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        reader = self._readers[index]
+        yield from self._pieces([*reader.push(rest), *reader.finish()])
+        if not self._items:  # an answer without a word is still a message
+            yield from self._begin_message()
+        yield from self._end_message()
+        if done.finish_reason == "length":
+            self._items[-1]["status"] = "incomplete"
+
+    def _pieces(self, pieces: Sequence[str | Call]) -> Iterator[bytes]:
+        for piece in pieces:
+            if isinstance(piece, Call):
+                yield from self._end_message()
+                yield from self._call(piece)
+            elif self._message is not None or piece.strip() or not self._items:
+                if self._message is None:
+                    yield from self._begin_message()
+                logprobs = self._take_logprobs()
+                self._part["text"] += piece
+                yield self._part_event("response.output_text.delta", delta=piece, logprobs=logprobs)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Those whose text is out now; the message holds them all."""
+        taken, self._logprobs = self._logprobs, []
+        self._part["logprobs"] += taken
+        return taken
+
+    def _begin_message(self) -> Iterator[bytes]:
+        self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "in_progress"}
+        self._message = item | {"content": [self._part]}
+        self._items.append(self._message)
+        yield self._item_event("response.output_item.added", item | {"content": []})
+        yield self._part_event("response.content_part.added", part=self._part)
+
+    def _end_message(self) -> Iterator[bytes]:
+        if self._message is not None:
+            self._take_logprobs()
+            self._message["status"] = "completed"
+            texts = {"text": self._part["text"], "logprobs": self._part["logprobs"]}
+            yield self._part_event("response.output_text.done", **texts)
+            yield self._part_event("response.content_part.done", part=self._part)
+            yield self._item_event("response.output_item.done", self._message)
+            self._message = None
+
+    def _call(self, call: Call) -> Iterator[bytes]:
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
+        whole = item | {"arguments": call.arguments, "status": "completed"}
+        self._items.append(whole)
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        kind = "response.function_call_arguments"
+        yield self._item_event("response.output_item.added", item | {"arguments": "", "status": "in_progress"})
+        yield self._event(f"{kind}.delta", delta=call.arguments, **place)
+        yield self._event(f"{kind}.done", arguments=call.arguments, name=call.name, **place)
+        yield self._item_event("response.output_item.done", whole)
+
+    def _item_event(self, kind: str, item: dict[str, Any]) -> bytes:
+        return self._event(kind, output_index=len(self._items) - 1, item=item)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        assert self._message is not None
+        place = {"item_id": self._message["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+    def _response(self) -> dict[str, Any]:
+        body, job = self._body, self.job
+        done = self._done[0] if self._done else None
+        cut = done is not None and done.finish_reason == "length"
+        sampling = job.requests[0].sampling
+        choice = body.tool_choice
+        response: dict[str, Any] = {
+            "id": job.id,
+            "object": "response",
+            "created_at": job.created,
+            "status": "in_progress" if done is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": job.model,
+            "output": list(self._items),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "truncation": body.truncation,
+            "usage": None,
+        }
+        if done is None:
+            return response
+        use = done.usage
+        response["usage"] = {
+            "input_tokens": use.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": use.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": use.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": use.prompt_tokens + use.output_tokens,
+            "elastic": self._elastic_usage([use]),
+        }
+        return response | self._token_fields(done)

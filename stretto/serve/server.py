@@ -1,129 +1,162 @@
-"""The application and the process: routes, doors, and a shutdown that lets open streams finish."""
+"""The application and the process: settings, routes, who is let in, and a shutdown that lets open streams finish."""
 
 from __future__ import annotations
 
 import errno
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from pydantic import Field, SecretStr
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.engine.request import QueueFull
 from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed
-from stretto.serve.door import Door, error_response
-from stretto.serve.errors import ApiError
-from stretto.serve.generate import Generate, Shared, Waiting, as_api_error
-from stretto.serve.info import Handler, Info
-from stretto.serve.limits import CUT, Gate, GoneError, Keys, connection_cutter
+from stretto.serve.chat import read_chat, read_short_chat
+from stretto.serve.completions import read_completion
+from stretto.serve.elastic import ElasticPolicy, Resolver, ServedModel
+from stretto.serve.generate import Backend, Generate
+from stretto.serve.info import Info
+from stretto.serve.limits import KNOWN_ERRORS, ApiError, Gate, Keys, as_api_error, bounded, check_host
 from stretto.serve.metrics import Metrics
-from stretto.serve.openai import Desk
-from stretto.serve.phases import Chooser
-from stretto.serve.readers import readers
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.responses import read_response
 
 PLAYGROUND = Path(__file__).parent / "playground"
-"""The page; its files are served by name, and no others."""
+"""The page; the files that lie there at the start are served by name, and no others."""
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Pages load nothing from elsewhere and run no inline script.
+    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:",
+}
+_PAGE_HEADERS = {"cache-control": "no-cache"}
+_DRAIN_S = 60.0
+"""For open requests to finish after SIGTERM."""
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def create_app(
-    service: Service,
-    model: ServedModel,
-    settings: ServeSettings,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    playground: Path = PLAYGROUND,
-) -> FastAPI:
-    """The application over a running ``service``. Its `Gate` is ``app.state.gate``.
+class ServeSettings(Config):
+    """What a server is told before it starts."""
 
-    Raises:
-        UserError: the default Subnet or the floor is none of this network.
-    """
-    chooser = Chooser(model, settings, clock)
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0: any free one."""
+    api_keys: tuple[SecretStr, ...] = ()
+    """None: whoever reaches the port may ask."""
+    admin_key: SecretStr | None = None
+    """Opens /admin; without one there is no such path."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Host headers answered. None: the loopback names where that is what is bound (a web page that a browser was led
+    to must not reach it under a name of its own, DNS rebinding), else all."""
+    cors_origins: tuple[str, ...] = ()
+    max_open: int = Field(default=2048, gt=0)
+    """Generating HTTP requests open at once; a further one is told to come back."""
+    send_timeout_s: float = Field(default=30.0, gt=0)
+    """For a client to take what was sent; then its request is aborted."""
+    floor: str | None = None
+    """Smallest Subnet under load: a preset or ``layers=…,experts=…,top_k=…``. None: no elasticity under load."""
+    elastic: ElasticPolicy = ElasticPolicy()
+
+    def hosts(self) -> tuple[str, ...] | None:
+        """Host names answered (without port), or None for all."""
+        if self.allowed_hosts is not None:
+            return self.allowed_hosts
+        return (*_LOOPBACK, "[::1]") if self.host in _LOOPBACK else None
+
+
+def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
+    """The application over a running ``service``; its `Gate` is ``app.state.gate``. Raises `UserError` for a default
+    Subnet or a floor that is none of this network."""
     gate = Gate(settings.max_open)
-    metrics = Metrics(gate)
-    shared = Shared(service, settings, chooser, gate, Waiting(chooser.control, clock), metrics)
-    desk = Desk(model, settings, chooser)
-    info = Info(shared, desk, model)
-    # No generated documentation: its pages load scripts from elsewhere, and bodies are read by hand to bound them.
-    app = FastAPI(title="Stretto", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.gate = gate
-    routes = [Route(path, Generate(shared, reader), methods=["POST"]) for path, reader in readers(desk).items()]
-    routes += [Route(path, handler, methods=["GET"]) for path, handler in info.gets().items()]
-    routes += [Route(path, handler, methods=["POST"]) for path, handler in info.posts().items()]
-    pages = _pages(playground)
-    routes += [Route(path, _file(file), methods=["GET"]) for path, file in pages.items()]
-    app.router.routes.extend(routes)
-    for kind in (ApiError, UserError, QueueFull, Closed, EngineFailed):
-        app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(GoneError, _failed)
-    app.add_exception_handler(HTTPException, _not_here)
-    app.add_exception_handler(Exception, _broken)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(
-        Door,
-        keys=Keys(settings.api_keys),
-        admin_keys=Keys([settings.admin_key] if settings.admin_key else []),
-        hosts=settings.hosts(),
-        open_paths={"/health", *pages},
-        known_paths={route.path for route in routes},
-        metrics=metrics,
-    )
+    resolver = Resolver(model, settings.floor, settings.elastic)
+    metrics = Metrics(gate, resolver.control)
+    backend = Backend(service, model, resolver, gate, metrics)
+    static = StaticFiles(directory=PLAYGROUND, html=True)
+    pages = ["/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())]
+    routes = [
+        Route("/v1/chat/completions", Generate(backend, read_chat), methods=["POST"]),
+        Route("/v1/completions", Generate(backend, read_completion), methods=["POST"]),
+        Route("/v1/responses", Generate(backend, read_response), methods=["POST"]),
+        Route("/api/ernie-5.1/chat", Generate(backend, read_short_chat), methods=["POST"]),
+        *Info(backend).routes(with_admin=settings.admin_key is not None),
+        *(Route(path, static, methods=["GET"]) for path in pages),
+    ]
+    paths = [route.path for route in routes]
+    middleware = [Middleware(entrance, settings=settings, pages=pages, paths=paths, metrics=metrics)]
+    if origins := settings.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    handlers = dict.fromkeys((*KNOWN_ERRORS, HTTPException, Exception), _failed)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.state.gate, app.state.send_timeout_s = gate, settings.send_timeout_s
     return app
 
 
-def _pages(folder: Path) -> dict[str, Path]:
-    """Path -> file of the page, found when the app is made."""
-    files = {f"/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return files | ({"/": files["/index.html"]} if "/index.html" in files else {})
+def entrance(
+    app: ASGIApp, settings: ServeSettings, pages: Collection[str], paths: Collection[str], metrics: Metrics
+) -> ASGIApp:
+    """The outermost layer: host, key, headers for browsers, and the count of answers.
 
+    Everything needs a key but the ``pages`` and /health.
+    """
+    hosts, keys = settings.hosts(), Keys(settings.api_keys)
+    admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
 
-def _file(path: Path) -> Handler:
-    async def send_file(http: HttpRequest) -> Response:
-        return FileResponse(path, headers={"cache-control": "no-cache"})
+    async def enter(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        known = path if path in paths else "other"  # a label must not grow with what clients make up
 
-    return send_file
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                metrics.requests.labels(known, str(message["status"])).inc()
+                headers = MutableHeaders(scope=message)
+                for name, value in (_HEADERS | _PAGE_HEADERS if path in pages else _HEADERS).items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        try:
+            check_host(headers.get("host"), hosts)
+            if path.startswith("/admin/"):
+                admin_keys.check(headers.get("authorization"))
+            elif path not in pages and path != "/health":
+                keys.check(headers.get("authorization"))
+        except ApiError as error:
+            await error.response()(scope, receive, send_counted)
+            return
+        await app(scope, receive, send_counted)
+
+    return enter
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError(499, "gone") if isinstance(error, GoneError) else as_api_error(error))
-
-
-async def _not_here(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = http.url.path
-    known = {404: f"there is no {path} here", 405: f"{http.method} is not for {path}"}
-    return error_response(
-        ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers)
-    )
-
-
-async def _broken(http: HttpRequest, error: Exception) -> Response:
-    # What went wrong is in the log (the server raises on); a stranger is told nothing of our inside.
-    return error_response(ApiError(500, "internal error; the server's log says more"))
+    if isinstance(error, HTTPException):
+        known = {404: f"there is no {http.url.path} here", 405: f"{http.method} is not for {http.url.path}"}
+        error = ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers)
+    return as_api_error(error).response()
 
 
 class DrainingServer(uvicorn.Server):
     """A uvicorn that, told to stop, first lets open requests finish while new ones get a 503; told twice, it stops."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, drain_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
         super().__init__(config)
         self._gate = gate
-        self._drain_timeout_s = drain_timeout_s
         self._deadline_s = float("inf")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -132,7 +165,7 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._gate.is_draining = True
-        self._deadline_s = time.monotonic() + self._drain_timeout_s
+        self._deadline_s = time.monotonic() + _DRAIN_S
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; whether to stop."""
@@ -142,49 +175,31 @@ class DrainingServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        UserError: the port is in use or not ours to open, or there is no such address.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A listening socket, opened before a checkpoint is read so that a taken port is told at once (`UserError`)."""
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listening.bind((host, port))
-        listening.listen(2048)
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_ipv6)
     except (OSError, OverflowError) as error:
-        listening.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: in use on {host}; choose another, or 0 for any free one") from None
         raise UserError(f"--host {host}, --port {port}: cannot listen there: {error}; choose another") from None
-    return listening
 
 
-def serve(app: FastAPI, settings: ServeSettings, listening: socket.socket, *, log_level: str = "warning") -> None:
-    """Serve ``app`` until told to stop; returns when open requests have finished. The caller closes its service.
+def make_server(app: Starlette) -> DrainingServer:
+    """The process's server around ``app``; ``run(sockets=[…])`` returns when open requests have finished."""
 
-    Args:
-        listening: from `open_socket`, opened before the checkpoint is read so that a taken port is told at once.
-    """
-    make_server(app, settings, log_level).run(sockets=[listening])
-
-
-def make_server(app: FastAPI, settings: ServeSettings, log_level: str = "warning") -> DrainingServer:
-    """The process's server around ``app``."""
-
-    async def cuttable(scope: Scope, receive: Receive, send: Send) -> None:
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         # Outside of all middleware: only here is ``send`` the one of uvicorn itself.
-        scope[CUT] = connection_cutter(send)
-        await app(scope, receive, send)
+        await app(scope, receive, bounded(send, app.state.send_timeout_s))
 
     config = uvicorn.Config(
-        cuttable,
-        log_level=log_level,
+        outermost,
+        log_level="warning",
         access_log=False,
         server_header=False,
         lifespan="off",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,  # what is still open when the drain has ended is cut
     )
-    return DrainingServer(config, app.state.gate, settings.drain_timeout_s)
+    return DrainingServer(config, app.state.gate)

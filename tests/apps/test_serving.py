@@ -20,7 +20,8 @@ from stretto.engine.open import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.engine.service import Service
 from stretto.model.spec import Subnet
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings
 from stretto.text.chat import CHATML, render
 from tests.apps.conftest import PRESETS, SERVED, Result, Run, refused
 from tests.serve.live import live

@@ -16,8 +16,8 @@ from stretto.engine.request import EngineConfig
 from stretto.engine.service import Service
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
-from stretto.serve.server import create_app
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings, create_app
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 from tests.serve.presets import PRESETS

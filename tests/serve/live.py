@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stretto.engine.service import Service
-from stretto.serve.server import DrainingServer, create_app, make_server, open_socket
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import DrainingServer, ServeSettings, create_app, make_server, open_socket
 
 
 @contextmanager
 def live(service: Service, served: ServedModel, settings: ServeSettings) -> Iterator[tuple[str, DrainingServer]]:
     """Its address and the server; stopped in the end."""
     listening = open_socket("127.0.0.1", 0)
-    server = make_server(create_app(service, served, settings), settings)
+    server = make_server(create_app(service, served, settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

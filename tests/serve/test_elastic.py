@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, Subnet
-from stretto.serve.elastic import ElasticPolicy, Load, LoadControl, contains, decide, ladder, refuses
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
+from stretto.serve.elastic import (
+    ElasticPolicy,
+    Load,
+    LoadControl,
+    contains,
+    decide,
+    environment_subnet,
+    ladder,
+    refuses,
+)
 from tests.serve.presets import PRESETS
 
 POLICY = ElasticPolicy(
@@ -153,3 +162,27 @@ def test_on_the_floor_a_request_that_would_wait_too_long_is_refused(config: Mode
     assert control.choose(21) is None
     now_s = 110.0  # too long ago to tell
     assert control.choose(21) is not None
+
+
+def test_the_environment_sets_axes(config: ModelConfig) -> None:
+    assert environment_subnet({}, config) is None
+    assert environment_subnet({"ERNIE_ELASTIC_LAYERS": "  "}, config) is None
+    environ = {"ERNIE_ELASTIC_LAYERS": "3", "ERNIE_ELASTIC_EXPERTS": " 4 ", "ERNIE_ELASTIC_TOPK": "1"}
+    assert environment_subnet(environ, config) == SubnetChoice(layers=3, experts=4, top_k=1)
+    assert environment_subnet({"ERNIE_ELASTIC_TOPK": "1"}, config) == SubnetChoice(top_k=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({"ERNIE_ELASTIC_LAYERS": "5"}, r"^ERNIE_ELASTIC_LAYERS=5: .*outside 1\.\.4"),
+        ({"ERNIE_ELASTIC_EXPERTS": "1"}, r"^ERNIE_ELASTIC_EXPERTS=1: .*top_k=2"),
+        ({"ERNIE_ELASTIC_TOPK": "two"}, "^ERNIE_ELASTIC_TOPK: 'two' is not a whole number"),
+        ({"ERNIE_ELASTIC_TOPK": "0"}, "^ERNIE_ELASTIC_TOPK"),
+        ({"ERNIE_ELASTIC_TOPK": "²"}, "^ERNIE_ELASTIC_TOPK"),
+    ],
+)
+def test_a_bad_environment_is_one_line(config: ModelConfig, environ: dict[str, str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as caught:
+        environment_subnet(environ, config)
+    assert "\n" not in str(caught.value)

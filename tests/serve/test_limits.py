@@ -9,8 +9,17 @@ from pydantic import SecretStr
 from starlette.requests import Request
 from starlette.types import Message
 
-from stretto.serve.errors import ApiError
-from stretto.serve.limits import Gate, GoneError, Keys, bounded, check_host, parse_json, read_json, while_connected
+from stretto.serve.limits import (
+    ApiError,
+    Gate,
+    GoneError,
+    Keys,
+    bounded,
+    check_host,
+    parse_json,
+    read_json,
+    while_connected,
+)
 
 
 def test_keys() -> None:

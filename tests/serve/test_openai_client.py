@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from stretto.engine.service import Service
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings
 from tests.serve.live import live
 
 openai = pytest.importorskip("openai")

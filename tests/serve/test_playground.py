@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from stretto.engine.service import Service
-from stretto.serve.server import create_app, make_server, open_socket
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from tests.serve.visits import ACCESSIBILITY, FOCUS, OBSERVE, PAIRS, PROMPT, STOPS, Visit, expected_routes
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -37,7 +37,7 @@ def server(service: Service, served: ServedModel) -> Iterator[Served]:
     settings = ServeSettings(port=0, max_open=4)
     app = create_app(service, served, settings)
     listening = open_socket(settings.host, settings.port)
-    process = make_server(app, settings)
+    process = make_server(app)
     thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", app.state.gate)
@@ -291,6 +291,7 @@ def test_fits_a_small_screen_and_remembers_the_theme(visit: Visit) -> None:
 @pytest.mark.slow
 def test_numbers_fall_with_the_size(visit: Visit) -> None:
     shares = visit.page.locator(".cost dd span")
+    shares.first.wait_for()  # the costs are asked for once the sliders are there
     assert shares.all_inner_texts() == ["100 %"] * 4
     visit.page.locator(".preset").last.click()
     visit.page.wait_for_function("() => document.querySelector('.cost dd span').textContent !== '100 %'")

@@ -18,8 +18,8 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.engine.service import Service
 from stretto.serve.client import ApiFailure, Client
-from stretto.serve.server import open_socket
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings, open_socket
 from tests.serve.live import live
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -52,14 +52,16 @@ async def settled(service: Service, server: Any) -> None:
 def test_our_client(service: Service, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         fields: dict[str, Any] = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "logprobs": True, "return_token_ids": True}  # fmt: skip
-        whole = await client.chat(USER, **fields)
-        pieces = [piece async for piece in client.stream_chat(USER, **fields)]
+        whole = await client.post(PATH, {"messages": USER, **fields})
+        pieces = [piece async for piece in client.stream(PATH, {"messages": USER, **fields})]
         assert "".join(piece.text for piece in pieces) == whole["choices"][0]["message"]["content"]
         assert [token for piece in pieces for token in piece.token_ids] == whole["choices"][0]["token_ids"]
         assert sum(len(piece.logprobs) for piece in pieces) == 6
         assert pieces[-1].usage is not None and pieces[-1].usage["completion_tokens"] == 6
         ids = (await client.post("/tokenize", {"prompt": "a b"}))["tokens"]
-        assert (await client.complete(ids, max_tokens=2))["usage"]["prompt_tokens"] == len(ids)
+        assert (await client.post("/v1/completions", {"prompt": ids, "max_tokens": 2}))["usage"][
+            "prompt_tokens"
+        ] == len(ids)
         with pytest.raises(ApiFailure) as caught:
             await client.get("/v1/models/y")
         assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -75,13 +77,13 @@ def test_a_client_that_goes_away_aborts_its_request(service: Service, served: Se
     async def work(client: Client, server: Any) -> None:
         before = (await service.stats()).output_tokens
         if stream:
-            pieces = client.stream_chat(USER, max_tokens=400, ignore_eos=True, n=4)
+            pieces = client.stream(PATH, {**LONG, "n": 4})
             async for piece in pieces:
                 if piece.text:
                     break
             await pieces.aclose()  # type: ignore[attr-defined]
         else:
-            task = asyncio.create_task(client.chat(USER, max_tokens=400, ignore_eos=True, n=4))
+            task = asyncio.create_task(client.post(PATH, {**LONG, "n": 4}))
             while not (await service.stats()).num_running:
                 await asyncio.sleep(0.005)
             task.cancel()
@@ -173,8 +175,8 @@ from stretto.engine.request import EngineConfig
 from stretto.engine.service import Service
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
-from stretto.serve.server import create_app, open_socket, serve
-from stretto.serve.settings import ServedModel, ServeSettings
+from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
+from stretto.serve.elastic import ServedModel
 from stretto.text.tokenizer import load_tokenizer
 
 config = ModelConfig.model_validate_json(sys.argv[2])
@@ -183,7 +185,7 @@ service = Service(Engine(build(config, seed=3), tokenizer, EngineConfig(num_page
 listening = open_socket("127.0.0.1", 0)
 print(listening.getsockname()[1], flush=True)
 app = create_app(service, ServedModel("x", config, {}, tokenizer, 512), ServeSettings())
-serve(app, ServeSettings(), listening)
+make_server(app).run(sockets=[listening])
 service.close()
 print("closed", flush=True)
 """
@@ -191,11 +193,11 @@ print("closed", flush=True)
 
 def test_told_to_stop_it_finishes_what_is_open(service: Service, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
-        pieces = client.stream_chat(USER, max_tokens=100, ignore_eos=True, return_token_ids=True)
+        pieces = client.stream(PATH, {**LONG, "max_tokens": 100, "return_token_ids": True})
         received = [await anext(pieces) for _ in range(3)]
         server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(ApiFailure) as caught:
-            await client.chat(USER)
+            await client.post(PATH, {"messages": USER})
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "draining", 5.0)
         assert not server.should_exit
         received += [piece async for piece in pieces]
@@ -238,3 +240,13 @@ def test_sigterm_lets_open_streams_finish(served: ServedModel, tmp_path: Any) ->
     finally:
         child.kill()
         child.wait()
+
+
+def test_only_loopback_names_on_loopback() -> None:
+    assert "localhost" in (ServeSettings().hosts() or ())
+    assert ServeSettings(host="0.0.0.0").hosts() is None
+    assert ServeSettings(host="0.0.0.0", allowed_hosts=("a",)).hosts() == ("a",)
+
+
+def test_keys_do_not_show() -> None:
+    assert "secret" not in repr(ServeSettings.model_validate({"api_keys": ["secret"], "admin_key": "secret"}))

@@ -1,13 +1,68 @@
-// The page: one prompt for one or two panes, the mode, the theme and the keys.
+// The page: one prompt and one form of sampling settings for one or two panes, the mode, the theme and the keys.
 
+import { TokenCard } from "./answer.js";
 import { Api } from "./api.js";
-import { TokenCard } from "./chat.js";
-import { Sampling, sizeText } from "./controls.js";
 import { make } from "./dom.js";
-import { Pane } from "./pane.js";
+import { Pane, sizeText } from "./pane.js";
 
 const find = (selector) => document.querySelector(selector);
 const THEMES = { auto: "auto", light: "light", dark: "dark" };
+
+class Sampling {
+  /** @param {Element} panel the fields @param {HTMLButtonElement} button opens and closes them, and sums them up */
+  constructor(panel, button) {
+    this.panel = panel;
+    this.button = button;
+    this.fields = Object.fromEntries([...panel.querySelectorAll("[id]")].map((element) => [element.id, element]));
+    button.addEventListener("click", () => this.toggle(panel.hidden));
+    panel.addEventListener("input", () => this.#show());
+    this.#show();
+  }
+
+  toggle(open) {
+    this.panel.hidden = !open;
+    this.button.setAttribute("aria-expanded", String(open));
+  }
+
+  get key() {
+    return this.fields.key.value.trim();
+  }
+
+  get system() {
+    return this.fields.system.value.trim();
+  }
+
+  /** Whether every field holds a number the server takes; if not, the first bad one is shown and focused. */
+  check() {
+    const bad = [...this.panel.querySelectorAll("input")].find((input) => !input.checkValidity());
+    if (!bad) return true;
+    this.toggle(true);
+    bad.reportValidity();
+    return false;
+  }
+
+  /** Body fields. A seed that was left empty is drawn here, so that all panes share it and the answer can tell it. */
+  values() {
+    const { temperature, seed } = this.fields;
+    const drawn = crypto.getRandomValues(new Uint32Array(1))[0] % 1_000_000;
+    return {
+      temperature: temperature.valueAsNumber,
+      top_p: this.fields["top-p"].valueAsNumber,
+      max_tokens: this.fields["max-tokens"].valueAsNumber,
+      seed: seed.value === "" ? drawn : seed.valueAsNumber,
+    };
+  }
+
+  #show() {
+    const { temperature, seed } = this.fields;
+    const parts = [
+      `temperature ${temperature.value}`, `top-p ${this.fields["top-p"].value}`, `${this.fields["max-tokens"].value} tokens`,
+      ...(seed.value ? [`seed ${seed.value}`] : []), ...(this.system ? ["system prompt"] : []),
+    ];
+    this.button.replaceChildren(make("span", { textContent: "Sampling" }), make("span", { className: "sum", textContent: parts.join(" · ") }));
+    document.body.classList.toggle("uncoloured", !this.fields.colours.checked);
+  }
+}
 
 class Page {
   constructor(info, api, sampling) {

@@ -7,9 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from stretto.serve.bodies import ChatBody, ResponseFormat, Tool, parse_body
-from stretto.serve.errors import ApiError
-from stretto.serve.tools import Call, CallReader, answer_grammar, read_answer, read_call, tool_use
+from stretto.serve.chat import ChatBody
+from stretto.serve.limits import parse_body
+from stretto.serve.messages import (
+    Call,
+    CallReader,
+    FieldError,
+    ResponseFormat,
+    Tool,
+    answer_grammar,
+    read_answer,
+    read_call,
+    tool_use,
+)
 
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}}  # fmt: skip
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "s": "é </tool_call> {"}}</tool_call>'
@@ -92,7 +102,7 @@ def test_choices() -> None:
     ],
 )
 def test_impossible_choices(functions: list[dict], wanted: object, problem: str) -> None:
-    with pytest.raises(ApiError, match=problem):
+    with pytest.raises(FieldError, match=problem):
         tool_use(tools(*functions), choice(wanted))
 
 

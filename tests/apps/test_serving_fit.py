@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.apps.choose import Fit, fitting_subnet, parse_bytes
 from stretto.apps.search import SEARCH_FILE, SearchRecord
+from stretto.apps.serve import Fit, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
 from stretto.engine.memory import cache_within, least_bytes

@@ -9,8 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from stretto.serve.client import Client
-from stretto.serve.load import PERCENTILES, Load, LoadResult, Seen, run_load
+from stretto.serve.client import PERCENTILES, Client, Load, LoadResult, Seen, run_load
 
 
 def loaded(connect: Any, load: Load) -> LoadResult:
