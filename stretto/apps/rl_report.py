@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.config import validate
-from stretto.base.paths import read_json
+from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.records import git_commit, read_lineage
 from stretto.base.track import progress, read_metrics
 from stretto.evals.rl_data import RlData, Work
 from stretto.evals.rl_report import pictures, write_rl_report
-from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.run import CHECKPOINT
-from stretto.rl.trace import Span, read_spans
+from stretto.rl.log import Span, read_spans
+from stretto.rl.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 
 _NUMBER = {"step": "step", "group": "ordinal", "activate": "version"}
 """Of a span's facts, the one that says which it is."""

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.rl.status import RoleRow, RunStatus, read_status
+from stretto.rl.log import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
 WIDTH = 80

@@ -24,9 +24,9 @@ from stretto.rl.asking import (
     Troubles,
     group_failure,
 )
-from stretto.rl.buffer import GroupRef
 from stretto.rl.crew import Crew
 from stretto.rl.dialogue import Dialogue
+from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.threads import Threads
 from stretto.rl.tokenlog import TokenLog, open_logs, remove_logs

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.trajectory import Group, Outcome, Trajectory
-from stretto.rl.loss import LossConfig
+from stretto.rl.recipe import LossConfig
 
 _STD_FLOOR = 1e-4
 """Added to a group's standard deviation, as TRL does."""

@@ -18,7 +18,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.routes import pack_routes, unpack_routes
 from stretto.base.trajectory import Group, Segment, Task, Trajectory, Verdict
-from stretto.rl.buffer import GroupRef
+from stretto.rl.ledger import GroupRef
 from stretto.rl.logframes import frame, frames
 
 SUFFIX = ".group"

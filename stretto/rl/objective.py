@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
-from stretto.rl.loss import LossConfig
+from stretto.rl.recipe import LossConfig
 from stretto.train.losses import PolicyLoss, cispo, gspo, icepop_weights, kl_k2, ppo, tis_weights
 from stretto.train.step import Measured
 

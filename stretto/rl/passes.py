@@ -20,8 +20,8 @@ from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.rl.batches import Batch
-from stretto.rl.loss import LossConfig
 from stretto.rl.objective import PolicyObjective
+from stretto.rl.recipe import LossConfig
 from stretto.train.step import MicroBatch
 
 

@@ -30,12 +30,12 @@ from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
-from stretto.rl import measures
+from stretto.rl import log as measures
 from stretto.rl.batches import pack
-from stretto.rl.buffer import GroupRef
 from stretto.rl.credit import assign
 from stretto.rl.groups import check_routes, load_group
-from stretto.rl.measures import StepReport
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import StepReport
 from stretto.rl.passes import Pass, forward_flops, gather, micro_batch, place, recompute, score
 from stretto.rl.recipe import LAYOUT, SNAPSHOTS, WEIGHTS, RlRecipe
 from stretto.rl.weights import publish, retire

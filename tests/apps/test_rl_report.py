@@ -8,9 +8,8 @@ from stretto.apps.rl_report import gather, is_rl_run
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, write_json, write_text
-from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.trace import Span, Trace
+from stretto.rl.log import Span, Trace
+from stretto.rl.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from stretto.apps.top import SHOWN, picture, sparkline
 from stretto.base.errors import UserError
-from stretto.rl.status import RoleRow, RunStatus, read_status, write_status
+from stretto.rl.log import RoleRow, RunStatus, read_status, write_status
 
 STATUS = RunStatus(
     updated_s=1000.0,

@@ -22,11 +22,11 @@ from stretto.rl.agent import AgentRole, AgentSettings, Clients
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.engines import open_rollout_engine
 from stretto.rl.groups import store_group
+from stretto.rl.plain import run_synchronously
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
-from stretto.rl.sync import run_synchronously
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source

@@ -14,10 +14,11 @@ import numpy as np
 
 from stretto.base.config import Config
 from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.agent import LOGS, AgentRole, AgentSettings, Clients
+from stretto.rl.agent import AgentRole, AgentSettings, Clients
 from stretto.rl.asking import Generated, GenerateRequest, Patience, RewardRequest
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.groups import store_group
+from stretto.rl.recipe import LOGS
 from stretto.rl.rollout import EngineRole
 from stretto.rl.tokenlog import log_path
 from stretto.rl.turns import Limits

@@ -15,10 +15,10 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, WeightVersion
 from stretto.engine.weights import state_checksum
-from stretto.rl.agent import GROUPS, LOGS
 from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, Trouble
 from stretto.rl.dialogue import Dialogue
 from stretto.rl.groups import load_group
+from stretto.rl.recipe import GROUPS, LOGS
 from stretto.rl.rollout import EngineRole
 from stretto.sandbox.outcome import ToolResult
 from tests.engine.engines import FULL, full_routes, network

@@ -17,8 +17,8 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Verdict
-from stretto.rl.agent import GROUPS
 from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, RewardRequest, infra
+from stretto.rl.recipe import GROUPS
 from stretto.rl.rollout import EngineRole
 from stretto.rl.tokenlog import read_logs
 from stretto.sandbox.outcome import ToolResult

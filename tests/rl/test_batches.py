@@ -15,7 +15,7 @@ from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING
 from stretto.rl.batches import Batch, pack
 from stretto.rl.credit import Credit, assign
-from stretto.rl.loss import LossConfig
+from stretto.rl.recipe import LossConfig
 from tests.rl.samples import equal, group, trajectory
 
 ROUTES = (3, 2, 8)

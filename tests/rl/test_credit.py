@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.base.trajectory import Group, Outcome
 from stretto.rl.credit import advantages, assign, token_weights
-from stretto.rl.loss import LossConfig
+from stretto.rl.recipe import LossConfig
 from tests.rl.samples import group
 
 KINDS = ["grpo", "dr_grpo", "rloo"]

@@ -17,8 +17,8 @@ from stretto.model.transformer import Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.rl.batches import pack
 from stretto.rl.credit import assign
-from stretto.rl.loss import LossConfig
 from stretto.rl.passes import Pass, micro_batch, place, recompute, score
+from stretto.rl.recipe import LossConfig
 from stretto.train.step import StepResult, optimisation_step
 from tests.rl.policies import groups, network
 

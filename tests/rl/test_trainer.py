@@ -16,10 +16,10 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Group
 from stretto.model.hub import read_checkpoint
 from stretto.model.parallel import join
-from stretto.rl import measures
-from stretto.rl.buffer import GroupRef
+from stretto.rl import log as measures
 from stretto.rl.groups import store_group
-from stretto.rl.measures import StepReport
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import StepReport
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.train.step import NonFiniteError
