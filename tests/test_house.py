@@ -30,7 +30,7 @@ LONG_FILES: dict[str, tuple[int, str]] = {}
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 # Where an import of our own may hide in a function, besides apps; each with the reason.
 LATE_IMPORTS = {
-    "stretto/rl/factories.py": "torch is imported where a role lives, not where it is described",
+    "stretto/rl/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/runtime/open.py": "Ray is an extra",
 }
 
