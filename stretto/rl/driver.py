@@ -19,14 +19,12 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, WeightVersion
 from stretto.rl.controller import Controller, Handout, Watchdog
 from stretto.rl.groups import discard
-from stretto.rl.launch import Roles
+from stretto.rl.launch import CALL_SLACK_S, Roles
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import Span, StepReport, Trace
 from stretto.rl.recipe import RlRecipe
 from stretto.runtime.runtime import RoleDied, RoleError, RuntimeFailure
 
-_CALL_SLACK_S = 10.0
-"""Between a group's lease and the deadline of the call that carries it."""
 _GUARD_S = 0.2
 """Between two looks at what may have died or run out."""
 _MOST_UNIFORM, _MOST_FAILED = 64, 2
@@ -148,7 +146,7 @@ class Driver:
         """One attempt at one group, from hand-out to report."""
         task, attempt = handout.task, handout.attempt
         self._watchdog.waits("agents", "an agent", task.ordinal)
-        deadline_s = self._recipe.failures.lease_s + _CALL_SLACK_S
+        deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
                 self._watchdog.waits("agents", agent.name, task.ordinal)
@@ -206,7 +204,6 @@ class Driver:
         while self._failure is None:
             await asyncio.sleep(_GUARD_S)
             try:
-                self._roles.check()
                 self._engines.tend()
                 self._hand_out()
                 await self._roles.mend()

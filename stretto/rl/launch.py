@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Task, WeightVersion
+from stretto.base.trajectory import WeightVersion
 from stretto.rl.agent import AgentRole, AgentSettings, Wait
 from stretto.rl.clients import Connect, Verifiers
 from stretto.rl.dialogue import Dialogue
@@ -52,10 +52,10 @@ _STEP_S = 3600.0
 """For a call of the trainer, which hangs then; the watchdog speaks up earlier for everybody else."""
 _ASK_S = 10.0
 """For a role to say how it is."""
+CALL_SLACK_S = 10.0
+"""Between a group's lease and the deadline of the call that carries it."""
 _LOAD_S = 120.0
 """For an engine to fetch and take over new weights."""
-_EVALUATIONS, _PAUSE_S = 5, 0.2
-"""Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
 _AGENT_GROUPS = 64
 """Groups of one isolated agent, unless the largest pool could not hold all of the run's then: what keeps a core busy
 with small models' tokens. More than that and there should be another agent."""
@@ -241,10 +241,16 @@ class Roles:
                 f"trainer: {method}: {error.kind}: {error.message}; see the log, then continue with --resume"
             ) from error
 
-    def check(self) -> None:
-        """
+    def forget(self, ordinal: int) -> None:
+        """Delete the token logs of a group that is stored."""
+        for agent in [agent for agent in self.agents.handles() if self._is_alive(agent)][:1]:
+            self.runtime.cast(agent, "forget", (ordinal,))
+
+    async def mend(self) -> None:
+        """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
+
         Raises:
-            TrainerLost: the trainer died. UserError: another role that only starts again so many times did.
+            TrainerLost: the trainer died. UserError: another role cannot be started any more.
         """
         for handle in self.alone:
             status = self.runtime.status(handle)
@@ -255,38 +261,6 @@ class Roles:
                     f"{handle.name}: {status.why}; failures.restarts: it was started again {status.restarts} times; "
                     "continue with --resume"
                 )
-
-    async def evaluate(self, tasks: Sequence[Task], temperature: float, deadline_s: float) -> list[Group]:
-        """One sample of each task, outside of the run.
-
-        Raises:
-            UserError: a task refuses, or kept failing.
-        """
-
-        async def one(task: Task) -> Group:
-            what: object = ""
-            for failures in range(_EVALUATIONS):
-                await asyncio.sleep(_PAUSE_S * failures)
-                try:
-                    group: Group = await self.agents.call("evaluate", task, temperature, deadline_s=deadline_s + _ASK_S)
-                    return group
-                except RuntimeFailure as failure:
-                    what = failure.message if isinstance(failure, RoleError) else failure
-            raise UserError(f"evaluation: {what} ({_EVALUATIONS} tries); mend that, then continue with --resume")
-
-        return list(await asyncio.gather(*(one(task) for task in tasks)))
-
-    def forget(self, ordinal: int) -> None:
-        """Delete the token logs of a group that is stored."""
-        for agent in [agent for agent in self.agents.handles() if self._is_alive(agent)][:1]:
-            self.runtime.cast(agent, "forget", (ordinal,))
-
-    async def mend(self) -> None:
-        """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
-
-        Raises:
-            UserError: a pool cannot start workers any more.
-        """
         for pool in self.pools:
             if pool.error is not None:
                 raise UserError(f"{pool.name}: no worker can be started: {pool.error}; continue with --resume")

@@ -28,14 +28,16 @@ from stretto.base.paths import read_json, write_json, write_text, writing
 from stretto.base.track import METRICS_FILE, Tracker, read_metrics
 from stretto.base.trajectory import Group, Outcome
 from stretto.rl.controller import Controller
-from stretto.rl.launch import Job, Roles
+from stretto.rl.launch import CALL_SLACK_S, Job, Roles
 from stretto.rl.ledger import GroupRef
 from stretto.rl.prompts import Prompts
 from stretto.rl.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE
-from stretto.runtime.runtime import Handle
+from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
 
 STATUS_EVERY_S = 1.0
 _SHOWN_WAITS = 5
+_EVALUATIONS, _PAUSE_S = 5, 0.2
+"""Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
 
 Stream = NDArray[np.float64]
 Told = Mapping[str, Any]
@@ -538,13 +540,25 @@ class Logbook:
             self._say(f"step {step:>5,}  held-out reward not measured: {error}")
 
     async def _evaluate(self, step: int) -> None:
-        num, temperature = self._recipe.train.eval_prompts, self._recipe.rollout.temperature
-        tasks = [self._prompts.held_out(number) for number in range(num)]
-        groups = await self._roles.evaluate(tasks, temperature, self._recipe.failures.lease_s)
-        reward = float(np.mean([group.trajectories[0].verdict.reward for group in groups]))
+        num = self._recipe.train.eval_prompts
+        reward = float(np.mean(await asyncio.gather(*map(self._held_out_reward, range(num)))))
         self._metrics["eval/reward"] = reward
         self._tracker.log(step, {"eval/reward": reward}, line=False)
         self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
+
+    async def _held_out_reward(self, number: int) -> float:
+        task, temperature = self._prompts.held_out(number), self._recipe.rollout.temperature
+        what: object = ""
+        for failures in range(_EVALUATIONS):
+            await asyncio.sleep(_PAUSE_S * failures)
+            try:
+                group = await self._roles.agents.call(
+                    "evaluate", task, temperature, deadline_s=self._recipe.failures.lease_s + CALL_SLACK_S
+                )
+                return float(group.trajectories[0].verdict.reward)
+            except RuntimeFailure as failure:
+                what = failure.message if isinstance(failure, RoleError) else failure
+        raise UserError(f"evaluation: {what} ({_EVALUATIONS} tries); mend that, then continue with --resume")
 
     async def _watch(self) -> None:
         while True:
