@@ -38,14 +38,13 @@ from bench.common.watched import Tick, watched
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import checkpoint_folder, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
-from stretto.rl.factories import SourceTables
+from stretto.rl.launch import SourceTables
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.run import CHECKPOINT
 
 AIM = 3.0
 THEIRS = "TRL"

@@ -25,7 +25,7 @@ CROWDED: dict[str, str] = {}
 """Folders of more than fifteen files; each with the reason."""
 # Where an import of our own may hide in a function, besides apps; each with the reason.
 LATE_IMPORTS = {
-    "stretto/rl/factories.py": "torch is imported where a role lives, not where it is described",
+    "stretto/rl/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/runtime/open.py": "Ray is an extra",
 }
 

@@ -10,17 +10,18 @@ Written anew from their descriptions; none of the systems runs here:
 - TitanRL (after MiniMax, 2605.26494): (η + 1)·P slots, freed once the engines have the new weights; oldest first among the
   groups in a window that starts at the oldest one not trained, here P + 1 wide. Its bound is η + 1.
   "At η" has one step's slots less, so that its bound is ours.
-- Ours: `stretto.rl.throttle` and `stretto.rl.buffer`, with the default window and with the narrowest.
+- Ours: `stretto.rl.controller` and `stretto.rl.ledger`, with the default window and with the narrowest.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from stretto.rl.buffer import Buffer, GroupRef
-from stretto.rl.throttle import Gate, default_window
+from stretto.rl.controller import Limits, default_window
+from stretto.rl.ledger import GroupRef
+from stretto.rl.ledger import State as Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +113,25 @@ class TitanRl(Rule):
 class Ours(Rule):
     def __init__(self, trace: Trace, window: int | None = None) -> None:
         window = default_window(trace.prompts, trace.staleness, trace.capacity) if window is None else window
-        self.gate = Gate(trace.prompts, trace.staleness, window)
-        self.buffer = Buffer()
+        self.gate = Limits(trace.prompts, trace.staleness, window)
+        self.groups = Groups()
 
     def may_start(self, state: State) -> bool:
         return self.gate.may_dispatch(state.alive, state.version, state.engine_version)
 
     def choose(self, state: State) -> list[int] | None:
-        known = self.buffer.overtaken()
-        unready = {ordinal for ordinal, _ in self.buffer.waiting()}
+        groups = self.groups
         for ordinal, version in state.waiting.items():
-            if ordinal not in known:
-                self.buffer.add(ordinal)
-            if version is not None and (ordinal not in known or ordinal in unready):
-                self.buffer.put(GroupRef(ordinal, 0, "", 1, 1, version, 0.0, False, 0.0))
-        refs = self.buffer.choose(state.trace.prompts, self.gate.window)
+            if ordinal == groups.num_dispatched:
+                groups.dispatched(ordinal, 0, 0.0)
+            if version is not None and groups.alive[ordinal].ref is None:
+                groups.ready(asdict(GroupRef(ordinal, 0, "", 1, 1, version, 0.0, False, 0.0)))
+        refs = groups.choose(state.trace.prompts, self.gate.window)
         if refs is None:
             return None
         ordinals = [ref.ordinal for ref in refs]
-        self.buffer.take(0, ordinals)
-        self.buffer.trained(0)
+        groups.batch(groups.version, ordinals)
+        groups.trained(groups.version, ordinals, [])
         return ordinals
 
 

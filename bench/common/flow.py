@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.trajectory import Task
-from stretto.rl.buffer import GroupRef
-from stretto.rl.controller import Controller
-from stretto.rl.ledger import Handout
-from stretto.rl.throttle import Limits, default_window
+from stretto.rl.controller import Controller, Handout, Limits, default_window
+from stretto.rl.ledger import GroupRef, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Run:
         self._num_events = 0
         self._life = 0  # events of an earlier life do not happen
         self._cuts: list[str] = []
-        self._controller = Controller.start(schedule.limits, self._task, journal, clock=lambda: self.now)
+        self._controller = Controller(schedule.limits, self._task, Ledger.start(journal), lambda: self.now)
         self._boot()
 
     def play(self) -> Result:
@@ -127,7 +125,7 @@ class Run:
                 kills.pop(0)
                 self._kill()
         self.result.wall_s = self.now
-        self._controller.check()
+        self._controller.state.check()
         self.result.counts = self._controller.counts()
         for step, batch in enumerate(self.result.batches):
             assert len(batch) == limits.prompts, (step, batch)
@@ -148,11 +146,9 @@ class Run:
     def _kill(self) -> None:
         self._life += 1
         self.result.num_kills += 1
-        with self._journal.open("ab") as file:
-            file.write(b'{"n": 1')  # a line that the kill tore
         cut = json.loads(self._cuts[-1]) if self._cuts else None
-        self._controller = Controller.resume(
-            self.schedule.limits, self._task, self._journal, cut, clock=lambda: self.now
+        self._controller = Controller(
+            self.schedule.limits, self._task, Ledger.resume(self._journal, cut), lambda: self.now
         )
         self._boot()
 
@@ -216,7 +212,6 @@ class Run:
         else:
             self.result.batches.append(identity)
         controller.trained(step)
-        controller.published(step + 1)
         for engine in self._engine_versions:
             delay = self._draw.expovariate(1 / self.schedule.activate_s) if self.schedule.activate_s else 0.0
             self._after(delay, partial(self._activate, engine, step + 1))

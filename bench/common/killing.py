@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.common.run_account import Account, Key, logged
 from stretto.base.errors import UserError
-from stretto.rl.status import read_status
+from stretto.rl.log import read_status
 
 STEPS, PROMPTS, GROUP = 60, 4, 4
 RECIPE = f"""
@@ -57,12 +57,12 @@ rewards = {{ min = 1, max = 2 }}
 KINDS = ("engine", "agent", "reward", "trainer", "job", "any")
 """Whom to kill; ``any``: whichever process of the job, at a moment that no progress chooses."""
 LINES_A_LIFE = (1, 40)
-"""Journal lines between two kills; a step has ten."""
+"""Events in the journal between two kills; a step has ten."""
 LIFE_S = (0.5, 12.0)
 """Seconds before a kill of ``any``."""
 POLL_S = 0.05
 PATIENCE_S = 300.0
-"""Without a line in the journal for so long, the run hangs."""
+"""Without an event in the journal for so long, the run hangs."""
 ORPHANS_S = 3.0
 """By then the children of a killed job must have noticed."""
 
@@ -135,14 +135,14 @@ class Killed:
 
     def _note_recovery(self) -> None:
         now = time.time()
-        for kill, (since, line) in zip(self.kills, self._moments, strict=True):
+        for kill, (since, last) in zip(self.kills, self._moments, strict=True):
             if kill.recovered_s is None and any(
-                each["kind"] == "trained" and number > line for number, each in self.account.lines.items()
+                each.kind == "trained" and number > last for number, each in self.account.events.items()
             ):
                 kill.recovered_s = now - since
 
     _moments: list[tuple[float, int]] = field(default_factory=list)
-    """Of each kill: Unix seconds, and the journal's last line."""
+    """Of each kill: Unix seconds, and the number of the journal's last event."""
 
     def _wait(self, kind: str) -> bool:
         """For the moment of the next kill; False: the run is over."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -15,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stretto.base.trajectory import Trajectory
-from stretto.rl.folder import JOURNAL_FILE
-from stretto.rl.recipe import LOGS
+from stretto.rl.ledger import Event, read_events
+from stretto.rl.recipe import JOURNAL_FILE, LOGS
 from stretto.rl.samples import load_group, logged_ordinals, read_logs
 
 Key = tuple[int, int]
@@ -25,30 +24,23 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class Account:
-    """Follows a run's journal. A run forgets lines and groups that it will not need again; `look` often enough."""
+    """Follows a run's journal. A run forgets events and groups that it will not need again; `look` often enough."""
 
     run: Path
     kept: Path
     """Folder for links to the groups' files."""
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    events: dict[int, Event] = field(default_factory=dict)
     """By number."""
 
     def look(self) -> int:
-        """Read what is new; the number of the last line."""
-        try:
-            text = (self.run / JOURNAL_FILE).read_bytes()
-        except FileNotFoundError:
-            return 0
-        for row in text[: text.rfind(b"\n") + 1].splitlines():
-            line = json.loads(row)
-            is_head = (
-                line["kind"] == "opened"
-            )  # of a journal that was shortened: has the number of the last line that went
-            if not is_head and self.lines.get(line["n"]) != line:
-                self.lines[line["n"]] = line
-                if line["kind"] == "ready":
-                    self._keep(Path(line["group"]["location"]))
-        return max(self.lines, default=0)
+        """Read what is new; the number of the last event."""
+        if (self.run / JOURNAL_FILE).exists():
+            for event in read_events(self.run / JOURNAL_FILE)[1:]:
+                if event.number not in self.events:
+                    self.events[event.number] = event
+                    if event.kind == "ready":
+                        self._keep(Path(event.facts["group"]["location"]))
+        return max(self.events, default=0)
 
     def trained(self) -> dict[int, list[str]]:
         """Where the groups lie that made each step, by step: of a step that was made again, the last time.
@@ -58,20 +50,19 @@ class Account:
         """
         found: dict[int, list[str]] = {}
         following, may_go_back = 0, False
-        for number in sorted(self.lines):
-            line = self.lines[number]
-            if line["kind"] == "resumed":
+        for _, event in sorted(self.events.items()):
+            if event.kind == "resumed":
                 may_go_back = True
-            elif line["kind"] == "trained":
-                step = line["step"]
+            elif event.kind == "trained":
+                step, locations = event.facts["step"], event.facts["locations"]
                 assert step == following or (may_go_back and step < following), f"step {step} after {following - 1}"
-                assert found.setdefault(step, line["locations"]) == line["locations"], (found[step], line)
+                assert found.setdefault(step, locations) == locations, (found[step], event)
                 following, may_go_back = step + 1, False
         return found
 
     def num_rolled_back(self) -> int:
         """Steps that were made again."""
-        return sum(line["kind"] == "trained" for line in self.lines.values()) - len(self.trained())
+        return sum(event.kind == "trained" for event in self.events.values()) - len(self.trained())
 
     def samples(self) -> tuple[dict[Key, Trajectory], Counter[Key]]:
         """The trained samples, and how often each was trained."""

@@ -10,12 +10,9 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.report.rl import report_rl_run as rl_report_command
-from stretto.rl.folder import has_begun, start_of
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.run import Job, Result, run_rl
-
-START = "sft"
-"""Folder, in the run's, of a start that the run made itself."""
+from stretto.rl.launch import Job
+from stretto.rl.recipe import START, RlRecipe
+from stretto.rl.run import Result, has_begun, run_rl, start_of
 
 
 def rl_command(
@@ -60,16 +57,12 @@ def made_start(recipe: RlRecipe, folder: Path) -> Path:
     if recipe.start is None:
         raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
     from stretto.post.sft import sft
-    from stretto.rl.factories import SourceTables
+    from stretto.rl.launch import SourceTables
 
-    sources = SourceTables(dict(recipe.sources), recipe.sandbox)()
-    try:
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         for source in sources.values():
             source.validate()
         return sft(recipe, sources, out)
-    finally:
-        for source in sources.values():
-            source.close()
 
 
 def _device(name: str) -> str:

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.rl.status import RoleRow, RunStatus, read_status
+from stretto.base.numbers import short
+from stretto.rl.log import RoleRow, RunStatus, read_status
 
 REFRESH_S = 1.0
 WIDTH = 80
@@ -107,7 +108,7 @@ def _curve(rewards: list[float], width: int) -> Text:
     bars = sparkline(means, len(means))
     line = Text(label, style="dim", no_wrap=True)
     line.append(bars, style="cyan")
-    return line.append(f"  {_short(min(means))} to {_short(max(means))}", style="dim")
+    return line.append(f"  {short(min(means))} to {short(max(means))}", style="dim")
 
 
 def _numbers(status: RunStatus) -> Table:
@@ -126,7 +127,7 @@ def _value(status: RunStatus, name: str) -> str:
     if name not in status.metrics:
         return "–"
     value = status.metrics[name]
-    return f"{value:.1%}" if name.startswith(_SHARES) else _short(value)
+    return f"{value:.1%}" if name.startswith(_SHARES) else short(value)
 
 
 def _groups(status: RunStatus) -> Table:
@@ -182,11 +183,3 @@ def binned(values: list[float], width: int) -> list[float]:
     num = min(max(1, width), len(values))
     bins = [values[len(values) * index // num : len(values) * (index + 1) // num] for index in range(num)]
     return [sum(each) / len(each) for each in bins]
-
-
-def _short(value: float) -> str:
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        return f"{value:.2e}"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:,.3f}".rstrip("0").rstrip(".")

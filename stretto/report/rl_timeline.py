@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from stretto.base.numbers import counted, duration, listed, percent, short
 from stretto.report import style
 from stretto.report.style import ABSENT, BLUE, GREEN, HALO, INK, MUTED, ORANGE, PALE, SAND, SERIES, SKY, Label
-from stretto.rl.trace import Span
+from stretto.rl.log import Span
 
 _CLOSE_STEPS = 5
 """Steps of the close-up."""

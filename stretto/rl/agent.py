@@ -22,9 +22,9 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.buffer import GroupRef
 from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.dialogue import Dialogue, ToolCall
+from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs
 from stretto.runtime.runtime import Caller

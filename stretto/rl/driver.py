@@ -2,7 +2,7 @@
 
 Everything happens on one asyncio loop. Groups are tasks of their own; the trainer takes one step at a time; each event
 ends in `Driver._hand_out`; only what happens without telling anybody, a death or a lease that runs out, is polled for. A
-dead trainer ends the attempt (`stretto.rl.roles.TrainerLost`): weights, optimiser and ledger go back to the last snapshot
+dead trainer ends the attempt (`stretto.rl.launch.TrainerLost`): weights, optimiser and ledger go back to the last snapshot
 together, with new roles.
 """
 
@@ -11,111 +11,73 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, WeightVersion
-from stretto.rl.buffer import GroupRef
-from stretto.rl.controller import Controller
-from stretto.rl.fleet import Fleet
-from stretto.rl.ledger import Handout
-from stretto.rl.measures import StepReport
-from stretto.rl.roles import Roles
+from stretto.rl.controller import Controller, Handout, Watchdog
+from stretto.rl.launch import CALL_SLACK_S, Roles
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import Span, StepReport, Trace
+from stretto.rl.recipe import RlRecipe
 from stretto.rl.samples import discard
-from stretto.rl.trace import Span, Trace
-from stretto.rl.watchdog import Watchdog
-from stretto.runtime.runtime import RoleDied, RoleError, Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, RoleError, RuntimeFailure
 
-_CALL_SLACK_S = 10.0
-"""Between a group's lease and the deadline of the call that carries it."""
 _GUARD_S = 0.2
 """Between two looks at what may have died or run out."""
 _MOST_UNIFORM, _MOST_FAILED = 64, 2
 """Batches' worth of groups with equal rewards, or given up, without a step between them, after which the run is hopeless."""
-TRACE_HINT = "`stretto top`"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the driver needs of the recipe."""
-
-    num_steps: int
-    snapshot_every: int
-    keep_snapshots: int
-    prompts: int
-    """Groups of a step."""
-    lease_s: float
-    step_deadline_s: float
-    """Of one call to the trainer."""
-
-
-@dataclass(slots=True)
-class Waits:
-    """Seconds since the last log line. Written by the driver."""
-
-    trainer_s: float = 0.0
-    """The trainer had nothing to do."""
-    step_s: float = 0.0
-    """The trainer computed."""
-    activate_s: float = 0.0
-    """Longest engine, summed over versions."""
-
-
-Observe = Callable[[StepReport, tuple[GroupRef, ...], Waits], None]
-"""Called after each step."""
 
 
 class Driver:
-    """One attempt at a run, from a controller that stands where the trainer does. An async context manager: inside, roles
-    are looked after, and all engines have the weights that the attempt starts from."""
+    """One attempt at a run, from a controller that stands where the trainer does."""
 
     def __init__(
         self,
-        plan: Plan,
-        runtime: Runtime,
+        recipe: RlRecipe,
         roles: Roles,
         controller: Controller,
         weights: WeightVersion,
         trace: Trace,
-        watchdog: Watchdog,
-        observe: Observe,
+        observe: Callable[[StepReport, tuple[GroupRef, ...]], None],
     ):
         """
         Args:
             weights: that the trainer has now, published.
+            observe: called after each step.
         """
-        self._plan, self._runtime, self._roles = plan, runtime, roles
-        self._controller, self._trace, self._watchdog, self._observe = controller, trace, watchdog, observe
-        self._weights = weights
-        self._fleet = Fleet(roles, controller, trace, weights, moved=self._moved, failed=self._fail)
-        self._groups: dict[asyncio.Task[None], Handout] = {}
-        self._guarding: asyncio.Task[None] | None = None
+        self._recipe, self._roles, self._controller = recipe, roles, controller
+        self._weights, self._trace, self._observe = weights, trace, observe
+        self._engines = EngineWeights(roles, controller, trace, moved=self._moved, failed=self._fail)
+        self._watchdog = Watchdog(recipe.failures.stuck_s)
+        self._groups: set[asyncio.Task[None]] = set()
         self._reporting: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._waits = Waits()
-        self._num_uniform = 0
-        """Groups with equal rewards since the last step."""
-        self._failed_before = 0
-        """Groups given up until the last step."""
-        self._last_loss = ""
-        """Why the last attempt at a group came to nothing, since the last step."""
-        self._cuts: deque[Mapping[str, Any]] = deque(maxlen=plan.keep_snapshots)
+        self._num_uniform = 0  # groups with equal rewards since the last step
+        self._failed_before = 0  # groups given up until then
+        self._last_loss = ""  # why the last attempt at a group came to nothing, since then
+        self._cuts: deque[Mapping[str, Any]] = deque(maxlen=recipe.train.keep_snapshots)
 
-    async def __aenter__(self) -> Self:
-        self._guarding = asyncio.create_task(self._guard())
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[Self]:
+        """Inside, roles are looked after, and all engines have the weights that the attempt starts from."""
+        guarding = asyncio.create_task(self._guard())
         try:
-            self._fleet.publish(self._weights)
-            await self._unless_failed(self._fleet.settled())
-        except BaseException:
-            await self._end()
-            raise
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._end()
+            self._engines.publish(self._weights)
+            while not self._engines.are_current and self._failure is None:
+                await self._change()
+            if self._failure is not None:
+                raise self._failure
+            yield self
+        finally:
+            tasks = [*self._groups, guarding, *filter(None, [self._reporting])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._engines.close()
 
     async def run(self) -> None:
         """Train until the recipe's last step.
@@ -124,114 +86,83 @@ class Driver:
             TrainerLost: the trainer died.
             UserError: a role cannot go on, or nothing moves any more, and the watchdog says what.
         """
-        while self._controller.version < self._plan.num_steps:
+        while self._controller.version < self._recipe.train.steps:
             await self._train(await self._next_batch())
-
-    async def _end(self) -> None:
-        tasks = [*self._groups, *filter(None, (self._guarding, self._reporting))]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._fleet.close()
-
-    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await ``work``, or what ends the attempt first."""
-        task = asyncio.create_task(work)
-        try:
-            while not task.done():
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.clear()
-                change = asyncio.create_task(self._changed.wait())
-                await asyncio.wait([task, change], return_when=asyncio.FIRST_COMPLETED)
-                change.cancel()
-            task.result()
-        finally:
-            task.cancel()
 
     async def _next_batch(self) -> tuple[GroupRef, ...]:
         """Wait for the next step's groups."""
         started_s = time.time()
         self._watchdog.waits("trainer", "agents")
-        while True:
-            self._changed.clear()
-            if self._failure is not None:
-                raise self._failure
+        while self._failure is None:
             self._hand_out()
             refs = self._controller.next_batch()
             if refs is not None:
-                waited_s = time.time() - started_s
-                self._waits.trainer_s += waited_s
-                self._trace.add(Span("trainer", "wait", started_s, started_s + waited_s))
+                self._trace.add(Span("trainer", "wait", started_s, time.time()))
                 self._watchdog.done("trainer")
                 return refs
-            await self._changed.wait()
+            await self._change()
+        raise self._failure
+
+    async def _change(self) -> None:
+        """Until something has happened."""
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _train(self, refs: tuple[GroupRef, ...]) -> None:
-        step = self._controller.version
-        started_s = time.perf_counter()
+        step, train = self._controller.version, self._recipe.train
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
-            report: StepReport = await self._call_trainer("step", refs, step)
+            report: StepReport = await self._roles.call_trainer("step", refs, step)
         self._controller.trained(step)
         self._num_uniform, self._failed_before, self._last_loss = 0, self._num_failed, ""
         with self._trace.span("trainer", "publish", version=step + 1):
-            self._fleet.publish(await self._call_trainer("publish"))
-        self._waits.step_s += time.perf_counter() - started_s
-        waits, self._waits = self._waits, Waits()
+            self._engines.publish(await self._roles.call_trainer("publish"))
         self._hand_out()
-        done = step + 1
         if self._reporting is not None:
             await self._reporting
         # told while the trainer is at the next step; what a snapshot holds is told before the trainer goes on
-        self._reporting = asyncio.create_task(self._report(report, refs, waits))
-        if done % self._plan.snapshot_every == 0 or done == self._plan.num_steps:
-            await self._snapshot()
+        self._reporting = asyncio.create_task(self._report(report, refs))
+        if (step + 1) % train.snapshot_every == 0 or step + 1 == train.steps:
+            # the trainer's state and the ledger's, of the same version, in one folder
+            cut = self._controller.checkpoint_cut()
+            with self._trace.span("trainer", "snapshot", version=step + 1):
+                await self._roles.call_trainer("save", cut)
+            self._cuts.append(cut)
+            if len(self._cuts) == train.keep_snapshots:  # older ones have been deleted
+                self._controller.covered(self._cuts[0])
             await self._reporting
 
-    async def _report(self, report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
+    async def _report(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
         await asyncio.to_thread(discard, self._controller.unneeded())
-        self._observe(report, refs, waits)
-
-    async def _snapshot(self) -> None:
-        """The trainer's state and the ledger's, of the same version, in one folder."""
-        cut = self._controller.checkpoint_cut()
-        with self._trace.span("trainer", "snapshot", version=self._controller.version):
-            await self._call_trainer("save", cut)
-        self._cuts.append(cut)
-        if len(self._cuts) == self._plan.keep_snapshots:  # older ones have been deleted
-            self._controller.covered(self._cuts[0])
-
-    async def _call_trainer(self, method: str, *args: Any) -> Any:
-        return await self._roles.call_trainer(method, *args, deadline_s=self._plan.step_deadline_s)
+        self._observe(report, refs)
 
     def _hand_out(self) -> None:
         """Start whatever the controller admits. Called after every event."""
         for handout in self._controller.admit():
             task = asyncio.create_task(self._group(handout))
-            self._groups[task] = handout
-            task.add_done_callback(self._groups.pop)
+            self._groups.add(task)
+            task.add_done_callback(self._groups.discard)
 
     async def _group(self, handout: Handout) -> None:
         """One attempt at one group, from hand-out to report."""
         task, attempt = handout.task, handout.attempt
         self._watchdog.waits("agents", "an agent", task.ordinal)
-        deadline_s = self._plan.lease_s + _CALL_SLACK_S
+        deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
                 self._watchdog.waits("agents", agent.name, task.ordinal)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
-                    ref: GroupRef = await self._runtime.call(agent, "run_group", task, attempt, deadline_s=deadline_s)
+                    ref: GroupRef = await self._roles.runtime.call(
+                        agent, "run_group", task, attempt, deadline_s=deadline_s
+                    )
             if self._controller.group_ready(ref):
                 self._watchdog.waits("trainer", "agents")  # it came one group further
-                self._roles.forget([task.ordinal])
+                self._roles.forget(task.ordinal)
                 self._check_hope(ref)
-        except UserError as error:
-            self._fail(error)
         except RoleDied as died:
             self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
             self._lose(handout, failure.message if isinstance(failure, RoleError) else str(failure))
-        except Exception as error:  # ours, not a role's: nothing would wait for it otherwise
+        except Exception as error:  # a user's mistake, or ours: nothing would wait for it otherwise
             self._fail(error)
         finally:
             self._watchdog.done("agents", task.ordinal)
@@ -242,7 +173,7 @@ class Driver:
         self._last_loss = why
         self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
         num_failed = self._num_failed - self._failed_before
-        if num_failed > _MOST_FAILED * self._plan.prompts:
+        if num_failed > _MOST_FAILED * self._recipe.train.prompts:
             self._fail(
                 UserError(
                     f"sources: {num_failed} groups without a step between them were given up, the last one because of "
@@ -257,15 +188,14 @@ class Driver:
     def _check_hope(self, ref: GroupRef) -> None:
         """A policy that never or always succeeds learns nothing, and would be asked for ever."""
         self._num_uniform += ref.is_uniform
-        if self._num_uniform > _MOST_UNIFORM * self._plan.prompts:
+        if self._num_uniform > _MOST_UNIFORM * self._recipe.train.prompts:
             raise UserError(
                 f"sources: {self._num_uniform} groups without a step between them had equal rewards, the last {ref.mean_reward:g}; "
                 "start from a model that succeeds now and then, choose easier or harder problems, or set loss.drop_uniform = false"
             )
 
-    def _moved(self, seconds: float) -> None:
+    def _moved(self) -> None:
         """An engine has other weights now."""
-        self._waits.activate_s += seconds
         self._hand_out()
         self._changed.set()
 
@@ -274,8 +204,7 @@ class Driver:
         while self._failure is None:
             await asyncio.sleep(_GUARD_S)
             try:
-                self._roles.check()
-                self._fleet.tend()
+                self._engines.tend()
                 self._hand_out()
                 await self._roles.mend()
                 stuck = self._watchdog.report()
@@ -293,8 +222,98 @@ class Driver:
             for wait in waits[:1]
         )
         last = f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
-        return f"run: {report}{longest}{last}; see {TRACE_HINT}, then continue with --resume"
+        return f"run: {report}{longest}{last}; see `stretto top`, then continue with --resume"
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()
+
+
+class EngineWeights:
+    """Keeps every engine at the newest weights, whichever of them die and come back meanwhile.
+
+    An engine that was started again samples nothing until it was given those.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        controller: Controller,
+        trace: Trace,
+        *,
+        moved: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ):
+        """
+        Args:
+            moved: told after each change of weights.
+            failed: told what no other attempt would mend.
+        """
+        self._roles, self._controller, self._trace = roles, controller, trace
+        self._moved, self._failed = moved, failed
+        self._weights: WeightVersion
+        self._serving: dict[str, tuple[int, int]] = {}
+        """The version that an engine computes with, and its restarts when it took that over."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def publish(self, weights: WeightVersion) -> None:
+        """Let every engine change to ``weights``; requests go on meanwhile."""
+        self._weights = weights
+        self.tend()
+
+    def tend(self) -> None:
+        """See to engines that are behind: because of newer weights, a restart, or a change that came to nothing."""
+        for name in self._roles.engines:
+            running, serving = self._tasks.get(name), self._serving.get(name)
+            if running is not None and not running.done():
+                continue
+            if serving is not None and serving[1] != self._roles.restarts(name):
+                self._lost(name)  # nobody has given the new incarnation weights, since nobody is at it
+            if not self._is_current(name):
+                self._tasks[name] = asyncio.create_task(self._update(name))
+
+    @property
+    def are_current(self) -> bool:
+        """Whether all engines have the newest weights."""
+        return all(map(self._is_current, self._roles.engines))
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _is_current(self, name: str) -> bool:
+        return name in self._serving and self._serving[name][0] == self._weights.number
+
+    def _lost(self, name: str) -> None:
+        self._serving.pop(name, None)
+        self._controller.engine_gone(name)
+
+    async def _update(self, name: str) -> None:
+        """Until the engine has the newest weights, however many come meanwhile; what fails is left to the next `tend`.
+
+        The controller must never believe an engine to have newer weights than any of its incarnations samples under.
+        """
+        try:
+            if name not in self._serving:
+                # It waits for its first weights. Groups that are handed out meanwhile may land on it, so they are charged
+                # with these weights from now on, however new those are that other engines take over before it is done.
+                self._controller.engine_active(name, self._weights.number)
+            while not self._is_current(name):
+                weights, restarts = self._weights, self._roles.restarts(name)
+                try:
+                    with self._trace.span(name, "activate", version=weights.number):
+                        await self._roles.activate(name, weights)
+                except RuntimeFailure as failure:
+                    if not isinstance(failure, RoleDied):
+                        # it hangs, or failed inside: until it is no more it may have whatever weights
+                        await self._roles.restart(self._roles.engines[name])
+                    self._lost(name)
+                    return
+                if self._roles.restarts(name) != restarts:
+                    continue  # which incarnation answered is not known: this one may have these weights, or none
+                self._serving[name] = (weights.number, restarts)
+                self._controller.engine_active(name, weights.number)
+                self._moved()
+        except Exception as error:
+            self._failed(error)

@@ -1,136 +1,67 @@
-"""Every group that was ever handed out, and how it ended: a journal on disk, and the state that its lines add up to.
+"""Every group that was ever handed out, where it is and how it ended: the state, and the journal of events that makes it.
 
 Each ordinal ends exactly once. A run is taken up again from a *cut*, the state that goes into a snapshot of the trainer, and
-the journal's lines after it. What was trained after the snapshot is undone with the trainer's weights: those groups are
+the journal's events after it. What was trained after the snapshot is undone with the trainer's weights: those groups are
 alive again, and belong to the same batches of the same steps as before, so that the same weights are made a second time.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+import sqlite3
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
+
+import msgspec
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.base.trajectory import Ending, Task
-from stretto.rl.buffer import GroupRef
-
-Line = Mapping[str, Any]
-"""Plain JSON: ``n`` (number of the line in the run), ``kind``, and what the kind needs."""
+from stretto.base.trajectory import Ending
 
 
-class Journal:
-    """Lines of JSON that are only ever appended. A kill can tear the last one, which is dropped when it is opened again.
+class Event(NamedTuple):
+    """A change of the state. Written by `Ledger`."""
 
-    It replaces nothing while it grows, so it is not written by `replacing`; `shorten` is.
-    """
-
-    def __init__(self, path: Path | str, header: Mapping[str, Any] | None = None) -> None:
-        """Start a journal with ``header``, or open one that exists (None).
-
-        Raises:
-            UserError: one exists already, there is none, or it is damaged.
-        """
-        self.path = Path(path)
-        if header is not None:
-            if self.path.exists():
-                raise UserError(f"{self.path}: exists already; resume that run or choose another folder")
-            self._replace([{"n": 0, "kind": "opened", **header}])
-        self.lines: list[Line] = self._read()
-        """What was in it when it was opened; to be let go by whoever has read them."""
-        self.header = self.lines[0]
-        self.last: int = self.lines[-1]["n"]
-        """Number of the last line."""
-        self._file = self._open()
-
-    def append(self, kind: str, *, durable: bool = False, **values: Any) -> Line:
-        """Write a line; ``durable``: it survives a power failure too, with all lines before it.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
-        line = {"n": self.last + 1, "kind": kind, **values}
-        rest = json.dumps(line).encode() + b"\n"
-        size = os.lseek(self._file, 0, os.SEEK_END)
-        try:
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-            if durable:
-                os.fsync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, size)  # half a line must not stay in front of others
-            raise UserError(
-                f"{self.path}: cannot be written: {error.strerror}; free some space, then resume the run"
-            ) from error
-        self.last = line["n"]
-        return line
-
-    def shorten(self, after: int) -> None:
-        """Forget all lines up to number ``after``."""
-        if after <= self.header["n"]:
-            return
-        lines = self._read()
-        self.header = {**self.header, "n": after}
-        self._replace([self.header, *(line for line in lines[1:] if line["n"] > after)])
-        os.close(self._file)
-        self._file = self._open()
-
-    def close(self) -> None:
-        """Closing twice is nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND)
-
-    def _read(self) -> list[Line]:
-        try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            raise UserError(f"{self.path}: no such file; without its journal the run cannot be resumed") from None
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(self.path, whole)
-        lines: list[Line] = []
-        for number, row in enumerate(text[:whole].splitlines(), start=1):
-            try:
-                lines.append(json.loads(row))
-                in_order = len(lines) == 1 or lines[-1]["n"] > lines[-2]["n"]
-            except (ValueError, TypeError, KeyError):
-                in_order = False
-            if not in_order:
-                raise UserError(f"{self.path}: line {number}: damaged; restore the file or start a new run")
-        if not lines or lines[0].get("kind") != "opened":
-            raise UserError(f"{self.path}: line 1: not the head of a journal; restore the file or start a new run")
-        return lines
-
-    def _replace(self, lines: Iterable[Line]) -> None:
-        with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+    number: int
+    """In the run, from 1."""
+    kind: str
+    """The name of a method of `State`."""
+    facts: dict[str, Any]
+    """The arguments of that method, plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Handout:
-    """A task for an agent. Written by `Controller.admit`."""
+class GroupRef:
+    """A finished group that lies stored. Written by `stretto.rl.samples.store_group`, at the agent loop's end of the edge."""
 
-    task: Task
+    ordinal: int
     attempt: int
-    """From 0; the result must carry it."""
-    deadline_s: float
-    """Unix seconds; whoever has not reported by then need not."""
+    """Of the task's hand-outs, the one that made it, from 0."""
+    location: str
+    """Where the group is, as the batch edge understands it: a file under the run folder, say."""
+    num_samples: int
+    num_tokens: int
+    """Sampled ones, over all samples."""
+    oldest_version: int
+    """Weight version of its oldest sampled token; staleness counts from it."""
+    mean_reward: float
+    is_uniform: bool
+    """All rewards are equal, so that advantages within the group are zero."""
+    finished_s: float
+    """Unix seconds."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for the log, plain JSON values."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """A group alive. Written by `Ledger` alone."""
+    """A group alive: from its first hand-out until it was trained or dropped. Written by `State` alone."""
 
     ordinal: int
     attempt: int = 0
@@ -141,137 +72,27 @@ class Entry:
     """Unix seconds by which it must report; None: nobody has it."""
     ref: GroupRef | None = None
     """Once it is ready."""
+    num_overtaken: int = 0
+    """Younger groups that were trained before it."""
 
 
 @dataclass(slots=True)
-class Ledger:
-    """State of all ordinals. Each method writes one line and then changes the state as reading that line would."""
+class State:
+    """Where every ordinal is. The methods above `choose` are the kinds of events; the same events make the same state."""
 
-    journal: Journal
+    version: int = 0
+    """Of the trainer: steps done."""
     num_dispatched: int = 0
     """Ordinals below this were handed out."""
     alive: dict[int, Entry] = field(default_factory=dict)
     """By ordinal, ascending."""
-    endings: Counter[Ending] = field(default_factory=Counter)
+    endings: dict[Ending, int] = field(default_factory=dict)
     """How many ordinals ended so; all that were handed out and are not alive."""
     batches: dict[int, list[int]] = field(default_factory=dict)
-    """Ordinals of the batches that were taken and not trained since, by step."""
-    trained_locations: dict[int, list[str]] = field(default_factory=dict)
-    """Where the groups lie that were trained after the oldest cut that the journal reaches back to, by step."""
-
-    @classmethod
-    def resume(cls, journal: Journal, cut: Mapping[str, Any] | None) -> Ledger:
-        """The state that a cut (None: the run's start) and the later lines of the journal add up to; nobody has a group.
-
-        Raises:
-            UserError: the two do not belong together.
-        """
-        ledger = cls(journal)
-        start = 0
-        if cut is not None:
-            start = cut["line"]
-            ledger.num_dispatched = cut["num_dispatched"]
-            entries = [Entry(**{**row, "ref": _ref(row["ref"])}) for row in cut["alive"]]
-            ledger.alive = {entry.ordinal: entry for entry in entries}
-            ledger.endings = Counter({Ending(name): num for name, num in cut["endings"].items()})
-            ledger.batches = {int(step): list(ordinals) for step, ordinals in cut["batches"].items()}
-        if not journal.header["n"] <= start <= journal.last:
-            raise UserError(
-                f"{journal.path}: lines: it has {journal.header['n'] + 1} to {journal.last}, the snapshot was taken after "
-                f"{start}; resume from a newer snapshot, or restore the journal"
-            )
-        for line in journal.lines:
-            if line["n"] > start:
-                ledger._apply(line)
-            elif line["kind"] == "trained":
-                ledger.trained_locations[line["step"]] = line["locations"]
-        ledger._apply(journal.append("resumed"))
-        journal.lines = []
-        return ledger
-
-    def cut(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
-        return {
-            "line": self.journal.last,
-            "num_dispatched": self.num_dispatched,
-            "alive": [asdict(entry) for entry in self.alive.values()],
-            "endings": {ending.value: num for ending, num in self.endings.items()},
-            "batches": {str(step): ordinals for step, ordinals in self.batches.items()},
-        }
+    """Ordinals, ascending, of the batches that were taken and not trained since, by step."""
 
     def dispatched(self, ordinal: int, attempt: int, deadline_s: float) -> None:
         """Handed out, with a lease until ``deadline_s``."""
-        self._apply(self.journal.append("dispatched", ordinal=ordinal, attempt=attempt, deadline_s=deadline_s))
-
-    def ready(self, ref: GroupRef) -> None:
-        self._apply(self.journal.append("ready", group=asdict(ref)))
-
-    def lost(self, ordinal: int, attempt: int, why: str, counts: bool) -> None:
-        """An attempt came to nothing. It ``counts`` where the group itself may be the reason."""
-        self._apply(self.journal.append("lost", ordinal=ordinal, attempt=attempt, why=why, counts=counts))
-
-    def taken(self, step: int, ordinals: list[int]) -> None:
-        """Ready groups make the batch of a step."""
-        self._apply(self.journal.append("batch", durable=True, step=step, ordinals=ordinals))
-
-    def trained(self, step: int) -> None:
-        """The batch of ``step`` was trained: its groups end."""
-        ordinals = self.batches.pop(step)
-        refs = [self.alive[ordinal].ref for ordinal in ordinals]
-        locations = [ref.location for ref in refs if ref is not None]
-        self.journal.append("trained", durable=True, step=step, ordinals=ordinals, locations=locations)
-        self.trained_locations[step] = locations
-        for ordinal in ordinals:
-            self._end(ordinal, Ending.TRAINED)
-
-    def covered(self, cut: Mapping[str, Any], version: int) -> list[str]:
-        """No cut older than this one, of trainer version ``version``, will be resumed from: what nobody can ask for now."""
-        self.journal.shorten(cut["line"])
-        steps = [step for step in self.trained_locations if step < version]
-        return [location for step in steps for location in self.trained_locations.pop(step)]
-
-    def ended(self, ordinal: int, ending: Ending, why: str = "") -> None:
-        """A group was dropped."""
-        assert ending is not Ending.TRAINED, f"group {ordinal}: a batch is trained as one"
-        self._apply(self.journal.append("ended", durable=True, ordinal=ordinal, ending=ending.value, why=why))
-
-    def kept_locations(self) -> set[str]:
-        """Where all groups lie that this run or a resumed one may read."""
-        ready = {entry.ref.location for entry in self.alive.values() if entry.ref is not None}
-        return ready.union(*self.trained_locations.values())
-
-    def check(self) -> None:
-        """Every ordinal is alive or has ended, once."""
-        ended = sum(self.endings.values())
-        assert self.num_dispatched == len(self.alive) + ended, (self.num_dispatched, len(self.alive), self.endings)
-        taken = [ordinal for ordinals in self.batches.values() for ordinal in ordinals]
-        assert len(set(taken)) == len(taken) and set(taken) <= set(self.alive), (taken, list(self.alive))
-
-    def _apply(self, line: Line) -> None:
-        kind = line["kind"]
-        if kind == "dispatched":
-            self._dispatch(line["ordinal"], line["attempt"], line["deadline_s"])
-        elif kind == "ready":
-            ref = _ref(line["group"])
-            assert ref is not None and self.alive[ref.ordinal].ref is None, f"group {line['group']} is ready twice"
-            self.alive[ref.ordinal].ref = ref
-            self.alive[ref.ordinal].deadline_s = None
-        elif kind == "lost":
-            self.alive[line["ordinal"]].num_failures += line["counts"]
-            self.alive[line["ordinal"]].deadline_s = None
-        elif kind == "batch":
-            assert all(self.alive[ordinal].ref is not None for ordinal in line["ordinals"]), line
-            self.batches[line["step"]] = line["ordinals"]
-        elif kind == "ended":
-            self._end(line["ordinal"], Ending(line["ending"]))
-        elif kind == "resumed":
-            for entry in self.alive.values():
-                entry.deadline_s = None
-        else:
-            # Only read when resuming, after the cut: the weights of that step are gone, so its groups are to be trained.
-            assert kind == "trained", line
-
-    def _dispatch(self, ordinal: int, attempt: int, deadline_s: float) -> None:
         if ordinal == self.num_dispatched:
             self.alive[ordinal] = Entry(ordinal)
             self.num_dispatched += 1
@@ -279,11 +100,209 @@ class Ledger:
         assert entry.deadline_s is None and entry.ref is None, f"{entry} is handed out again"
         entry.attempt, entry.deadline_s = attempt, deadline_s
 
-    def _end(self, ordinal: int, ending: Ending) -> None:
-        assert ordinal in self.alive, f"group {ordinal} ends as {ending.value}, and had ended before"
+    def ready(self, group: Mapping[str, Any]) -> None:
+        """The group is stored; ``group`` are the fields of its `GroupRef`."""
+        entry = self.alive[group["ordinal"]]
+        assert entry.ref is None, f"group {group['ordinal']} is ready twice"
+        entry.ref, entry.deadline_s = GroupRef(**group), None
+
+    def lost(self, ordinal: int, attempt: int, why: str, counts: bool) -> None:
+        """An attempt came to nothing. It ``counts`` where the group itself may be the reason."""
+        self.alive[ordinal].num_failures += counts
+        self.alive[ordinal].deadline_s = None
+
+    def batch(self, step: int, ordinals: list[int]) -> None:
+        """Ready groups make the batch of a step."""
+        assert all(self.alive[ordinal].ref is not None for ordinal in ordinals), ordinals
+        self.batches[step] = ordinals
+
+    def trained(self, step: int, ordinals: list[int], locations: list[str]) -> None:
+        """The batch of ``step`` was trained: its groups end. Their files stay until `Ledger.covered` lets them go."""
+        assert step == self.version and self.batches[step] == ordinals, f"step {step} of version {self.version}"
+        self.version += 1
+        del self.batches[step]
+        for ordinal in ordinals:
+            self.ended(ordinal, Ending.TRAINED.value)
+        for entry in self.alive.values():
+            entry.num_overtaken += len(ordinals) - bisect(ordinals, entry.ordinal)
+
+    def ended(self, ordinal: int, ending: str, why: str = "") -> None:
+        assert ordinal in self.alive, f"group {ordinal} ends as {ending}, and had ended before"
         del self.alive[ordinal]
-        self.endings[ending] += 1
+        self.endings[Ending(ending)] = self.endings.get(Ending(ending), 0) + 1
+
+    def resumed(self) -> None:
+        """Nobody has a group."""
+        for entry in self.alive.values():
+            entry.deadline_s = None
+
+    def choose(self, num: int, window: int) -> list[GroupRef] | None:
+        """The oldest ``num`` ready groups that the window W lets by, by ordinal; None as long as there are fewer.
+
+        While a group waits, at most W − 1 younger ones are taken. Dropped groups do not use the window up. This is
+        MiniMax's windowed queue (2605.26494), whose window starts at the oldest group and moves on only when that one is
+        taken, counted in groups trained instead of positions.
+        """
+        chosen: list[GroupRef] = []
+        left = num  # how many may still be chosen without overtaking somebody too often
+        for entry, _, num_overtaken in self.waiting():
+            if left == 0:
+                break
+            if entry.ref is not None:
+                chosen.append(entry.ref)
+                left -= 1
+            else:
+                left = min(left, window - 1 - num_overtaken)
+        return chosen if len(chosen) == num else None
+
+    def waiting(self) -> Iterator[tuple[Entry, int, int]]:
+        """Groups in no batch, oldest first: each with the number of those that are older or in a batch, and with the
+        number of younger ones that were taken before it."""
+        taken = sorted(ordinal for ordinals in self.batches.values() for ordinal in ordinals)
+        waiting = self.alive.keys() - taken
+        others = (entry for entry in self.alive.values() if entry.ordinal in waiting)
+        for num_older, entry in enumerate(others, len(taken)):
+            yield entry, num_older, entry.num_overtaken + len(taken) - bisect(taken, entry.ordinal)
+
+    def unfinished(self) -> set[int]:
+        """Ordinals alive that are not stored yet: agents go on with their token logs."""
+        return {entry.ordinal for entry in self.alive.values() if entry.ref is None}
+
+    def check(self) -> None:
+        """
+        Raises:
+            AssertionError: a group was lost, or counted twice.
+        """
+        ended = sum(self.endings.values())
+        assert self.num_dispatched == len(self.alive) + ended, (self.num_dispatched, len(self.alive), self.endings)
+        taken = [ordinal for ordinals in self.batches.values() for ordinal in ordinals]
+        assert len(set(taken)) == len(taken) and set(taken) <= set(self.alive), (taken, list(self.alive))
 
 
-def _ref(values: Mapping[str, Any] | None) -> GroupRef | None:
-    return None if values is None else GroupRef(**values)
+_HEAD = "opened"
+"""Kind of the first row. Its number is that of the last event that the journal has forgotten."""
+_INSERT = "INSERT INTO events VALUES (?, ?, ?)"
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """What is in a journal, its head first; also while its run goes on.
+
+    Raises:
+        UserError: there is no journal, or it is damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; without its journal the run cannot be resumed")
+    try:
+        with closing(sqlite3.connect(path)) as db:
+            rows = db.execute("SELECT number, kind, facts FROM events ORDER BY number").fetchall()
+        events = [Event(number, kind, json.loads(facts)) for number, kind, facts in rows]
+    except (sqlite3.DatabaseError, ValueError) as error:
+        raise UserError(f"{path}: damaged: {error}; restore the file or start a new run") from error
+    if not events or events[0].kind != _HEAD:
+        raise UserError(f"{path}: damaged: its head is missing; restore the file or start a new run")
+    return events
+
+
+class Ledger:
+    """The state, and the journal that each change of it is written to first: sqlite with a write-ahead log. A kill of the
+    process loses no event, a power failure at most those after the last durable one. Until the run ends in good order, the
+    last ones lie in the file of the same name with ``-wal``."""
+
+    def __init__(self, path: Path | str, state: State, last: int) -> None:
+        """Use `start` or `resume`."""
+        self.path, self.state = Path(path), state
+        self._last = last  # event's number
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)  # one after the other
+
+    @classmethod
+    def start(cls, path: Path | str) -> Self:
+        """A new run.
+
+        Raises:
+            UserError: there is a journal already, or it cannot be written.
+        """
+        if Path(path).exists():
+            raise UserError(f"{path}: exists already; resume that run or choose another folder")
+        # beside its name first: a journal that is there is whole
+        with replacing(path) as partial, _writing(path), closing(sqlite3.connect(partial)) as db, db:
+            db.execute("PRAGMA journal_mode = WAL")  # the file remembers it
+            db.execute("CREATE TABLE events (number INTEGER PRIMARY KEY, kind TEXT, facts TEXT)")
+            db.execute(_INSERT, (0, _HEAD, "{}"))
+        return cls(path, State(), 0)
+
+    @classmethod
+    def resume(cls, path: Path | str, cut: Mapping[str, Any] | None) -> Self:
+        """What a cut (None: the run's start) and the journal's later events add up to; nobody has a group.
+
+        Raises:
+            UserError: the journal is damaged, or the two do not belong together.
+        """
+        events, start = read_events(path), cut["line"] if cut else 0
+        first, last = events[0].number, events[-1].number
+        if not first <= start <= last:
+            raise UserError(
+                f"{path}: lines: it has {first + 1} to {last}, the snapshot was taken after {start}; resume from a newer "
+                "snapshot, or restore the journal"
+            )
+        state = msgspec.convert(cut["state"], State, str_keys=True) if cut else State()
+        for number, kind, facts in events:
+            if number > start and kind != "trained":  # that step's weights are gone: its groups are to be trained again
+                getattr(state, kind)(**facts)
+        ledger = cls(path, state, last)
+        ledger.record("resumed")
+        return ledger
+
+    def record(self, kind: str, *, durable: bool = False, **facts: Any) -> None:
+        """Something has happened: a method of `State` and its arguments.
+
+        Args:
+            durable: it survives a power failure too, with all before it.
+
+        Raises:
+            UserError: the disk is full, or the file cannot be written.
+        """
+        with _writing(self.path):
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._db.execute(_INSERT, (self._last + 1, kind, json.dumps(facts)))
+        self._last += 1
+        getattr(self.state, kind)(**facts)
+
+    def cut(self) -> dict[str, Any]:
+        """For `resume`, as plain JSON values."""
+        return {"line": self._last, "state": msgspec.to_builtins(self.state, str_keys=True)}
+
+    def covered(self, cut: Mapping[str, Any]) -> list[str]:
+        """No cut older than this one will be resumed from: the journal before it is given up.
+
+        Returns:
+            Where the groups lie that nobody can ask for any more.
+        """
+        locations = self._trained_locations(cut["line"])
+        with _writing(self.path), self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("DELETE FROM events WHERE number <= ?", (cut["line"],))
+            self._db.execute(_INSERT, (cut["line"], _HEAD, "{}"))
+        return locations
+
+    def kept_locations(self) -> set[str]:
+        """Where all groups lie that this run or a resumed one may read; what else a kill has left behind may be deleted."""
+        ready = [entry.ref.location for entry in self.state.alive.values() if entry.ref is not None]
+        return {*ready, *self._trained_locations(self._last)}
+
+    def _trained_locations(self, until: int) -> list[str]:
+        rows = self._db.execute("SELECT facts FROM events WHERE kind = 'trained' AND number <= ?", (until,))
+        return [location for (facts,) in rows for location in json.loads(facts)["locations"]]
+
+    def close(self) -> None:
+        """Closing twice is nothing."""
+        self._db.close()
+
+
+@contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        problem = os.strerror(errno.ENOSPC) if error.sqlite_errorcode == sqlite3.SQLITE_FULL else error
+        raise UserError(f"{path}: cannot be written: {problem}; free some space, then resume the run") from error

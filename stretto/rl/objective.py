@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.operators import ORDINARY, Operators
-from stretto.rl.loss import LossConfig
+from stretto.rl.recipe import LossConfig
 from stretto.train.step import Measured
 
 

@@ -1,4 +1,7 @@
-"""The recipe of a reinforcement-learning run, complete before anything is built. Imports no torch."""
+"""The recipe of a reinforcement-learning run, complete before anything is built; and the layout of its folder.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,17 @@ from pydantic import Field, model_validator
 from stretto.base.config import Config
 from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
-from stretto.rl.loss import LossConfig
+from stretto.rl.controller import Limits
 
 Precision = Literal["fp32", "bf16", "fp8"]
-SNAPSHOTS, WEIGHTS, GROUPS, LOGS = "snapshots", "weights", "groups", "tokens"
-"""Folders of a run."""
+SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
+"""Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
+and a start that the run made itself."""
+RECIPE_FILE, START_FILE, LOCK_FILE = "recipe.json", "start.json", ".lock"
+"""What it follows, which checkpoint it began with, and who runs it now."""
+JOURNAL_FILE, OLD_JOURNAL_FILE = "groups.sqlite", "groups.jsonl"
+STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
+"""What it tells, beside the files of `stretto.base.track`."""
 LAYOUT = ("runtime.", "failures.", "sandbox.")
 """Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""
 
@@ -58,6 +67,31 @@ class RolloutConfig(Config):
     """Tokens. Samples of a group have their prompt's full pages in common; short prompts want short pages."""
     threads: int = Field(default=1, gt=0)
     """Of one engine on a CPU."""
+
+
+class LossConfig(Config):
+    """The policy loss: names as in the papers that METHODS cites."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """``grpo`` divides by the group's standard deviation, ``dr_grpo`` does not, ``rloo`` leaves the sample itself out."""
+    policy: Literal["ppo", "gspo", "cispo"] = "ppo"
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    """0.28 with a low of 0.2 is DAPO's."""
+    normaliser: Literal["token", "sequence", "constant"] = "token"
+    """Of the loss, over the whole global batch: its tokens (DAPO), its sequences' own means (GRPO), or samples times
+    ``max_tokens`` (Dr.GRPO)."""
+    proximal: Literal["recompute", "behaviour"] = "recompute"
+    """Where the trust region's centre comes from: the trainer's own forward before the update (decoupled PPO), or the
+    rollout's log-probabilities (naive PPO)."""
+    correction: Literal["none", "tis", "icepop"] = "tis"
+    """What the ratio trainer/rollout does: cut off at ``tis_cap``, or drop tokens outside ``icepop_range``."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    icepop_range: tuple[float, float] = (0.5, 5.0)
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference network (k2 as a loss, whose gradient is right)."""
+    drop_uniform: bool = True
+    """Groups whose rewards are all equal teach nothing: they are dropped and others drawn (DAPO)."""
 
 
 class PrecisionConfig(Config):
@@ -184,12 +218,8 @@ class RlRecipe(Config):
             raise ValueError(
                 f"rollout.max_tokens {self.rollout.max_tokens} leaves no room for a prompt in train.seq_len {self.train.seq_len}"
             )
-        widest = self.staleness * self.train.prompts + 1
-        if self.window is not None and self.window > widest:
-            raise ValueError(
-                f"window {self.window} with staleness {self.staleness} and {self.train.prompts} prompts a step leaves too "
-                f"few groups for a step; set at most {widest}"
-            )
+        if self.window is not None:
+            Limits(self.train.prompts, self.staleness, self.window)  # refuses one that is too wide
         if self.replay == "r2" and self.loss.proximal != "recompute":
             raise ValueError(
                 "replay 'r2' replays the recomputation before the update; set loss.proximal = \"recompute\""

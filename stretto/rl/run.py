@@ -1,4 +1,4 @@
-"""A reinforcement-learning run, start to end: roles hired, groups drawn and trained, a checkpoint written.
+"""A reinforcement-learning run, start to end, in a folder that outlives it: claimed, taken up or begun, swept.
 
 The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the roles. Imports no torch: that happens where the
 trainer and the engines live.
@@ -7,52 +7,51 @@ trainer and the engines live.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.trajectory import WeightVersion
-from stretto.rl.buffer import GroupRef
-from stretto.rl.checks import Checked, checked
-from stretto.rl.controller import Controller
-from stretto.rl.driver import Driver, Plan, Waits
-from stretto.rl.factories import Factories, SourceTables, make_factories, needs_sandbox
-from stretto.rl.folder import JOURNAL_FILE, claimed, remember_start, sweep, take_up
-from stretto.rl.hiring import hired
-from stretto.rl.logbook import Logbook
-from stretto.rl.measures import StepReport
+from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
+from stretto.base.track import read_metrics
+from stretto.rl.controller import Controller, Limits, default_window
+from stretto.rl.driver import Driver
+from stretto.rl.launch import (
+    Job,
+    Roles,
+    SourceTables,
+    TrainerLost,
+    check_sources,
+    make_factories,
+    needs_sandbox,
+    start_roles,
+)
+from stretto.rl.ledger import Ledger
+from stretto.rl.log import Logbook, Trace, write_trace
 from stretto.rl.prompts import Prompts
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.roles import Roles, TrainerLost
-from stretto.rl.throttle import Limits, default_window
-from stretto.rl.trace import Trace, write_trace
-from stretto.rl.watchdog import Watchdog
+from stretto.rl.recipe import (
+    GROUPS,
+    JOURNAL_FILE,
+    LAYOUT,
+    LOCK_FILE,
+    LOGS,
+    OLD_JOURNAL_FILE,
+    RECIPE_FILE,
+    SNAPSHOTS,
+    START_FILE,
+    WEIGHTS,
+    RlRecipe,
+)
+from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.runtime.open import open_runtime
 from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 
-CHECKPOINT = "checkpoint"
-_START_S = 300.0
-"""For a role to be made: reading a checkpoint, starting an interpreter that imports torch."""
-_STEP_S = 3600.0
-"""A trainer that hangs; the watchdog speaks up earlier for everybody else."""
 _WRITE_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a run is told."""
-
-    recipe: RlRecipe
-    folder: Path
-    start: Path
-    """Checkpoint folder of the policy to begin with."""
-    resume: bool = False
-    device: str = "cpu"
-    """Of engines and trainer."""
-    wandb_project: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +62,10 @@ class Result:
     first_reward: float
     """Mean held-out reward before the first step."""
     last_reward: float
-    num_attempts: int
 
 
 def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
-    """Run ``job``.
-
-    Args:
-        advance: moves a progress bar on by steps, with a short text behind it.
-        say: prints a line.
+    """Run ``job``; ``advance`` moves a progress bar on by steps, with a short text behind it, ``say`` prints a line.
 
     Raises:
         UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on.
@@ -84,115 +78,170 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
 
 
 async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
+    """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
     recipe, folder = job.recipe, job.folder
-    tables = SourceTables(dict(recipe.sources), recipe.sandbox)
-    tokenizer = load_tokenizer(job.start)
-    found = await asyncio.to_thread(checked, recipe, tables, tokenizer, say)
+    tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
+    found = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
+    factories = make_factories(job, tables, tokenizer)
+    num_attempts = 0
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
             resumes = take_up(recipe, folder, job.resume)
-            factories = make_factories(recipe, folder, job.start, tables, tokenizer, job.device)
-            return await _attempts(job, runtime, factories, found, resumes, advance, say)
-
-
-async def _attempts(
-    job: Job,
-    runtime: Runtime,
-    factories: Factories,
-    found: Checked,
-    resumes: bool,
-    advance: Callable[[int, str | None], None],
-    say: Callable[[str], None],
-) -> Result:
-    """As many as it takes: each ends with the run, or with the death of its trainer."""
-    recipe, folder = job.recipe, job.folder
-    num_attempts = 0
-    with Trace(folder) as trace, Logbook(folder, recipe, resumes, job.wandb_project, advance, say) as logbook:
-        while True:
-            num_attempts += 1
-            try:
-                async with hired(runtime, factories, recipe, found.at_once, _START_S) as roles:
-                    await _attempt(job, roles, found.prompts, trace, logbook, resumes)
-                break
-            except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
-                if num_attempts > recipe.failures.restarts:
-                    raise UserError(
-                        f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
-                    ) from lost
-                say(f"{lost}; going on from the last snapshot")
-                await _dismiss(runtime)
-                resumes = (folder / JOURNAL_FILE).exists()
+            with Trace(folder) as trace:
+                log = Logbook(job, found.prompts, trace, advance, say)
+                while True:
+                    num_attempts += 1
+                    try:
+                        async with start_roles(runtime, factories, recipe, found.at_once) as roles:
+                            await _attempt(job, roles, found.prompts, trace, log, resumes)
+                        break
+                    except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
+                        if num_attempts > recipe.failures.restarts:
+                            raise UserError(
+                                f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
+                            ) from lost
+                        say(f"{lost}; going on from the last snapshot")
+                        await _dismiss(runtime)
+                        resumes = (folder / JOURNAL_FILE).exists()
     write_trace(folder)
-    return Result(folder / CHECKPOINT, logbook.first_reward, logbook.last_reward, num_attempts)
+    held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
+    return Result(folder / CHECKPOINT, held_out[0], held_out[-1])
 
 
-async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, logbook: Logbook, resumes: bool) -> None:
+async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool) -> None:
     """From the last snapshot, or the start, to the recipe's last step; ends with a checkpoint."""
-    controller = await _controller(job, roles, prompts, resumes)
+    recipe, journal = job.recipe, job.folder / JOURNAL_FILE
+    cut = await roles.call_trainer("resume", deadline_s=_WRITE_S) if resumes else None
+    # of a resumed run the trainer has found it to be the same, but it may have moved
+    write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
+    ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
-        await _train(job, roles, controller, prompts, trace, logbook)
+        if resumes:
+            await asyncio.to_thread(sweep, job.folder, ledger)
+        controller = Controller(limits_of(recipe), prompts.task, ledger)
+        weights = await roles.call_trainer("publish")
+        async with log.attempt(roles, controller, is_first=not resumes):
+            async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
+                if controller.version == 0:
+                    await log.evaluate(0)
+                await driver.run()
+                await log.evaluate(controller.version)
+                await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=_WRITE_S)
+            controller.finish()
     finally:
-        controller.close()
+        ledger.close()
 
 
-async def _train(
-    job: Job, roles: Roles, controller: Controller, prompts: Prompts, trace: Trace, logbook: Logbook
-) -> None:
-    recipe, folder = job.recipe, job.folder
-    weights: WeightVersion = await roles.call_trainer("publish", deadline_s=_STEP_S)
-    watchdog = Watchdog(recipe.failures.stuck_s)
-    logbook.begins(roles, controller, trace)
-
-    def stepped(report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
-        logbook.stepped(report, refs, waits)
-        if report.step % recipe.train.eval_every == 0 and report.step < recipe.train.steps:
-            logbook.evaluate_beside(prompts, report.step)
-
-    train = recipe.train
-    plan = Plan(
-        train.steps, train.snapshot_every, train.keep_snapshots, train.prompts, recipe.failures.lease_s, _STEP_S
-    )
-    async with logbook.watching():
-        async with Driver(plan, roles.runtime, roles, controller, weights, trace, watchdog, stepped) as driver:
-            if controller.version == 0:
-                await logbook.evaluate(prompts, 0)
-            await driver.run()
-            await logbook.evaluate(prompts, controller.version)
-            await roles.call_trainer("write", folder / CHECKPOINT, deadline_s=_WRITE_S)
-        controller.finish()
-
-
-async def _controller(job: Job, roles: Roles, prompts: Prompts, resumes: bool) -> Controller:
-    """The controller, standing where the trainer stands."""
-    recipe = job.recipe
-    rollout = recipe.rollout
+def limits_of(recipe: RlRecipe) -> Limits:
+    """What the controller knows of ``recipe``."""
+    rollout, train = recipe.rollout, recipe.train
     # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
     is_fast = rollout.max_turns == 1 and not needs_sandbox(recipe.sources.values())
     capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
-    limits = Limits(
-        prompts=recipe.train.prompts,
+    return Limits(
+        prompts=train.prompts,
         staleness=recipe.staleness,
-        window=recipe.window or default_window(recipe.train.prompts, recipe.staleness, capacity),
+        window=recipe.window or default_window(train.prompts, recipe.staleness, capacity),
         drop_uniform=recipe.loss.drop_uniform,
         lease_s=recipe.failures.lease_s,
         max_attempts=recipe.failures.max_attempts,
-        num_steps=recipe.train.steps,
+        num_steps=train.steps,
     )
-    journal = job.folder / JOURNAL_FILE
-    if not resumes:
-        remember_start(job.folder, job.start)
-        return Controller.start(limits, prompts.task, journal)
-    cut = await roles.call_trainer("resume", deadline_s=_WRITE_S)
-    controller = Controller.resume(limits, prompts.task, journal, cut)
-    remember_start(job.folder, job.start)  # the trainer has found it to be the same; it may have moved
-    await asyncio.to_thread(sweep, job.folder, controller)
-    return controller
 
 
 async def _dismiss(runtime: Runtime) -> None:
     """End all roles of an attempt; those that are dead already are no trouble."""
     for handle in reversed(runtime.handles()):
-        try:
+        with suppress(RuntimeFailure):
             await runtime.kill(handle, hard=True)
-        except RuntimeFailure:
-            continue
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends.
+
+    Raises:
+        UserError: somebody does, or the folder cannot be written.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; choose another folder with --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder}: another process is running it; wait for its end, or choose another folder with --out"
+            ) from None
+        try:
+            yield
+        finally:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:  # refused before anything began
+                remove(folder)
+
+
+def has_begun(folder: Path, resume: bool) -> bool:
+    """Whether there is a run to go on with: one that was killed before its first group has nothing.
+
+    Raises:
+        UserError: there is, and nobody said ``resume``; or an older version began it.
+    """
+    if (folder / OLD_JOURNAL_FILE).exists():
+        raise UserError(
+            f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
+        )
+    has_run = (folder / JOURNAL_FILE).exists() or any((folder / SNAPSHOTS).glob("step-*"))
+    if has_run and not resume:
+        raise UserError(
+            f"{folder}: holds a run already; continue it with --resume, or choose another folder with --out"
+        )
+    return has_run
+
+
+def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
+    """Write ``recipe`` down; whether there is a run to go on with.
+
+    Raises:
+        UserError: ``resume`` and the run has another recipe; or not, and there is a run.
+    """
+    has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
+    if has_run:
+        check_unchanged(read_json(path), new, folder, LAYOUT)
+    write_json(path, new)
+    return has_run
+
+
+def start_of(folder: Path) -> Path | None:
+    """The checkpoint that the run in ``folder`` began with; None where it does not say.
+
+    Raises:
+        UserError: the checkpoint is not there any more.
+    """
+    path = folder / START_FILE
+    if not path.exists():
+        return None
+    start = Path(read_json(path)["checkpoint"])
+    if not (start / "config.json").is_file():
+        raise UserError(
+            f"{start}: config.json: no such file, and {folder} began with it; say with --model where it is now"
+        )
+    return start
+
+
+def sweep(folder: Path, ledger: Ledger) -> None:
+    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended.
+
+    No role may be at work any more.
+    """
+    for place in (folder, folder / GROUPS, folder / WEIGHTS):
+        for partial in place.glob(".*.partial*"):
+            remove(partial)
+    needed = {Path(location).name for location in ledger.kept_locations()}
+    discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
+    unfinished = ledger.state.unfinished()
+    for ordinal in logged_ordinals(folder / LOGS):
+        if ordinal not in unfinished:
+            remove_logs(folder / LOGS, ordinal)

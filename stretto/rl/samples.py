@@ -36,8 +36,8 @@ import numpy as np
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing, writing
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
-from stretto.rl.buffer import GroupRef
 from stretto.rl.clients import Trouble
+from stretto.rl.ledger import GroupRef
 
 SUFFIX = ".group"
 

@@ -37,13 +37,12 @@ from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.rl.algorithms import assign
 from stretto.rl.batch import Batch, pack
-from stretto.rl.buffer import GroupRef
-from stretto.rl.loss import LossConfig
-from stretto.rl.measures import StepReport, mismatch, staleness
-from stretto.rl.measures import samples as sample_scalars
-from stretto.rl.measures import update as update_scalars
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import StepReport, mismatch, staleness
+from stretto.rl.log import samples as sample_scalars
+from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
-from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, RlRecipe
+from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
 from stretto.rl.samples import check_routes, load_group
 from stretto.rl.weights import is_quantised, pack_state, publish, retire
 from stretto.text.tokenizer import load_tokenizer

@@ -18,9 +18,11 @@ from stretto.base.track import read_metrics
 from stretto.engine.open import open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.run import Job, run_rl
-from stretto.rl.status import read_status
+from stretto.rl.launch import Job
+from stretto.rl.ledger import read_events
+from stretto.rl.log import read_status
+from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
+from stretto.rl.run import run_rl
 from tests.apps.conftest import Run, refused
 from tests.apps.rl_recipes import PROMPTS, STEPS
 
@@ -33,7 +35,7 @@ def again(finished: Path, tmp_path: Path) -> Path:
 
 
 def journal(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    return [{"kind": event.kind, **event.facts} for event in read_events(run / JOURNAL_FILE)]
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from stretto.rl.ledger import read_events
+from stretto.rl.recipe import JOURNAL_FILE
 from tests.apps.conftest import Run, refused
 from tests.apps.rl_recipes import OWN, TINY
 
@@ -109,7 +111,13 @@ def test_a_verifier_that_fails_later_ends_the_run_by_its_name(
     few = ("--set", "train.eval_prompts=1", "--set", "failures.max_attempts=1")
     start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")
     refused(stretto("rl", tiny, *start, *few, *own(tmp_path, fault)), "sources.flip: item", said, "--resume")
-    assert "step" not in (tmp_path / "run" / "groups.jsonl").read_text(), "a fault of ours was trained on"
+    events = read_events(tmp_path / "run" / JOURNAL_FILE)
+    assert not any("step" in event.facts for event in events), "a fault of ours was trained on"
+
+
+def test_a_run_of_an_older_version_is_left_to_it(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "groups.jsonl").touch()
+    refused(stretto("rl", tiny, "--out", tmp_path, "--resume"), "groups.jsonl: written by an older version", "--out")
 
 
 def test_a_cluster_that_does_not_answer(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from stretto.apps.top import SHOWN, picture, sparkline
 from stretto.base.errors import UserError
-from stretto.rl.status import RoleRow, RunStatus, read_status, write_status
+from stretto.rl.log import RoleRow, RunStatus, read_status, write_status
 
 STATUS = RunStatus(
     updated_s=1000.0,
@@ -31,7 +31,7 @@ def shown(status: RunStatus, now_s: float, width: int = 140) -> str:
 
 def test_the_screen_says_who_waits_and_how_it_goes() -> None:
     text = shown(STATUS, 1001.0)
-    for part in ("step 7 of 40", "training", "engine-0", "restarting", "0.625", "3.20e-07", "group 3, sample 1"):
+    for part in ("step 7 of 40", "training", "engine-0", "restarting", "0.625", "3.2e−7", "group 3, sample 1"):
         assert part in text, text
     assert "silent" not in text
     assert "silent for 60 s" in shown(STATUS, 1060.0)
@@ -89,7 +89,7 @@ def test_everything_that_matters_fits_into_eighty_columns() -> None:
     assert "0 stale" not in text and "cancelled" not in text, "what did not happen is left out"
     for heading, _ in SHOWN:
         assert heading in text, heading
-    assert text.count("1.23e-07") + text.count("0.0%") == len(SHOWN), "no number is cut off"
+    assert text.count("1.2e−7") + text.count("0.0%") == len(SHOWN), "no number is cut off"
     for part in ("engine-0", "rewards", "agent-0", "in hand", "waiting", "restarting"):
         assert part in text, "a long note takes nothing from the others"
     assert "4 restarts  3 of 1 to 8 workers" in text, "trouble stands before the note, whose end may be cut off"

@@ -21,12 +21,12 @@ from stretto.post.sft import Example, example, examples, fill_rows, learn_tokeni
 from stretto.rl.agent import AgentRole, AgentSettings
 from stretto.rl.clients import Clients
 from stretto.rl.dialogue import Dialogue
+from stretto.rl.plain import run_synchronously
 from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.samples import store_group
-from stretto.rl.sync import run_synchronously
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source

@@ -24,9 +24,8 @@ from stretto.report.rl import (
     summary,
 )
 from stretto.report.rl_timeline import covered, timeline, without_gaps
-from stretto.rl.folder import JOURNAL_FILE, RECIPE_FILE
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.trace import Span, Trace
+from stretto.rl.log import Span, Trace
+from stretto.rl.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
 
 STEPS = 12
 SOURCES = ("backward", "sums")

@@ -1,4 +1,5 @@
-"""Slots, leases, order, resumes: by hand, and over random schedules in which anything is slow, fails or is killed."""
+"""Slots, leases, order, resumes: by hand, and over random schedules in which anything is slow, fails or is killed; the bound
+against a brute-force search for the worst order of training; who is stuck, and the end of the chain of those that wait."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 from bench.common.flow import Result, Run, Schedule, random_schedule
 from stretto.base.errors import UserError
-from stretto.rl.controller import Controller
-from stretto.rl.throttle import Limits
+from stretto.rl.controller import Controller, Limits, Watchdog, default_window
+from stretto.rl.ledger import Ledger
 from tests.rl.refs import ref, task
 
 MEMORY = Path("/dev/shm")
@@ -34,15 +35,15 @@ class Clock:
 
 def started(tmp_path: Path, **changes: Any) -> tuple[Controller, Clock]:
     clock = Clock()
-    controller = Controller.start(replace(LIMITS, **changes), task, tmp_path / "journal.jsonl", clock)
+    controller = Controller(replace(LIMITS, **changes), task, Ledger.start(tmp_path / "journal.sqlite"), clock)
     controller.engine_active("engine-0", 0)
     return controller, clock
 
 
 def resumed(tmp_path: Path, cut: dict[str, Any] | None, **changes: Any) -> Controller:
-    cut = json.loads(json.dumps(cut))
-    controller = Controller.resume(replace(LIMITS, **changes), task, tmp_path / "journal.jsonl", cut, Clock())
-    controller.check()
+    ledger = Ledger.resume(tmp_path / "journal.sqlite", json.loads(json.dumps(cut)))
+    controller = Controller(replace(LIMITS, **changes), task, ledger, Clock())
+    controller.state.check()
     controller.engine_active("engine-0", controller.version)
     return controller
 
@@ -59,7 +60,6 @@ def batch(controller: Controller) -> list[int] | None:
 def train(controller: Controller) -> None:
     step = controller.version
     controller.trained(step)
-    controller.published(step + 1)
     controller.engine_active("engine-0", step + 1)
 
 
@@ -69,13 +69,13 @@ def test_slots_are_charged_when_handed_out_and_freed_when_trained(tmp_path: Path
     for ordinal in (1, 2, 3):
         assert controller.group_ready(ref(ordinal))
     assert handed(controller) == [], "ready ones keep their slots"
-    assert batch(controller) is None and controller.waits_for() == [0]
+    assert batch(controller) is None and controller.counts()["ready"] == 3
     controller.group_ready(ref(0))
     assert batch(controller) == [0, 1]
     assert handed(controller) == [], "and so do those in training"
     train(controller)
     assert handed(controller) == [(4, 0), (5, 0)]
-    controller.check()
+    controller.state.check()
 
 
 def test_weights_that_engines_have_not_activated_hold_hand_outs_back(tmp_path: Path) -> None:
@@ -86,7 +86,6 @@ def test_weights_that_engines_have_not_activated_hold_hand_outs_back(tmp_path: P
         controller.group_ready(ref(ordinal))
     controller.next_batch()
     controller.trained(0)
-    controller.published(1)
     assert handed(controller) == []
     controller.engine_active("engine-0", 1)
     assert handed(controller) == [], "the other engine might get it"
@@ -220,14 +219,14 @@ def test_a_resume_goes_on_with_exactly_what_was_alive(tmp_path: Path) -> None:
     assert controller.unneeded() == ["group-0-0", "group-1-0"]
     again = resumed(tmp_path, cut)
     assert again.version == 1
-    assert again.needed() == {f"group-{ordinal}-0" for ordinal in (2, 3, 5, 6)}
+    assert again.ledger.kept_locations() == {f"group-{ordinal}-0" for ordinal in (2, 3, 5, 6)}
     assert handed(again) == [(4, 1)], "5 and 6 are ready, 7 was handed out under weights that are no more"
     assert batch(again) == [2, 3], "the same step from the same samples"
     train(again)
     assert handed(again) == [(7, 1)]
     again.group_ready(ref(4, attempt=1, version=1))
     assert batch(again) == [4, 5]
-    again.check()
+    again.state.check()
 
 
 def test_a_run_that_was_killed_before_its_first_snapshot_is_resumed(tmp_path: Path) -> None:
@@ -238,16 +237,6 @@ def test_a_run_that_was_killed_before_its_first_snapshot_is_resumed(tmp_path: Pa
     assert handed(again) == [(0, 1), (2, 1), (3, 1)]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"prompts": 3}, {"staleness": 2}, {"staleness": 2, "window": 3}, {"drop_uniform": False}]
-)
-def test_a_resume_with_another_recipe_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    started(tmp_path)
-    with pytest.raises(UserError, match=rf"recipe: {next(iter(changes))}: .* was started with"):
-        resumed(tmp_path, None, **changes)
-    resumed(tmp_path, None, lease_s=1.0, max_attempts=9, num_steps=7)
-
-
 def test_what_is_alive_at_the_end_is_cancelled(tmp_path: Path) -> None:
     controller, _ = started(tmp_path)
     controller.admit()
@@ -255,13 +244,13 @@ def test_what_is_alive_at_the_end_is_cancelled(tmp_path: Path) -> None:
         controller.group_ready(ref(ordinal))
     controller.next_batch()
     controller.finish()
-    controller.check()
+    controller.state.check()
     assert controller.counts()["cancelled"] == 4 and controller.counts()["alive"] == 0
 
 
 def play(schedule: Schedule) -> Result:
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        return Run(schedule, Path(folder) / "journal.jsonl").play()
+        return Run(schedule, Path(folder) / "journal.sqlite").play()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -288,6 +277,115 @@ def test_kills_and_delays_change_nothing_about_what_is_trained(seed: int, stalen
 
 
 def test_the_controller_is_light() -> None:
-    code = "import sys, stretto.rl.controller, stretto.rl.watchdog; print(*sorted(sys.modules))"
+    code = "import sys, stretto.rl.controller; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "transformers", "pydantic"}.isdisjoint(done.stdout.split())
+
+
+def worst_step(prompts: int, window: int, version: int, num_older: int) -> int:
+    """The latest step that can train a group: all older ones go first, and as many younger ones as may overtake it."""
+    older, younger, step = num_older, window - 1, version
+    while older + younger >= prompts:
+        taken = min(older, prompts)
+        older -= taken
+        younger -= prompts - taken
+        step += 1
+    return step
+
+
+@given(
+    prompts=st.integers(1, 9),
+    staleness=st.integers(0, 8),
+    data=st.data(),
+)
+def test_the_gate_opens_exactly_where_the_worst_order_keeps_the_bound(
+    prompts: int, staleness: int, data: st.DataObject
+) -> None:
+    window = data.draw(st.integers(1, staleness * prompts + 1))
+    version = data.draw(st.integers(0, 20))
+    engine = data.draw(st.integers(max(0, version - staleness - 1), version))
+    num_older = data.draw(st.integers(0, (staleness + 2) * prompts))
+    keeps = worst_step(prompts, window, version, num_older) - engine <= staleness
+    assert Limits(prompts, staleness, window).may_dispatch(num_older, version, engine) == keeps
+
+
+@given(prompts=st.integers(1, 9), staleness=st.integers(0, 8), data=st.data())
+def test_enough_groups_for_a_step_may_be_alive(prompts: int, staleness: int, data: st.DataObject) -> None:
+    window = data.draw(st.integers(1, staleness * prompts + 1))
+    gate = Limits(prompts, staleness, window)
+    assert gate.most_alive >= prompts
+    assert gate.may_dispatch(gate.most_alive - 1, 5, 5) and not gate.may_dispatch(gate.most_alive, 5, 5)
+
+
+def test_a_plain_queue_has_the_published_number_of_slots() -> None:
+    assert Limits(prompts=8, staleness=4).most_alive == 5 * 8
+    assert Limits(prompts=8, staleness=0).most_alive == 8
+
+
+def test_engines_that_trail_are_charged() -> None:
+    gate = Limits(prompts=8, staleness=2)
+    assert gate.may_dispatch(23, trainer_version=7, oldest_engine_version=7)
+    assert gate.may_dispatch(7, trainer_version=7, oldest_engine_version=5)
+    assert not gate.may_dispatch(8, trainer_version=7, oldest_engine_version=5)
+    assert not gate.may_dispatch(0, trainer_version=7, oldest_engine_version=4)
+
+
+def test_a_window_without_room_for_a_step_is_refused() -> None:
+    Limits(prompts=8, staleness=2, window=17)
+    with pytest.raises(UserError, match=r"window 18 .* at most 17"):
+        Limits(prompts=8, staleness=2, window=18)
+    with pytest.raises(UserError, match="at most 1"):
+        Limits(prompts=8, staleness=0, window=2)
+
+
+@given(prompts=st.integers(1, 64), staleness=st.integers(0, 8), capacity=st.none() | st.integers(1, 1000))
+def test_the_default_window_leaves_what_engines_and_trainer_need(
+    prompts: int, staleness: int, capacity: int | None
+) -> None:
+    gate = Limits(prompts, staleness, default_window(prompts, staleness, capacity))
+    most = (staleness + 1) * prompts
+    assert gate.most_alive == (most if capacity is None else min(most, capacity + 2 * prompts))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_only_waits_without_progress_are_stuck_longest_first(clock: Clock) -> None:
+    watchdog = Watchdog(10.0, clock)
+    watchdog.waits("agent-0", "engine-0", ordinal=7)
+    clock.now = 4.0
+    watchdog.waits("agent-1", "engine-0", ordinal=8)
+    watchdog.waits("agent-1", "reward-0", ordinal=9)
+    clock.now = 10.0
+    assert watchdog.report() is None
+    watchdog.done("agent-1", ordinal=9)
+    clock.now = 14.5
+    assert watchdog.report() == "agent-0 (group 7) has waited for engine-0 for 14 s"
+    watchdog.waits("agent-0", "engine-0", ordinal=7)  # it got some tokens
+    assert watchdog.report() == "agent-1 (group 8) has waited for engine-0 for 10 s"
+    watchdog.done("agent-1", ordinal=8)
+    assert watchdog.report() is None
+
+
+def test_a_report_follows_the_chain_to_its_cause(clock: Clock) -> None:
+    watchdog = Watchdog(10.0, clock)
+    watchdog.waits("trainer", "agent-0", ordinal=7)
+    watchdog.waits("agent-0", "engine-1", ordinal=3)
+    clock.now = 1.0
+    watchdog.waits("agent-0", "reward-2", ordinal=7)
+    clock.now = 12.0
+    assert watchdog.report() == (
+        "trainer (group 7) has waited for agent-0 for 12 s; agent-0 (group 7) has waited for reward-2 for 11 s"
+    )
+
+
+def test_a_circle_is_followed_once(clock: Clock) -> None:
+    watchdog = Watchdog(1.0, clock)
+    watchdog.waits("trainer", "engine-0")
+    watchdog.waits("engine-0", "trainer")
+    clock.now = 2.0
+    assert watchdog.report() == (
+        "trainer has waited for engine-0 for 2 s; engine-0 has waited for trainer for 2 s; trainer has waited for engine-0 for 2 s"
+    )

@@ -1,9 +1,10 @@
-"""The driver against roles that only remember what they were asked: the order of things, and every way a run can stop."""
+"""The driver against roles that only remember what they were asked: the order of things, every way a run can stop, and
+engines that die while they are given weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,18 +15,14 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
 from stretto.rl.agent import Wait
-from stretto.rl.buffer import GroupRef
-from stretto.rl.controller import Controller
-from stretto.rl.driver import Driver, Plan, Waits
-from stretto.rl.factories import Factories
-from stretto.rl.hiring import hired
-from stretto.rl.measures import StepReport
+from stretto.rl.controller import Controller, Limits
+from stretto.rl.driver import Driver, EngineWeights
+from stretto.rl.launch import Factories, Roles, TrainerLost, start_roles
+from stretto.rl.ledger import GroupRef, Ledger
+from stretto.rl.log import StepReport, Trace
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.roles import Roles, TrainerLost
-from stretto.rl.throttle import Limits
-from stretto.rl.trace import Trace
-from stretto.rl.watchdog import Watchdog
 from stretto.runtime.local import LocalRuntime
+from stretto.runtime.runtime import RoleDied
 from tests.rl.refs import ref, task
 
 PROMPTS = 2
@@ -66,7 +63,7 @@ class Trainer:
         return weights(self._world.version)
 
     def save(self, cut: dict[str, Any]) -> None:
-        assert cut["version"] == self._world.version
+        assert cut["state"]["version"] == self._world.version
         self._world.events.append(("save", self._world.version))
 
 
@@ -115,15 +112,16 @@ def drive(
     max_attempts: int = 2,
     stuck_s: float = 600.0,
     watch: Callable[[Controller], None] = lambda controller: None,
-) -> list[tuple[int, tuple[int, ...], Waits]]:
+) -> list[tuple[int, tuple[int, ...]]]:
     """Run to the end, or to whatever stops it; nothing may be left either way. Returns what the observer was told."""
-    told: list[tuple[int, tuple[int, ...], Waits]] = []
+    told: list[tuple[int, tuple[int, ...]]] = []
     recipe = RlRecipe.model_validate(
         {
             "sources": {"test": {"kind": "strings"}},
             "optim": {"lr": 1e-3},
-            "train": {"steps": steps, "prompts": PROMPTS, "seq_len": 128},
+            "train": {"steps": steps, "prompts": PROMPTS, "seq_len": 128, "snapshot_every": 2, "keep_snapshots": 2},
             "staleness": staleness,
+            "failures": {"lease_s": 60.0, "stuck_s": stuck_s},
             "runtime": {"isolate": "none"},  # the roles share the test's world
         }
     )
@@ -134,26 +132,24 @@ def drive(
         agent=lambda engines, verifiers: partial(Agent, world),
     )
     limits = Limits(PROMPTS, staleness, 1, drop_uniform, 60.0, max_attempts, steps)
-    plan = Plan(steps, snapshot_every=2, keep_snapshots=2, prompts=PROMPTS, lease_s=60.0, step_deadline_s=60.0)
 
-    def observe(report: StepReport, refs: tuple[GroupRef, ...], waits: Waits) -> None:
-        told.append((report.step, tuple(each.ordinal for each in refs), waits))
+    def observe(report: StepReport, refs: tuple[GroupRef, ...]) -> None:
+        told.append((report.step, tuple(each.ordinal for each in refs)))
 
     async def run() -> None:
         async with asyncio.timeout(60), LocalRuntime() as runtime:
             with Trace(folder) as trace:
-                async with hired(runtime, factories, recipe, {}, 60.0) as roles:
+                async with start_roles(runtime, factories, recipe, {}) as roles:
                     world.runtime, world.roles = runtime, roles
-                    controller = Controller.start(limits, task, folder / "groups.jsonl")
-                    rest = (runtime, roles, controller, weights(0), trace, Watchdog(stuck_s), observe)
+                    controller = Controller(limits, task, Ledger.start(folder / "groups.sqlite"))
                     before = asyncio.all_tasks()
                     try:
-                        async with Driver(plan, *rest) as driver:
+                        async with Driver(recipe, roles, controller, weights(0), trace, observe).at_work() as driver:
                             await driver.run()
                     finally:
                         left = [repr(each) for each in asyncio.all_tasks() - before]
                         assert all("LocalRuntime" in each or "ElasticPool" in each for each in left), left
-                        controller.check()
+                        controller.state.check()
                         watch(controller)
 
     asyncio.run(run())
@@ -168,7 +164,7 @@ def test_everything_has_its_turn(tmp_path: Path) -> None:
         *(("step", 1, (2, 3)), ("publish", 2), ("save", 2)),
         *(("step", 2, (4, 5)), ("publish", 3), ("save", 3)),
     ]
-    assert [(step, ordinals) for step, ordinals, _ in told] == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
+    assert told == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
     # without staleness, each group is drawn by engines that have all steps before its own
     assert [event for event in world.events if event[0] == "group"] == [("group", n, n // 2) for n in range(6)]
     for version in (1, 2):
@@ -246,7 +242,7 @@ def test_a_group_that_keeps_failing_is_given_up_and_the_run_goes_on(tmp_path: Pa
     world = World(on_group=fail)
     counts: dict[str, float] = {}
     told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
-    assert [ordinals for _, ordinals, _ in told] == [(0, 2)]
+    assert [ordinals for _, ordinals in told] == [(0, 2)]
     assert counts["failed"] == 1 and counts["trained"] == 2 and counts["failed_attempts"] == 2
 
 
@@ -298,3 +294,123 @@ def test_what_is_stuck_is_named(tmp_path: Path) -> None:
         "engine-1: no answer",
     ):
         assert words in said, said
+
+
+LIMITS = Limits(2, 1, 1, False, 60.0, 3, 10)
+
+
+class Engines:
+    """As `Roles` shows them to `EngineWeights`; one dies when the test says so."""
+
+    engines: tuple[str, ...] = ("engine-0",)
+
+    def __init__(self) -> None:
+        self.num_restarts = 0
+        self.is_open = asyncio.Event()
+        """Of engine-0: its activations end."""
+        self.is_open.set()
+        self.has = -1
+        """Version that engine-0's present incarnation has; −1: none."""
+        self.serves: list[int] = []
+        """Versions activated, in every incarnation."""
+        self.dies: Iterator[str] = iter(())
+        """For each activation, a death ``before`` it was done, ``after``, ``between`` asking and doing, or none."""
+
+    def restarts(self, name: str) -> int:
+        return self.num_restarts if name == "engine-0" else 0
+
+    async def activate(self, name: str, weights: WeightVersion) -> None:
+        if name != "engine-0":
+            return
+        await self.is_open.wait()
+        await asyncio.sleep(0)
+        death = next(self.dies, "")
+        if death == "before":
+            self.has = -1
+            raise RoleDied(name, "its process was killed")
+        if death:  # it answers, and the runtime has noticed a death before the answer is read
+            self.num_restarts += 1
+        self.has = -1 if death == "after" else weights.number  # between: the next incarnation has answered
+        if not death:
+            self.serves.append(weights.number)
+
+
+async def settled(following: EngineWeights) -> None:
+    while not following.are_current:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "deaths", [("", ""), ("before", ""), ("after", ""), ("between", ""), ("before", "after", "between", "")]
+)
+def test_an_engine_gets_the_newest_weights_whenever_it_dies(tmp_path: Path, deaths: tuple[str, ...]) -> None:
+    async def play() -> list[int]:
+        roles = Engines()
+        roles.dies = iter(deaths)
+        controller = Controller(LIMITS, task, Ledger.start(tmp_path / "groups.sqlite"))
+        problems: list[BaseException] = []
+        with Trace(tmp_path) as trace:
+            first = WeightVersion(0, "", "", 0)
+            following = EngineWeights(roles, controller, trace, moved=lambda: None, failed=problems.append)  # type: ignore[arg-type]
+            following.publish(first)
+            while not following.are_current:
+                following.tend()
+                await asyncio.sleep(0.01)
+            assert controller.counts()["engine_lag"] == 0 and controller.admit(), "groups are handed out to it"
+            roles.num_restarts += 1  # killed while idle: nobody's call fails
+            for _ in range(20):
+                following.tend()
+                await asyncio.sleep(0.01)
+            await following.close()
+        assert not problems
+        return roles.serves
+
+    assert asyncio.run(play()) == [0, 0]
+
+
+@pytest.mark.parametrize("death", ["", "noticed", "between", "after"])
+def test_an_engine_is_never_believed_to_have_newer_weights_than_it_samples_under(tmp_path: Path, death: str) -> None:
+    """It comes back while others go ahead: what is handed out meanwhile may land on it, and is charged for that."""
+
+    async def play() -> None:
+        roles = Engines()
+        roles.engines = ("engine-0", "engine-1")
+        controller = Controller(LIMITS, task, Ledger.start(tmp_path / "groups.sqlite"))
+        problems: list[BaseException] = []
+        versions = [WeightVersion(number, "", "", 0) for number in range(3)]
+        with Trace(tmp_path) as trace:
+            following = EngineWeights(roles, controller, trace, moved=lambda: None, failed=problems.append)  # type: ignore[arg-type]
+            following.publish(versions[0])
+            await settled(following)
+            for version in versions[1:]:
+                if version.number == 1:
+                    roles.num_restarts, roles.has = 1, -1
+                    roles.is_open.clear()
+                    following.tend()  # engine-0 is on its way to version 0 again
+                    await asyncio.sleep(0)
+                for handout in controller.admit():
+                    controller.group_ready(ref(handout.task.ordinal))
+                assert controller.next_batch() is not None
+                controller.trained(version.number - 1)
+                following.publish(version)
+                await asyncio.sleep(0.01)
+            assert controller.counts()["engine_lag"] == 2 and not controller.admit(), "η is 1"
+            if death == "noticed":  # the call waits at the socket meanwhile, and the next incarnation takes it
+                roles.num_restarts += 1
+                following.tend()
+            else:
+                roles.dies = iter([death])
+            roles.is_open.set()
+            while roles.has != 2:
+                following.tend()
+                lag = controller.counts()["engine_lag"]
+                assert roles.has < 0 or 2 - roles.has <= lag, (
+                    f"it has version {roles.has}, and is believed to lag by {lag}"
+                )
+                await asyncio.sleep(0)
+            await settled(following)
+            assert controller.counts()["engine_lag"] == 0 and controller.admit()
+            await following.close()
+        assert not problems, problems
+
+    asyncio.run(play())

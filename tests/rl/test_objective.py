@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.rl.measures import mismatch
+from stretto.rl.log import mismatch
 from stretto.rl.objective import cispo, gspo, icepop_weights, kl_k2, ppo, tis_weights
 
 V = 7

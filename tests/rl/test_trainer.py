@@ -22,9 +22,9 @@ from stretto.model.transformer import MoeLayer, Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.rl.algorithms import assign
 from stretto.rl.batch import pack
-from stretto.rl.buffer import GroupRef
-from stretto.rl.loss import LossConfig
-from stretto.rl.measures import StepReport, mismatch
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import StepReport, mismatch
+from stretto.rl.recipe import LossConfig
 from stretto.rl.samples import store_group
 from stretto.rl.trainer import Pass, TrainerRole, micro_batch, place, recompute, score
 from stretto.rl.weights import fetch

@@ -1,4 +1,4 @@
-"""Whole runs that are killed, or whose parts fail: slow."""
+"""A run's folder from one life of the run to the next; and whole runs that are killed, or whose parts fail (slow)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
-from bench.common.run_account import Account
+from bench.common.run_account import Account, kolmogorov_smirnov
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.trajectory import WeightVersion
+from stretto.base.trajectory import Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
 from stretto.rl import rollout, trainer
 from stretto.rl import rollout as engines
 from stretto.rl.clients import Generated
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.run import Job, Result, run_rl
-from stretto.rl.status import read_status
-from stretto.rl.weights import publish
+from stretto.rl.controller import Controller, Limits
+from stretto.rl.launch import Job
+from stretto.rl.ledger import GroupRef, Ledger
+from stretto.rl.log import read_status
+from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
+from stretto.rl.run import Result, claimed, run_rl, sweep, take_up
+from stretto.rl.samples import log_path
+from stretto.rl.weights import fetch, publish
 
 
 @pytest.fixture
@@ -35,6 +41,93 @@ def recipe_file(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.toml"
     path.write_text(f"staleness = 2\n{RECIPE}")
     return path
+
+
+def task_of(ordinal: int) -> Task:
+    return Task(ordinal, "short", ordinal, 2, ordinal, 8)
+
+
+def limits(prompts: int = 2) -> Limits:
+    return Limits(prompts, 1, 1, False, 60.0, 3, 10)
+
+
+def ref(ordinal: int, folder: Path) -> GroupRef:
+    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False, 0.0)
+
+
+def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:
+    run = tmp_path / "run"
+    recipe = read_recipe(recipe_file, RlRecipe)
+    assert not take_up(recipe, run, resume=False)
+    changed = read_recipe(recipe_file, RlRecipe, ["optim.lr=0.5", "staleness=3"])
+    assert not take_up(changed, run, resume=True), "no group was handed out: there is nothing to go on with"
+    take_up(recipe, run, resume=True)
+    before = (run / "recipe.json").read_text()
+    (run / JOURNAL_FILE).touch()
+    with pytest.raises(UserError, match=r"optim\.lr: was 3e-05 when this run started, is 0\.5 now") as error:
+        take_up(changed, run, resume=True)
+    assert "\n" not in str(error.value) and (run / "recipe.json").read_text() == before
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+        take_up(recipe, run, resume=False)
+    assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
+
+
+def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from stretto.rl.run import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"in\n"
+        with pytest.raises(UserError, match="another process is running it"), claimed(tmp_path / "run"):
+            raise AssertionError("claimed twice")
+        other.kill()
+        other.wait()
+    with claimed(tmp_path / "run"):
+        pass
+
+
+def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
+    groups, logs = tmp_path / "groups", tmp_path / "tokens"
+    controller = Controller(limits(), task_of, Ledger.start(tmp_path / JOURNAL_FILE))
+    controller.engine_active("engine-0", 0)
+    assert [handout.task.ordinal for handout in controller.admit()] == [0, 1, 2, 3]
+    controller.group_ready(ref(0, groups))
+    controller.ledger.close()
+    groups.mkdir()
+    for name in ("group-00000000-0.group", "group-00000001-0.group", ".group-00000002-0.group.77.partial"):
+        (groups / name).touch()  # the second was stored, and its agent killed before it could tell
+    for ordinal in (0, 1, 9):
+        path = log_path(logs, ordinal, 0)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    resumed = Controller(limits(), task_of, Ledger.resume(tmp_path / JOURNAL_FILE, None))
+    sweep(tmp_path, resumed.ledger)
+    assert [path.name for path in groups.iterdir()] == ["group-00000000-0.group"]
+    assert [path.name for path in logs.iterdir()] == ["00000001-000.log"], "the log of the one that is handed out again"
+
+
+def test_weights_that_are_damaged_on_the_disk_are_refused_and_then_published_again(tmp_path: Path) -> None:
+    state = {"a": torch.arange(8.0)}
+    version = publish(tmp_path, 3, state)
+    path = Path(version.location)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path.name}: checksum: is .*, version 3 was announced with"):
+        fetch(version)
+    assert publish(tmp_path, 3, state) == version
+    assert torch.equal(fetch(version)["a"], state["a"])
+
+
+def test_the_distance_of_two_samples_of_lengths() -> None:
+    rng = np.random.default_rng(0)
+    same = [kolmogorov_smirnov(rng.normal(size=400), rng.normal(size=300))[1] for _ in range(400)]
+    assert 0.01 < np.mean(np.array(same) < 0.05) < 0.09, "p is uniform where nothing differs"
+    assert kolmogorov_smirnov(rng.normal(size=400), rng.normal(0.5, size=300))[1] < 1e-4
+    distance, p = kolmogorov_smirnov([1, 2, 3, 4], [3, 4, 5, 6])
+    assert distance == 0.5 and 0.5 < p < 0.8
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,10 @@ from bench.sync_equality import KILLED, Outcome, plain_run, start_of, variants, 
 from bench.sync_equality import recipe as recipe_of
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
-from stretto.rl.buffer import GroupRef
-from stretto.rl.controller import Controller
-from stretto.rl.ledger import Handout
-from stretto.rl.measures import StepReport
-from stretto.rl.sync import run_synchronously
-from stretto.rl.throttle import Limits
+from stretto.rl.controller import Controller, Handout, Limits
+from stretto.rl.ledger import GroupRef, Ledger
+from stretto.rl.log import StepReport
+from stretto.rl.plain import run_synchronously
 from tests.rl.policies import recipe
 from tests.rl.refs import ref, task
 
@@ -74,12 +72,11 @@ def plain_batches(share: float, seed: int) -> list[list[int]]:
 def asynchronous_batches(share: float, seed: int, folder: Path) -> list[list[int]]:
     """By the controller; groups end in any order, and attempts fail now and then."""
     limits = Limits(PROMPTS, 0, window=1, drop_uniform=True, lease_s=1e9, max_attempts=10**6, num_steps=STEPS)
-    controller = Controller.start(limits, task, folder / "journal.jsonl")
+    controller = Controller(limits, task, Ledger.start(folder / "journal.sqlite"))
     answering, rng, batches = Answering(share, seed), random.Random(seed), []
     in_flight: list[Handout] = []
     while True:
         answering.version = controller.version
-        controller.published(controller.version)
         controller.engine_active("engine", controller.version)
         if controller.version == STEPS:
             controller.finish()

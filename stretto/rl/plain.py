@@ -10,15 +10,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task, WeightVersion
+from stretto.base.trajectory import Task
 from stretto.rl.agent import AgentRole, AgentSettings
-from stretto.rl.buffer import GroupRef
 from stretto.rl.clients import Clients
-from stretto.rl.factories import SourceTables
-from stretto.rl.measures import StepReport
+from stretto.rl.launch import SourceTables
+from stretto.rl.ledger import GroupRef
+from stretto.rl.log import StepReport
 from stretto.rl.prompts import plan_prompts
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
@@ -28,20 +27,8 @@ from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.text.tokenizer import load_tokenizer
 
-PATIENCE = 50
+_PATIENCE = 50
 """Groups dropped in one step for each that it needs, before it is given up."""
-
-
-class Agent(Protocol):
-    """What is needed of `stretto.rl.agent.AgentRole`."""
-
-    async def run_group(self, task: Task, attempt: int) -> GroupRef: ...
-
-
-class Engine(Protocol):
-    """What is needed of `stretto.rl.rollout.EngineRole`."""
-
-    async def activate(self, version: WeightVersion) -> Any: ...
 
 
 async def run_plainly(
@@ -57,12 +44,8 @@ async def run_plainly(
         UserError: as `run_synchronously`, or a role refuses to start.
     """
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
-    sources = tables()
-    try:
+    with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    finally:
-        for source in sources.values():
-            source.close()
     opened = partial(open_rollout_engine, start, recipe.rollout, recipe.precision, recipe.replay == "r3", "cpu")
     engine = EngineRole(opened, fetch)
     try:
@@ -80,8 +63,8 @@ async def run_plainly(
 async def run_synchronously(
     recipe: RlRecipe,
     task_of: Callable[[int], Task],
-    agent: Agent,
-    engines: Sequence[Engine],
+    agent: AgentRole,
+    engines: Sequence[EngineRole],
     trainer: TrainerRole,
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
@@ -108,7 +91,7 @@ async def run_synchronously(
             found = await asyncio.gather(*(agent.run_group(task, 0) for task in tasks))
             kept = [ref for ref in found if not (recipe.loss.drop_uniform and ref.is_uniform)]
             refs, num_dropped = refs + kept, num_dropped + len(found) - len(kept)
-            if num_dropped > PATIENCE * train.prompts:
+            if num_dropped > _PATIENCE * train.prompts:
                 raise UserError(
                     f"loss.drop_uniform: {num_dropped} groups of step {step} had rewards that were all equal; take problems "
                     "that the network solves now and then, or set it to false"
@@ -119,7 +102,7 @@ async def run_synchronously(
     return reports
 
 
-async def _activate(trainer: TrainerRole, engines: Sequence[Engine]) -> None:
+async def _activate(trainer: TrainerRole, engines: Sequence[EngineRole]) -> None:
     version = await asyncio.to_thread(trainer.publish)
     assert version is not None, "the plain loop knows one rank"
     for engine in engines:

@@ -14,11 +14,10 @@ import pytest
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, RewardRequest, Verifiers
-from stretto.rl.factories import Factories
-from stretto.rl.hiring import hired
+from stretto.rl.launch import Factories, Roles, start_roles
+from stretto.rl.log import pool_rows, pool_scalars
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
-from stretto.rl.roles import Roles
 from stretto.rl.rollout import EngineRole
 from stretto.rl.samples import store_group
 from stretto.runtime.local import LocalRuntime
@@ -61,7 +60,7 @@ def factories(folder: Path, score_s: float) -> Factories:
 def with_roles(folder: Path, work: Callable[[Roles], Awaitable[None]], score_s: float = 30.0, **runtime: Any) -> None:
     async def run() -> None:
         async with asyncio.timeout(120), LocalRuntime() as local:
-            async with hired(local, factories(folder, score_s), recipe(**runtime), AT_ONCE, 60.0) as roles:
+            async with start_roles(local, factories(folder, score_s), recipe(**runtime), AT_ONCE) as roles:
                 await work(roles)
             pooled = ("agent",) if runtime else ("agent", "reward")
             assert not [handle for handle in local.handles() if handle.name.startswith(pooled)]
@@ -79,8 +78,8 @@ def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:
         assert roles.rewards["reward"].stats().num_served == TASK.group
         await roles.runtime.call(agent, "evaluate", replace(TASK, source="judge"), 1.0, deadline_s=60)
         assert roles.rewards["reward-x4"].stats().num_served == TASK.group
-        assert {row.name for row in roles.pool_rows()} == {"rewards", "reward-x4s"}
-        scalars = roles.pool_scalars()
+        assert {row.name for row in pool_rows(roles)} == {"rewards", "reward-x4s"}
+        scalars = pool_scalars(roles)
         assert scalars["pool/reward/size"] == 1.0 and scalars["pool/reward/worker_s"] > 0.0
 
     with_roles(tmp_path, work)
