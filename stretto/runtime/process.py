@@ -2,7 +2,10 @@
 
 The driver holds one listening socket for the role, which each incarnation inherits: callers keep the address, and those
 who connect between two incarnations wait in the socket's queue. A socket pair beside it is for the driver alone: over it
-the role is started, counted, drained and closed. The process ends by itself when its driver does.
+the role is started and closed. The process ends by itself when its driver does.
+
+asyncio starts and watches the processes. `multiprocessing` would import the driver's main module into each, and hold up
+the driver's loop while a process starts.
 """
 
 from __future__ import annotations
@@ -20,140 +23,94 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.caller import LocalCaller
-from stretto.runtime.host import CLOSE_S, CONSTRUCTOR, Counts, Host, Worker, build
-from stretto.runtime.peer import Connection, accept, serve
-from stretto.runtime.runtime import DeadlinePassed, RoleDied, RoleError
-from stretto.runtime.store import Store
+from stretto.runtime.actor import CLOSE_S, Actor, Worker
+from stretto.runtime.connection import Connection, LocalCaller
+from stretto.runtime.runtime import Handle, RoleDied, RoleError
 
+BACKLOG = 1024
+"""Callers that may wait while a role restarts."""
 _CONTROL = "control"
 """What the driver's own connection asks."""
 _BEAT_S = 0.5
-"""Between two looks at a role's counts, and at whether the driver lives."""
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.process import main; main(*sys.argv[2:])"
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """All that a process needs to become a role."""
-
-    id: str
-    name: str
-    work: bytes
-    """Pickled (role, args)."""
-    folder: str
-    """The runtime's: of its store."""
+"""Between two looks at whether the driver lives."""
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.process import main; main(*map(int, sys.argv[2:]))"
 
 
 class RoleProcess:
     """One incarnation, as the driver sees it. Belongs to the driver's loop."""
 
-    def __init__(self, spec: Spec, listener: socket.socket):
-        self._spec = spec
+    def __init__(self, handle: Handle, work: bytes, listener: socket.socket):
+        """
+        Args:
+            work: `pickled` class and arguments.
+            listener: on the handle's address.
+        """
+        self._handle = handle
+        self._work = work
         self._listener = listener
         self._process: Process | None = None
         self._control: Connection | None = None
-        self._beat: asyncio.Task[None] | None = None
-        self._is_cleared = False
-        self.counts = Counts(0, 0.0, 0)
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def start(self, deadline_s: float) -> None:
-        """Start the process and wait for the role's constructor; a failure leaves nothing behind.
+    async def start(self) -> None:
+        """Start the process and wait for the role's constructor.
 
         Raises:
-            UserError, RoleError, DeadlinePassed, RoleDied: as `Runtime.spawn`.
+            UserError, RoleError, RoleDied: as `Runtime.spawn`; whoever called it is to `kill`.
         """
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._start()
-        except TimeoutError:
-            await self.kill()
-            raise DeadlinePassed(self._spec.name, CONSTRUCTOR, deadline_s) from None
-        except RoleDied:
-            raise RoleDied(self._spec.name, await self.kill()) from None
-        except BaseException:
-            await self.kill()
-            raise
-        self._beat = asyncio.create_task(self._count())
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._control = await _connected(ours, Connection(self._handle.name, {}))
+            descriptors = (theirs.fileno(), self._listener.fileno())
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
+                stdin=DEVNULL,
+                pass_fds=descriptors,
+                start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
+            )
+        error = await self._control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
+        if error is not None:
+            raise error
 
     async def wait(self) -> str:
         """Wait for the process to end, and end what it started and left; returns why it did."""
-        assert self._process is not None, "never started"
+        if self._process is None:
+            return "its process could not be started"
         code = await self._process.wait()
-        if not self._is_cleared:
-            self._is_cleared = True
+        if self._control is not None:  # else it has been waited for before, and its number may be another's
             self._signal_all()
-            if self._beat is not None:
-                self._beat.cancel()
-            if self._control is not None:
-                await self._control.close()
+            self._control.close()
+            self._control = None
         if code >= 0:
             return f"its process ended by itself, with exit code {code}"
         return f"its process was killed by {signal.Signals(-code).name}"
 
     async def kill(self) -> str:
         """By force, with all that it started; returns why it ended."""
-        if self._process is None:
-            return "its process could not be started"
-        if self._process.returncode is None:
+        if self._process is not None and self._process.returncode is None:
             self._signal_all()
         return await self.wait()
-
-    async def drain(self) -> None:
-        await self._ask("drain")
 
     async def close(self) -> None:
         """Let the role close itself, then end the process; by force if it takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(2 * CLOSE_S):
                 with suppress(RoleDied):  # it may be gone before its answer is
-                    await self._ask("close")
+                    if self._control is not None:
+                        await self._control.call(_CONTROL, "close", (), {})
                 await self.wait()
         await self.kill()
-
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            descriptors = [theirs.fileno(), self._listener.fileno()]
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors)),
-                stdin=DEVNULL,
-                pass_fds=descriptors,
-                start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._control = Connection(ours, self._spec.name)
-        error = await self._ask("start", self._spec)
-        if error is not None:
-            raise error
 
     def _signal_all(self) -> None:
         assert self._process is not None, "never started"
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _ask(self, method: str, *args: Any) -> Any:
-        assert self._control is not None, "never started"
-        return await self._control.call(_CONTROL, method, args, {})
-
-    async def _count(self) -> None:
-        with suppress(RoleDied):  # `wait` tells
-            while True:
-                await asyncio.sleep(_BEAT_S)
-                self.counts = await self._ask("counts")
 
 
 class _Control:
@@ -162,84 +119,70 @@ class _Control:
     def __init__(self, listener: socket.socket, worker: Worker):
         self._listener = listener
         self._worker = worker
-        self._hosts: dict[str, Host] = {}
-        self._host: Host | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._actor: Actor | None = None
 
-    async def start(self, spec: Spec) -> Exception | None:
+    async def start(self, id: str, name: str, work: bytes) -> Exception | None:
         """What the constructor raised; None: it stands."""
         loop = asyncio.get_running_loop()
-        host = self._hosts[spec.id] = self._host = Host(spec.name, loop, self._worker)
-        caller = LocalCaller(self._hosts, Store(Path(spec.folder)))
-
-        def make() -> Any:
-            role, args = pickle.loads(spec.work)
-            return build(role, args, caller)
-
+        self._actor = Actor(name, loop, self._worker)
+        actors = {id: self._actor}
         try:
-            await host.start(make)
+            await self._actor.start(lambda: pickle.loads(work), LocalCaller(actors))
         except (UserError, RoleError) as error:
             return error
         gc.freeze()  # the collector would look through torch's modules again and again while the role works
-        self._accepting = asyncio.create_task(accept(self._listener, self._hosts))
+        await loop.create_unix_server(lambda: Connection(name, actors), sock=self._listener, backlog=BACKLOG)
         return None
 
-    async def counts(self) -> Counts:
-        assert self._host is not None, "never started"
-        return self._host.counts()
-
-    async def drain(self) -> None:
-        assert self._host is not None, "never started"
-        await self._host.drain()
-
     async def close(self) -> None:
-        if self._host is not None:
-            self._host.end("it has been closed")
-            await self._host.close()
+        if self._actor is not None:
+            self._actor.end("it has been closed")
+            await self._actor.close()
         self._worker.stop()
 
 
-def main(control: str, listener: str) -> None:
+def main(control: int, listener: int, driver: int) -> None:
     """The process. Its main thread is the role's own, so that alarms and signal handlers work there.
 
     Args:
         control: descriptor of the socket to the driver.
         listener: descriptor of the role's own.
+        driver: its process.
     """
-    threading.Thread(target=_watch_driver, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_watch_driver, args=(driver,), daemon=True).start()
     worker = Worker()
     serving = _serve_driver(_inherited(control), _inherited(listener), worker)
     threading.Thread(target=asyncio.run, args=(serving,), daemon=True).start()
     worker.run()
 
 
-def _inherited(descriptor: str) -> socket.socket:
-    sock = socket.socket(fileno=int(descriptor))
+def _inherited(descriptor: int) -> socket.socket:
+    sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)  # a program that the role runs must not keep its callers waiting
-    sock.setblocking(False)
     return sock
 
 
 async def _serve_driver(control: socket.socket, listener: socket.socket, worker: Worker) -> None:
-    host = Host(_CONTROL, asyncio.get_running_loop(), None)
-    await host.start(lambda: _Control(listener, worker))
-    await serve(control, {_CONTROL: host})
-    _die()  # the driver has gone
+    loop = asyncio.get_running_loop()
+    actor = Actor(_CONTROL, loop, None)
+    await actor.start(lambda: (_Control, (listener, worker)), LocalCaller({}))
+    await _connected(control, Connection(_CONTROL, {_CONTROL: actor}))
+    await loop.create_future()  # for ever
 
 
 def _watch_driver(driver: int) -> None:
-    """Its end of the socket may live on in a process that it forked."""
     while os.getppid() == driver:
         time.sleep(_BEAT_S)
-    _die()
-
-
-def _die() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+async def _connected(sock: socket.socket, connection: Connection) -> Connection:
+    await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=sock)
+    return connection
+
+
 def pickled(role: Callable[..., Any], args: Sequence[Any], name: str) -> bytes:
-    """`Spec.work`.
+    """For `RoleProcess`.
 
     Raises:
         TypeError: it cannot be sent to another process.

@@ -63,28 +63,6 @@ def test_more_than_there_is_is_refused(stage: Stage) -> None:
 
 
 @everywhere
-def test_draining_finishes_and_takes_no_more(stage: Stage) -> None:
-    async def work(runtime: Runtime) -> None:
-        handle = await stage.spawn(runtime)
-        asker = await stage.spawn(runtime, Asker, handle, name="asker")
-        napping = asyncio.create_task(runtime.call(handle, "nap", 1.0, deadline_s=FAST_S))
-        await asyncio.sleep(0.3)
-        with pytest.raises(DeadlinePassed, match="drain"):
-            await runtime.drain(handle, deadline_s=0.1)
-        assert runtime.status(handle).state is RoleState.DRAINING
-        for refused in (
-            runtime.call(handle, "add", 1, deadline_s=FAST_S),
-            runtime.call(asker, "ask", "add", 1, deadline_s=FAST_S),
-        ):
-            with pytest.raises((RoleDied, RoleError), match="draining"):
-                await refused
-        await runtime.drain(handle, deadline_s=FAST_S)
-        assert napping.done() or await asyncio.wait_for(napping, 1.0) == 1.0
-
-    stage.run(work)
-
-
-@everywhere
 @pytest.mark.parametrize("hard", [False, True])
 def test_killing_fails_what_is_in_flight_and_is_final(stage: Stage, hard: bool, tmp_path: Path) -> None:
     async def work(runtime: Runtime) -> None:
