@@ -10,9 +10,8 @@ from typing import Any
 from stretto.rl.factories import Factories
 from stretto.rl.recipe import PoolConfig, RlRecipe
 from stretto.rl.roles import Roles
-from stretto.runtime.pool import ElasticPool
+from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Placement, Runtime
-from stretto.runtime.sizing import Limits
 
 _AGENT_GROUPS = 64
 """Groups of one isolated agent, unless the largest pool could not hold all of the run's then: what keeps a core busy

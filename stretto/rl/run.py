@@ -29,7 +29,7 @@ from stretto.rl.roles import Roles, TrainerLost
 from stretto.rl.throttle import Limits, default_window
 from stretto.rl.trace import Trace, write_trace
 from stretto.rl.watchdog import Watchdog
-from stretto.runtime.open import open_runtime
+from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 

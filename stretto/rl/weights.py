@@ -3,7 +3,7 @@
 Publishing is slow and off everybody's path; activating is a short pause in an engine. A version's file carries its
 checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The
 files need not survive the machine, snapshots do: they are written to the page cache and read from it, or lie in a
-folder of /dev/shm. Between hosts that share no files, versions travel through the runtime's store.
+folder of /dev/shm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -26,7 +25,6 @@ from stretto.engine.weights import state_checksum
 from stretto.model.fp8_state import unpack_state
 from stretto.model.parallel import Ranks
 from stretto.model.tensorfile import write_file
-from stretto.runtime.runtime import Caller, Ref
 
 _AGAIN = "publish the version again"
 
@@ -71,45 +69,6 @@ def retire(folder: Path | str, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
-async def publish_to_store(
-    caller: Caller, number: int, state: Mapping[str, Tensor], extra: Mapping[str, Any] | None = None
-) -> WeightVersion:
-    """`publish` through the runtime's object store: for hosts that share no files. The caller frees `stored_ref`."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    # numpy has no bf16, so bytes travel
-    arrays = {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor).copy())
-        for name, tensor in tensors.items()
-    }
-    ref = await caller.put(arrays)
-    return WeightVersion(
-        number, f"store:{ref.id}", state_checksum(tensors), _num_bytes(tensors), {**(extra or {}), "ref": ref}
-    )
-
-
-def stored_ref(version: WeightVersion) -> Ref:
-    """Where the store keeps a version that `publish_to_store` made."""
-    ref = version.extra["ref"]
-    assert isinstance(ref, Ref), f"version {version.number} lies in {version.location}"
-    return ref
-
-
-async def fetch_from_store(caller: Caller, version: WeightVersion, deadline_s: float) -> dict[str, Tensor]:
-    """`fetch` from the runtime's object store.
-
-    Raises:
-        RefLost, DeadlinePassed: of `Caller.get`.
-        UserError: another checksum.
-    """
-    arrays = await caller.get(stored_ref(version), deadline_s)
-    state = {
-        name: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)).view(shape)
-        for name, (dtype, shape, array) in arrays.items()
-    }
-    _check(state, version)
-    return unpack_state(state)
-
-
 def broadcast(state: Mapping[str, Tensor], ranks: Ranks) -> Mapping[str, Tensor]:
     """Rank 0's ``state`` on every rank, over NCCL or gloo; what the others pass is not looked at. All must call it."""
     if ranks.world == 1:
@@ -135,7 +94,3 @@ def _check(state: Mapping[str, Tensor], version: WeightVersion) -> None:
 
 def _num_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
