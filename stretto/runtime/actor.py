@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.runtime import Caller, DeadlinePassed, RoleDied, RoleError, RuntimeFailure
+from stretto.runtime.runtime import Caller, DeadlinePassed, RoleDied, RoleError, Work
 
 CONSTRUCTOR = "__init__"
 """The method that a constructor's `RoleError` names."""
@@ -71,7 +71,7 @@ class Actor:
         self._started: asyncio.Future[None] = loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def start(self, load: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], caller: Caller) -> None:
+    async def start(self, load: Callable[[], Work], caller: Caller) -> None:
         """Make the object; calls that came before go on after.
 
         Args:
@@ -100,16 +100,15 @@ class Actor:
         """`Caller.call`, but for the deadline."""
         if self.refusal is not None:
             raise RoleDied(self.name, self.refusal)
+        task = self.loop.create_task(self._run(method, args, kwargs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
-            return await self._keep(self._run(method, args, kwargs))
+            return await task
         except asyncio.CancelledError:
             if self.refusal is not None:
                 raise RoleDied(self.name, self.refusal) from None
             raise
-
-    def cast(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """`Caller.cast`, the role's end of it."""
-        self._keep(self._cast(method, args, kwargs))
 
     def end(self, why: str) -> None:
         """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
@@ -130,20 +129,6 @@ class Actor:
         except (UserError, RoleError, TimeoutError) as error:
             _log.warning("%s: close failed: %s", self.name, str(error) or f"not done within {CLOSE_S:g} s")
 
-    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _cast(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        try:
-            if self.refusal is not None:
-                raise RoleDied(self.name, self.refusal)
-            await self._run(method, args, kwargs)
-        except (UserError, RuntimeFailure) as error:
-            _log.warning("%s: cast %s failed: %s", self.name, method, error)
-
     async def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         await asyncio.shield(self._started)
         found = None if method.startswith("_") else getattr(self._role, method, None)
@@ -161,11 +146,9 @@ class Actor:
             except BaseException as error:
                 raise as_role_error(self.name, method, error) from None
 
-        if self._worker is not None and not is_async:
-            return await asyncio.wrap_future(self._worker.submit(work))
-        result = work()
         if not is_async:
-            return result
+            return work() if self._worker is None else await asyncio.wrap_future(self._worker.submit(work))
+        result = work()
         try:
             return await result
         except BaseException as error:

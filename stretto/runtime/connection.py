@@ -1,16 +1,14 @@
 """How roles of the local runtime reach each other: in one process directly, between two over a socket.
 
 asyncio moves the bytes. What is ours is a frame and the numbering of calls: a pickle of protocol 5 leaves numpy's buffers
-out, and asyncio's `BufferedProtocol` receives each into memory of its own, so arrays are not copied together. ZeroMQ was
-measured and left: a call took three times as long, for its own thread on both sides, and it tells neither side when the
-other dies, by which calls in flight fail here.
+out, and asyncio's `BufferedProtocol` receives each into memory of its own. ZeroMQ was measured and left: its thread on
+either side makes a call take three times as long, and neither side hears of the other's death, by which calls in flight fail.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import pickle
 import socket
 import struct
@@ -20,46 +18,44 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.runtime.actor import Actor, as_role_error, deadline, on_loop
-from stretto.runtime.runtime import Handle, RoleDied, RuntimeFailure
+from stretto.runtime.runtime import Caller, Handle, RoleDied, RuntimeFailure
 
 _HEAD = struct.Struct("<QQ")
-"""Of a frame: bytes of the envelope and of the body; the buffers follow, whose lengths end the envelope."""
+"""Of a frame: bytes of its envelope and of its body. The buffers follow, whose lengths end the envelope."""
 _AHEAD_BYTES = 1 << 16
 """Parts below this size are read ahead, several frames at once: one system call is dearer than the copy."""
 _SOCKET_BYTES = 1 << 20
-_log = logging.getLogger(__name__)
 
 
 class Connection(asyncio.BufferedProtocol):
     """One socket between two processes: asks the actors of the other side, and answers for those of this one.
 
-    Envelopes, with the body in brackets: ``("call", number, id, method)`` [args, kwargs], ``("cast", 0, id, method)`` [args,
-    kwargs], ``("cancel", number)``, ``("result", number)`` [value], ``("error", number)`` [exception].
+    Envelopes, with the body in brackets: ``("call", number, id, method)`` [args, kwargs], ``("cancel", number)``,
+    ``("result", number)`` [value], ``("error", number)`` [exception].
     """
 
     def __init__(self, name: str, actors: Mapping[str, Actor]):
         """
         Args:
-            name: of the role on the other side, for errors.
+            name: of the role behind it, for errors.
             actors: of this side, by handle id; looked up when a call comes.
         """
+        self.is_open = True
         self._name = name
         self._actors = actors
-        self.is_open = True
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, asyncio.Future[tuple[memoryview, Sequence[Any]]]] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        self._frames = self._read()
-        self._part = memoryview(bytearray(next(self._frames)))
+        self._parts = self._read()
+        self._part = self._rest = memoryview(bytearray(next(self._parts)))
         """What is being received, and what is missing of it."""
-        self._rest = self._part
 
     async def call(self, id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `Actor.call`; cancelling it cancels there."""
         number = next(self._numbers)
         self._send(("call", number, id, method), (args, kwargs))
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             body, buffers = await future
         except asyncio.CancelledError:
@@ -67,14 +63,11 @@ class Connection(asyncio.BufferedProtocol):
                 self._send(("cancel", number))
             raise
         finally:
-            del self._waiting[number]
+            del self._asked[number]
         try:
             return pickle.loads(body, buffers=buffers)
         except Exception as error:
             raise as_role_error(self._name, method, error) from None
-
-    def cast(self, id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._send(("cast", 0, id, method), (args, kwargs))
 
     def close(self) -> None:
         """What waits fails with `RoleDied`."""
@@ -88,7 +81,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        for future in self._waiting.values():
+        for future in self._asked.values():
             if not future.done():
                 future.set_exception(self._died())
         for task in self._answering.values():
@@ -98,20 +91,19 @@ class Connection(asyncio.BufferedProtocol):
         return self._rest if len(self._rest) >= _AHEAD_BYTES else self._ahead
 
     def buffer_updated(self, num_bytes: int) -> None:
-        if len(self._rest) >= _AHEAD_BYTES:
-            came, self._rest = self._ahead[:0], self._rest[num_bytes:]
-        else:
-            came = self._ahead[:num_bytes]
+        came = self._ahead[:num_bytes]
+        if len(self._rest) >= _AHEAD_BYTES:  # it has come to where it belongs
+            came, self._rest = came[:0], self._rest[num_bytes:]
         while True:
             count = min(len(came), len(self._rest))
             self._rest[:count] = came[:count]
             came, self._rest = came[count:], self._rest[count:]
             if self._rest:
                 return
-            self._part = self._rest = memoryview(bytearray(self._frames.send(self._part)))
+            self._part = self._rest = memoryview(bytearray(self._parts.send(self._part)))
 
     def _read(self) -> Generator[int, memoryview, None]:
-        """Frames: yields the size of the next part, and is sent the part."""
+        """Yields the size of the next part, and is sent the part."""
         while True:
             envelope_bytes, body_bytes = _HEAD.unpack((yield _HEAD.size))
             part = yield envelope_bytes + body_bytes
@@ -123,43 +115,32 @@ class Connection(asyncio.BufferedProtocol):
             del part, buffers
 
     def _receive(self, envelope: Sequence[Any], body: memoryview, buffers: Sequence[Any]) -> None:
-        match envelope:
-            case ["call" | "cast" as kind, number, id, method]:
-                task = asyncio.get_running_loop().create_task(self._answer(kind, number, id, method, body, buffers))
-                if kind == "call":
-                    self._answering[number] = task
-                    task.add_done_callback(lambda _: self._answering.pop(number))
-            case ["cancel", number]:
-                if number in self._answering:  # else it has been answered meanwhile
-                    self._answering[number].cancel()
-            case [kind, number]:
-                future = self._waiting.get(number)
-                if future is None or future.done():
-                    return  # cancelled meanwhile
-                if kind == "result":
-                    future.set_result((body, buffers))
-                else:
-                    future.set_exception(pickle.loads(body, buffers=buffers))
+        kind, number, *target = envelope
+        if kind == "call":
+            id, method = target
+            answer = self._answer(number, id, method, body, buffers)
+            task = self._answering[number] = asyncio.get_running_loop().create_task(answer)
+            task.add_done_callback(lambda _: self._answering.pop(number))
+        elif kind == "cancel":
+            if number in self._answering:  # else it has been answered meanwhile
+                self._answering[number].cancel()
+        elif number in self._asked and not self._asked[number].done():  # else cancelled meanwhile
+            if kind == "result":
+                self._asked[number].set_result((body, buffers))
+            else:
+                self._asked[number].set_exception(pickle.loads(body, buffers=buffers))
 
-    async def _answer(
-        self, kind: str, number: int, id: str, method: str, body: memoryview, buffers: Sequence[Any]
-    ) -> None:
+    async def _answer(self, number: int, id: str, method: str, body: memoryview, buffers: Sequence[Any]) -> None:
         try:
             if id not in self._actors:
                 raise RoleDied(self._name, "it has ended")
             actor = self._actors[id]
             args, kwargs = pickle.loads(body, buffers=buffers)
-            if kind == "cast":
-                actor.loop.call_soon_threadsafe(actor.cast, method, args, kwargs)
-                return
             self._send(("result", number), await on_loop(actor.loop, actor.call(method, args, kwargs)))
         except Exception as error:
-            is_told = isinstance(error, (UserError, RuntimeFailure))
-            failure = error if is_told else as_role_error(self._name, method, error)  # it cannot be pickled
-            if kind == "cast":
-                _log.warning("%s: cast %s failed: %s", self._name, method, failure)
-            elif self.is_open:
-                self._send(("error", number), failure)
+            is_told = isinstance(error, (UserError, RuntimeFailure))  # else it cannot be pickled
+            if self.is_open:
+                self._send(("error", number), error if is_told else as_role_error(self._name, method, error))
 
     def _send(self, envelope: tuple[Any, ...], value: Any = None) -> None:
         """Without waiting.
@@ -179,15 +160,14 @@ class Connection(asyncio.BufferedProtocol):
         head = pickle.dumps((*envelope, [len(buffer) for buffer in buffers]), protocol=5)
         self._transport.write(b"".join((_HEAD.pack(len(head), len(body)), head, body)))
         for buffer in buffers:
-            if len(buffer):
-                self._transport.write(buffer)
+            self._transport.write(buffer)
 
     def _died(self) -> RoleDied:
         return RoleDied(self._name, "its process has ended, or closed the connection")
 
 
-class LocalCaller:
-    """A `Caller`; belongs to the loop it is first used on."""
+class LocalCaller(Caller):
+    """Belongs to the loop it is first used on."""
 
     def __init__(self, actors: Mapping[str, Actor], address: str | None = None):
         """
@@ -195,23 +175,22 @@ class LocalCaller:
             actors: of this process, by handle id; looked up at every call.
             address: where others reach them; None: nobody has to.
         """
+        super().__init__()
         self._actors = actors
         self._address = address
         self._connections: dict[str, Connection] = {}
         self._connecting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._casts: set[asyncio.Task[None]] = set()
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         async with deadline(handle.name, method, deadline_s):
-            actor = self._actor(handle)
+            actor = self._actors.get(handle.id)
             if actor is not None:
+                if actor.refusal is not None:
+                    raise RoleDied(handle.name, actor.refusal)
                 return await on_loop(actor.loop, actor.call(method, args, kwargs))
+            if handle.address == self._address:
+                raise RoleDied(handle.name, "it has ended")
             return await (await self._connect(handle)).call(handle.id, method, args, kwargs)
-
-    def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._cast(handle, method, args, kwargs))
-        self._casts.add(task)
-        task.add_done_callback(self._casts.discard)
 
     async def disconnect(self) -> None:
         for task in tuple(self._casts):
@@ -220,34 +199,14 @@ class LocalCaller:
             connection.close()
         await asyncio.sleep(0)  # the loop closes the sockets in its next round
 
-    def _actor(self, handle: Handle) -> Actor | None:
-        """The role's actor in this process; None: it lives in another."""
-        actor = self._actors.get(handle.id)
-        if actor is not None and actor.refusal is not None:
-            raise RoleDied(handle.name, actor.refusal)
-        if actor is None and handle.address == self._address:
-            raise RoleDied(handle.name, "it has ended")
-        return actor
-
-    async def _cast(self, handle: Handle, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        try:
-            actor = self._actor(handle)
-            if actor is not None:
-                actor.loop.call_soon_threadsafe(actor.cast, method, args, kwargs)
-            else:
-                (await self._connect(handle)).cast(handle.id, method, args, kwargs)
-        except (UserError, RuntimeFailure) as error:
-            _log.warning("cast of %s failed: %s", method, error)
-
     async def _connect(self, handle: Handle) -> Connection:
         """The one connection to the role's process; a new one where the last incarnation took it along."""
         async with self._connecting[handle.address]:
             connection = self._connections.get(handle.address)
             if connection is None or not connection.is_open:
+                connection = Connection(handle.name, {})
                 try:
-                    _, connection = await asyncio.get_running_loop().create_unix_connection(
-                        lambda: Connection(handle.name, {}), handle.address
-                    )
+                    await asyncio.get_running_loop().create_unix_connection(lambda: connection, handle.address)
                 except (ConnectionRefusedError, FileNotFoundError):
                     raise RoleDied(handle.name, "it has ended") from None
                 self._connections[handle.address] = connection

@@ -1,15 +1,30 @@
-"""The default runtime: one machine, nothing to install or to start. Roles are threads and processes of the driver."""
+"""The default runtime: one machine, nothing to install or to start. Roles are threads and processes of the driver.
+
+For each role of a process the driver holds one listening socket, which every incarnation inherits: callers keep the
+address, and those who connect between two incarnations wait in the socket's queue. A socket pair beside it is for the
+driver alone: over it the role is started and closed. The process ends by itself when its driver does.
+
+asyncio starts and watches the processes. `multiprocessing` would import the driver's main module into each, and hold up
+the driver's loop while one starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import json
 import os
+import pickle
+import signal
 import socket
+import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Sequence
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,43 +32,42 @@ from typing import Any
 from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, CONSTRUCTOR, Actor, Worker, deadline, on_loop
 from stretto.runtime.connection import Connection, LocalCaller
-from stretto.runtime.process import BACKLOG, RoleProcess, pickled
 from stretto.runtime.runtime import (
-    NO_RESOURCES,
-    START_DEADLINE_S,
     Handle,
-    NoRoom,
     Placement,
     Resources,
     Role,
     RoleDied,
+    RoleError,
     RoleState,
     Runtime,
     RuntimeFailure,
+    Work,
 )
 
+_BACKLOG = 1024
+"""Callers that may wait while a role restarts."""
+_CONTROL = "control"
+"""What the driver's own connection to a process asks."""
+_BEAT_S = 0.5
+"""Between two looks of a process at whether its driver lives."""
 _POLL_S = 0.02
 _QUICK_S, _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
 """A role that died so soon after its start is restarted after a pause, which doubles each time."""
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.local import main; main(*map(int, sys.argv[2:]))"
 
 
 class _RoleThread:
     """One incarnation in the driver's process: on daemon threads of its own, or on the driver's loop."""
 
-    def __init__(
-        self,
-        actors: dict[str, Actor],
-        handle: Handle,
-        work: tuple[Callable[..., Any], Sequence[Any]],
-        has_threads: bool,
-    ):
+    def __init__(self, actors: dict[str, Actor], handle: Handle, work: Work, has_threads: bool):
         """
         Args:
             actors: of the driver's process, by handle id; this one's is put in, and callers wait in it from now on.
             has_threads: False: the driver's loop does everything.
         """
         self.pid = os.getpid()
-        self._actors, self._handle, self._work = actors, handle, work
+        self._actors, self._id, self._work = actors, handle.id, work
         self._worker = Worker() if has_threads else None
         self._loop = asyncio.new_event_loop() if has_threads else asyncio.get_running_loop()
         self._actor = actors[handle.id] = Actor(handle.name, self._loop, self._worker)
@@ -90,7 +104,7 @@ class _RoleThread:
     def _end(self, why: str) -> None:
         self._actor.refusal = why
         self._loop.call_soon_threadsafe(self._actor.end, why)
-        del self._actors[self._handle.id]
+        del self._actors[self._id]
         self._over.set_result(why)
 
     async def _stop(self) -> None:
@@ -109,19 +123,144 @@ class _RoleThread:
             runner.run(live())
 
 
+class _RoleProcess:
+    """One incarnation in a process of its own, as the driver sees it. Belongs to the driver's loop."""
+
+    def __init__(self, handle: Handle, work: bytes, listener: socket.socket):
+        """
+        Args:
+            work: its pickle.
+            listener: on the handle's address.
+        """
+        self._handle, self._work, self._listener = handle, work, listener
+        self._process: Process | None = None
+        self._control: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and wait for the role's constructor.
+
+        Raises:
+            UserError, RoleError, RoleDied: as `Runtime.spawn`; whoever called it is to `kill`.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._control = await _connected(ours, Connection(self._handle.name, {}))
+            descriptors = (theirs.fileno(), self._listener.fileno())
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
+                stdin=DEVNULL,
+                pass_fds=descriptors,
+                start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
+            )
+        error = await self._control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
+        if error is not None:
+            raise error
+
+    async def wait(self) -> str:
+        """Wait for the process to end, and end what it started and left; returns why it did."""
+        if self._process is None:
+            return "its process could not be started"
+        code = await self._process.wait()
+        if self._control is not None:  # else it has been waited for before, and its number may be another's
+            self._signal_all()
+            self._control.close()
+            self._control = None
+        if code >= 0:
+            return f"its process ended by itself, with exit code {code}"
+        return f"its process was killed by {signal.Signals(-code).name}"
+
+    async def close(self) -> None:
+        """Let the role close itself, then end the process; by force if it takes too long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * CLOSE_S):
+                with suppress(RoleDied):  # it may be gone before its answer is
+                    if self._control is not None:
+                        await self._control.call(_CONTROL, "close", (), {})
+                await self.wait()
+        await self.kill()
+
+    async def kill(self) -> str:
+        """By force, with all that it started; returns why it ended."""
+        if self._process is not None and self._process.returncode is None:
+            self._signal_all()
+        return await self.wait()
+
+    def _signal_all(self) -> None:
+        assert self._process is not None, "never started"
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class _Control:
+    """The role that the driver alone calls, in the role's process."""
+
+    def __init__(self, listener: socket.socket, worker: Worker):
+        self._listener, self._worker = listener, worker
+        self._actor: Actor | None = None
+
+    async def start(self, id: str, name: str, work: bytes) -> Exception | None:
+        """What the constructor raised; None: it stands."""
+        loop = asyncio.get_running_loop()
+        self._actor = Actor(name, loop, self._worker)
+        actors = {id: self._actor}
+        try:
+            await self._actor.start(lambda: pickle.loads(work), LocalCaller(actors))
+        except (UserError, RoleError) as error:
+            return error
+        gc.freeze()  # the collector would look through torch's modules again and again while the role works
+        await loop.create_unix_server(lambda: Connection(name, actors), sock=self._listener, backlog=_BACKLOG)
+        return None
+
+    async def close(self) -> None:
+        if self._actor is not None:
+            self._actor.end("it has been closed")
+            await self._actor.close()
+        self._worker.stop()
+
+
+def main(control: int, listener: int, driver: int) -> None:
+    """A role's process. Its main thread is the role's own, so that alarms and signal handlers work there.
+
+    Args:
+        control: descriptor of the socket to the driver.
+        listener: descriptor of the role's own.
+        driver: its process.
+    """
+    inherited = [socket.socket(fileno=descriptor) for descriptor in (control, listener)]
+    for sock in inherited:
+        sock.set_inheritable(False)  # a program that the role runs must not keep its callers waiting
+    worker = Worker()
+
+    async def serve() -> None:
+        actor = Actor(_CONTROL, asyncio.get_running_loop(), None)
+        await actor.start(lambda: (_Control, (inherited[1], worker)), LocalCaller({}))
+        await _connected(inherited[0], Connection(_CONTROL, {_CONTROL: actor}))
+        await asyncio.Event().wait()  # for ever
+
+    def watch_driver() -> None:
+        while os.getppid() == driver:
+            time.sleep(_BEAT_S)
+        os.killpg(0, signal.SIGKILL)
+
+    for work in (watch_driver, lambda: asyncio.run(serve())):
+        threading.Thread(target=work, daemon=True).start()
+    worker.run()
+
+
 @dataclass(eq=False, kw_only=True)
 class _LocalRole(Role):
-    begin: Callable[[], _RoleThread | RoleProcess]
+    begin: Callable[[], _RoleThread | _RoleProcess]
     """Makes the next incarnation."""
-    incarnation: _RoleThread | RoleProcess
-    resources: Resources
+    incarnation: _RoleThread | _RoleProcess
     listener: socket.socket | None
 
 
 class LocalRuntime(Runtime[_LocalRole]):
     """A `Runtime` of the running loop. Use it as an async context manager, or close it."""
-
-    _caller: LocalCaller
 
     def __init__(self, capacity: Resources | None = None):
         """``capacity``: what the roles may reserve together; None: the machine's cores, and no GPU."""
@@ -130,43 +269,12 @@ class LocalRuntime(Runtime[_LocalRole]):
         self._address = str(Path(self._folder.name) / "driver")
         self._actors: dict[str, Actor] = {}
         """Of the driver's process, by handle id."""
-        super().__init__(LocalCaller(self._actors, self._address))
+        self._local = LocalCaller(self._actors, self._address)
+        super().__init__(self._local)
         loop, listener = asyncio.get_running_loop(), _listen(self._address)
         self._server = loop.create_task(
-            loop.create_unix_server(lambda: Connection("the driver", self._actors), sock=listener, backlog=BACKLOG)
+            loop.create_unix_server(lambda: Connection("the driver", self._actors), sock=listener, backlog=_BACKLOG)
         )
-
-    async def spawn(
-        self,
-        role: Callable[..., Any],
-        *args: Any,
-        name: str,
-        placement: Placement,
-        restarts: int = 0,
-        resources: Resources = NO_RESOURCES,
-        deadline_s: float = START_DEADLINE_S,
-    ) -> Handle:
-        self._check_room(name, resources)
-        id, listener = uuid.uuid4().hex[:16], None
-        begin: Callable[[], _RoleThread | RoleProcess]
-        if placement is Placement.PROCESS:
-            work, handle = pickled(role, args, name), Handle(id, name, str(Path(self._folder.name) / id))
-            listener = _listen(handle.address)
-            begin = functools.partial(RoleProcess, handle, work, listener)
-        else:
-            handle = Handle(id, name, self._address)
-            begin = functools.partial(_RoleThread, self._actors, handle, (role, args), placement is Placement.THREAD)
-        spawned = _LocalRole(
-            handle, deadline_s, restarts, begin=begin, incarnation=begin(), resources=resources, listener=listener
-        )
-        self._roles[id] = spawned
-        try:
-            await self._start(spawned)
-        except BaseException:
-            self._bury(spawned, "it could not be started")
-            raise
-        spawned.watch = asyncio.create_task(self._watch(spawned))
-        return handle
 
     async def restart(self, handle: Handle) -> None:
         role = self._find(handle)
@@ -177,20 +285,30 @@ class LocalRuntime(Runtime[_LocalRole]):
 
     async def close(self) -> None:
         await super().close()
-        await self._caller.disconnect()
+        await self._local.disconnect()
         (await self._server).close()
         self._folder.cleanup()
 
-    def _check_room(self, name: str, wanted: Resources) -> None:
+    def _room(self) -> Resources:
         held = [role.resources for role in self._roles.values()]
-        for kind in ("cpus", "gpus"):
-            asked, total = getattr(wanted, kind), getattr(self._capacity, kind)
-            free = total - sum(getattr(each, kind) for each in held)
-            if asked > free + 1e-9:  # shares of a device need not add up exactly
-                raise NoRoom(f"{name}: asks for {asked:g} {kind}; {free:g} of {total:g} are free")
+        return Resources(
+            self._capacity.cpus - sum(each.cpus for each in held), self._capacity.gpus - sum(each.gpus for each in held)
+        )
+
+    def _place(
+        self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources
+    ) -> _LocalRole:
+        begin: Callable[[], _RoleThread | _RoleProcess]
+        if placement is Placement.PROCESS:
+            pickled, handle = _pickled(work, name), Handle(id, name, str(Path(self._folder.name) / id))
+            listener = _listen(handle.address)
+            begin = functools.partial(_RoleProcess, handle, pickled, listener)
+        else:
+            handle, listener = Handle(id, name, self._address), None
+            begin = functools.partial(_RoleThread, self._actors, handle, work, placement is Placement.THREAD)
+        return _LocalRole(handle, restarts, resources, begin=begin, incarnation=begin(), listener=listener)
 
     async def _start(self, role: _LocalRole) -> None:
-        """Raises what `spawn` does; nothing but a thread that hangs is left then."""
         try:
             async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
                 await role.incarnation.start()
@@ -202,7 +320,6 @@ class LocalRuntime(Runtime[_LocalRole]):
         role.pid = role.incarnation.pid
 
     async def _watch(self, role: _LocalRole) -> None:
-        """Start the next incarnation when one has ended, until no restart is left."""
         loop, pause_s = asyncio.get_running_loop(), 0.0
         began_s = loop.time()
         while True:
@@ -238,8 +355,26 @@ class LocalRuntime(Runtime[_LocalRole]):
 def _listen(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
-    listener.listen(BACKLOG)
+    listener.listen(_BACKLOG)
     return listener
+
+
+async def _connected(sock: socket.socket, connection: Connection) -> Connection:
+    await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=sock)
+    return connection
+
+
+def _pickled(work: Work, name: str) -> bytes:
+    """Raises TypeError where it cannot be sent to another process."""
+    plain = getattr(work[0], "func", work[0])  # of a functools.partial
+    if getattr(plain, "__module__", None) == "__main__":
+        raise TypeError(
+            f"{name}: {plain!r} is defined in the program itself; put it in a module, for a process to import"
+        )
+    try:
+        return pickle.dumps(work, protocol=5)
+    except Exception as error:
+        raise TypeError(f"{name}: its class or arguments cannot be sent to a process: {error}") from error
 
 
 async def open_runtime(kind: str, address: str = "auto") -> Runtime[Any]:

@@ -6,13 +6,15 @@ How many workers it should have is a matter of pure functions, at the end: `meas
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Self
 
 from stretto.base.errors import UserError
@@ -92,17 +94,15 @@ class PoolStats:
     """Workers that died, or hung."""
     worker_s: float
     """Seconds that workers were there, from the start of their starting: what they cost."""
-    busy_s: float
-    """Seconds of ended leases."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One who came for a worker. Seconds of one clock; None: not yet, and a turn may end before it begins."""
+    """One who came for a worker. Seconds of one clock; inf: not yet, and a turn may end before it begins."""
 
     came_s: float
-    began_s: float | None = None
-    ended_s: float | None = None
+    began_s: float = math.inf
+    ended_s: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -142,15 +142,14 @@ class ElasticPool:
         """
         self.name = name
         self.limits = limits
+        self.error: Exception | None = None
+        """Why nobody gets a worker any more; None: they do."""
         self._runtime = runtime
         self._drain_s = drain_s
         self._hangs_whole = hangs_whole or limits.slots == 1
-
-        def spawn(worker: str) -> Awaitable[Handle]:
-            options: dict[str, Any] = {"placement": placement, "resources": resources, "deadline_s": deadline_s}
-            return runtime.spawn(role, *args, name=worker, **options)
-
-        self._spawn = spawn
+        self._spawn = functools.partial(
+            runtime.spawn, role, *args, placement=placement, resources=resources, deadline_s=deadline_s
+        )
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()
@@ -158,17 +157,15 @@ class ElasticPool:
         """Of the last window, and those that have not ended."""
         self._targets: deque[tuple[float, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._error: Exception | None = None
-        self._num_named = self._num_replaced = self._num_served = 0
-        self._num_failures = 0
-        self._busy_s = self._ended_s = 0.0
+        self._num_named = self._num_replaced = self._num_served = self._num_failures = 0
+        self._ended_s = 0.0
 
     async def __aenter__(self) -> Self:
         """Raises what `Runtime.spawn` raises, for the first workers."""
         try:
             await asyncio.gather(*(self._start(self._new()) for _ in range(self.limits.min)))
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
         except BaseException:
             await self.close()
             raise
@@ -200,12 +197,21 @@ class ElasticPool:
             DeadlinePassed: none is free within ``wait_s``.
             UserError, RuntimeFailure: no worker can be started; or the pool is closed.
         """
-        turn = Turn(time.monotonic())
+        if self.error is not None:
+            raise self.error
+        turn, future = Turn(time.monotonic()), asyncio.get_running_loop().create_future()
         self._turns.append(turn)
+        self._queue.append(future)
+        self._hand_out()
         try:
-            worker = await self._acquire(wait_s)
-        except BaseException:
+            async with asyncio.timeout(wait_s):
+                worker: _Worker = await future
+        except BaseException as error:
             turn.ended_s = time.monotonic()
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._release(future.result())  # it came as its taker left
+            if isinstance(error, TimeoutError):
+                raise DeadlinePassed(self.name, "lease", wait_s) from None
             raise
         assert worker.handle is not None, f"{worker.name} is leased before it has started"
         turn.began_s = time.monotonic()
@@ -219,18 +225,12 @@ class ElasticPool:
         finally:
             turn.ended_s = time.monotonic()
             self._num_served += 1
-            self._busy_s += turn.ended_s - turn.began_s
             self._release(worker)
 
     async def call(self, method: str, *args: Any, deadline_s: float, wait_s: float = _WAIT_S, **kwargs: Any) -> Any:
         """`Runtime.call` of whichever worker is free; the deadline counts from when one is."""
         async with self.lease(wait_s) as handle:
             return await self._runtime.call(handle, method, *args, deadline_s=deadline_s, **kwargs)
-
-    @property
-    def error(self) -> Exception | None:
-        """Why nobody gets a worker any more; None: they do."""
-        return self._error
 
     def handles(self) -> tuple[Handle, ...]:
         """Of the workers that take calls."""
@@ -242,7 +242,7 @@ class ElasticPool:
         One that is leaving already is left to it.
         """
         for worker in self._staying():
-            if worker.handle == handle and self._error is None:  # leases of a closed pool find their workers dead
+            if worker.handle == handle and self.error is None:  # leases of a closed pool find their workers dead
                 self._num_replaced += 1
                 self._let_go(worker, hard)
                 self._keep(self._start(self._new()))
@@ -259,7 +259,6 @@ class ElasticPool:
             num_started=self._num_named - num_starting,
             num_replaced=self._num_replaced,
             worker_s=self._ended_s + sum(now - worker.born_s for worker in self._workers),
-            busy_s=self._busy_s,
         )
 
     def _staying(self) -> list[_Worker]:
@@ -274,7 +273,7 @@ class ElasticPool:
 
     async def _start(self, worker: _Worker) -> None:
         try:
-            worker.handle = await self._spawn(worker.name)
+            worker.handle = await self._spawn(name=worker.name)
         except (UserError, RuntimeFailure) as error:
             self._num_failures += 1
             _log.warning("%s could not be started: %s", worker.name, error)
@@ -312,22 +311,6 @@ class ElasticPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _acquire(self, wait_s: float) -> _Worker:
-        if self._error is not None:
-            raise self._error
-        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._queue.append(future)
-        self._hand_out()
-        try:
-            async with asyncio.timeout(wait_s):
-                return await future
-        except BaseException as error:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._release(future.result())  # it came as its taker left
-            if isinstance(error, TimeoutError):
-                raise DeadlinePassed(self.name, "lease", wait_s) from None
-            raise
-
     def _hand_out(self) -> None:
         while self._queue:
             if self._queue[0].done():  # its taker has left
@@ -360,7 +343,7 @@ class ElasticPool:
 
     def _resize(self, now_s: float) -> None:
         since_s = now_s - self.limits.window_s
-        self._turns = [turn for turn in self._turns if turn.ended_s is None or turn.ended_s >= since_s]
+        self._turns = [turn for turn in self._turns if turn.ended_s >= since_s]
         staying = self._staying()
         size = len(staying) + sum(worker.handle is None for worker in self._workers)
         self._targets.append((now_s, target_size(self._load(now_s), size, self.limits)))
@@ -375,42 +358,31 @@ class ElasticPool:
 
     def _load(self, now_s: float) -> Load:
         # The first moments say little: one arrival at once is no endless rate.
-        window_s = min(max(now_s - self._opened_s, 1.0), self.limits.window_s)
-        return measure(self._turns, now_s, window_s)
+        return measure(self._turns, now_s, min(max(now_s - self._opened_s, 1.0), self.limits.window_s))
 
     def _fail(self, error: Exception) -> None:
         """Nobody gets a worker any more."""
-        self._error = self._error or error
+        self.error = self.error or error
         while self._queue:
             future = self._queue.popleft()
             if not future.done():
                 future.set_exception(error)
 
 
-def measure(turns: Iterable[Turn], now_s: float, window_s: float) -> Load:
+def measure(turns: Sequence[Turn], now_s: float, window_s: float) -> Load:
     """Arrivals, waits and services of the window that ends now."""
-    since_s = now_s - window_s
-    num_arrivals = num_waiting = 0
-    waits: list[float] = []
-    ages: list[float] = []
-    services: list[float] = []
-    for turn in turns:
-        num_arrivals += turn.came_s >= since_s
-        if turn.began_s is None:
-            if turn.ended_s is None:
-                num_waiting += 1
-                waits.append(now_s - turn.came_s)
-            continue
-        if turn.began_s >= since_s:
-            waits.append(turn.began_s - turn.came_s)
-        if turn.ended_s is None:
-            ages.append(now_s - turn.began_s)
-        elif turn.ended_s >= since_s:
-            services.append(turn.ended_s - turn.began_s)
-    mean_s = _mean(services)
+    since_s, never = now_s - window_s, math.inf
+    num_arrivals = sum(turn.came_s >= since_s for turn in turns)
+    waiting = [now_s - turn.came_s for turn in turns if turn.began_s == turn.ended_s == never]
+    waits = [turn.began_s - turn.came_s for turn in turns if since_s <= turn.began_s < never]
+    ages = [now_s - turn.began_s for turn in turns if turn.began_s < turn.ended_s == never]
+    services = [
+        turn.ended_s - turn.began_s for turn in turns if turn.began_s < never and since_s <= turn.ended_s < never
+    ]
+    mean_s = fmean(services or [0.0])
     if ages:  # long calls are in no statistics of ended ones until they end
-        mean_s = max(mean_s, _mean(ages + services))
-    return Load(num_arrivals / window_s, mean_s, percentile(waits, 0.95), num_waiting)
+        mean_s = max(mean_s, fmean(ages + services))
+    return Load(num_arrivals / window_s, mean_s, percentile(waiting + waits, 0.95), len(waiting))
 
 
 def target_size(load: Load, size: int, limits: Limits) -> int:
@@ -449,7 +421,3 @@ def percentile(values: Iterable[float], share: float) -> float:
     """The smallest value that at least ``share`` of them do not exceed; 0 without any."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

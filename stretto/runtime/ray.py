@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,10 +22,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, CONSTRUCTOR, Actor, Worker, deadline
 from stretto.runtime.runtime import (
-    NO_RESOURCES,
-    START_DEADLINE_S,
+    Caller,
+    DeadlinePassed,
     Handle,
-    NoRoom,
     Placement,
     Resources,
     Role,
@@ -34,6 +33,7 @@ from stretto.runtime.runtime import (
     RoleState,
     Runtime,
     RuntimeFailure,
+    Work,
 )
 
 _BEAT_S = 0.5
@@ -56,32 +56,25 @@ class _Life:
     """What the role's constructor raised."""
 
 
-class RayCaller:
-    """A `Caller`, in the driver or in an actor."""
-
-    def __init__(self) -> None:
-        self._casts: set[asyncio.Task[None]] = set()
+class RayCaller(Caller):
+    """Of the driver, or of an actor."""
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         ref = handle.address.call.remote(method, args, kwargs)
         try:
             async with deadline(handle.name, method, deadline_s):
-                return await _answer(ref, handle.name, method)
-        except (asyncio.CancelledError, RuntimeFailure):
-            ray.cancel(ref)  # nothing, where it has ended
+                result, error = await ref
+        except (asyncio.CancelledError, DeadlinePassed):
+            ray.cancel(ref)
             raise
-
-    def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        ref = handle.address.cast.remote(method, args, kwargs)
-        task = asyncio.get_running_loop().create_task(self._see_off(handle, method, ref))
-        self._casts.add(task)
-        task.add_done_callback(self._casts.discard)
-
-    async def _see_off(self, handle: Handle, method: str, ref: Any) -> None:
-        try:
-            await _answer(ref, handle.name, method)
-        except (UserError, RuntimeFailure) as error:
-            _log.warning("cast of %s failed: %s", method, error)
+        except RayTaskError as error:  # arguments or results that do not come through
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise RoleError(handle.name, method, type(cause).__name__, str(cause), str(error)) from None
+        except RayError as error:
+            raise RoleDied(handle.name, _reason(error)) from None
+        if error is not None:
+            raise error
+        return result
 
 
 class RoleActor:
@@ -107,10 +100,6 @@ class RoleActor:
             return await self._begun().call(method, args, kwargs), None
         except (UserError, RuntimeFailure) as error:
             return None, error
-
-    async def cast(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[None, None]:
-        self._begun().cast(method, args, kwargs)
-        return None, None
 
     async def close(self) -> None:
         self._begun().end("it was ended")
@@ -182,37 +171,6 @@ class RayRuntime(Runtime[_RayRole]):
                 )
         return cls(owns_cluster=True)
 
-    async def spawn(
-        self,
-        role: Callable[..., Any],
-        *args: Any,
-        name: str,
-        placement: Placement,
-        restarts: int = 0,
-        resources: Resources = NO_RESOURCES,
-        deadline_s: float = START_DEADLINE_S,
-    ) -> Handle:
-        _check_room(name, resources)
-        actor = ray.remote(RoleActor).options(
-            num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=restarts, max_concurrency=_CONCURRENCY
-        )
-        work = ray.put((role, args))
-        handle = Handle(uuid.uuid4().hex[:16], name, actor.remote(name, [work]))
-        spawned = self._roles[handle.id] = _RayRole(handle, deadline_s, restarts, work=work)
-        try:
-            async with deadline(name, CONSTRUCTOR, deadline_s):
-                error = await self._look(spawned)
-        except BaseException as problem:
-            await self._give_up(spawned, "it could not be started")
-            if isinstance(problem, RayError):
-                raise RoleDied(name, _reason(problem)) from None
-            raise
-        if error is not None:
-            await self._give_up(spawned, "its constructor failed")
-            raise error
-        spawned.watch = asyncio.create_task(self._watch(spawned))
-        return handle
-
     async def restart(self, handle: Handle) -> None:
         role = self._find(handle)
         role.state, role.why = RoleState.RESTARTING, "it was restarted"
@@ -225,6 +183,32 @@ class RayRuntime(Runtime[_RayRole]):
         await super().close()
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
+
+    def _room(self) -> Resources:
+        there = ray.cluster_resources()
+        return Resources(there.get("CPU", 0.0), there.get("GPU", 0.0))
+
+    def _place(
+        self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources
+    ) -> _RayRole:
+        actor = ray.remote(RoleActor).options(
+            num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=restarts, max_concurrency=_CONCURRENCY
+        )
+        kept = ray.put(work)
+        return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, resources, work=kept)
+
+    async def _start(self, role: _RayRole) -> None:
+        name = role.handle.name
+        try:
+            async with deadline(name, CONSTRUCTOR, role.deadline_s):
+                error = await self._look(role)
+            if error is not None:
+                raise error
+        except BaseException as problem:
+            await self._end(role, hard=True)
+            if isinstance(problem, RayError):
+                raise RoleDied(name, _reason(problem)) from None
+            raise
 
     async def _watch(self, role: _RayRole) -> None:
         while True:
@@ -248,10 +232,6 @@ class RayRuntime(Runtime[_RayRole]):
         role.incarnation, role.pid = life.incarnation, life.pid
         return life.error
 
-    async def _give_up(self, role: _RayRole, why: str) -> None:
-        await self._end(role, hard=True)
-        self._bury(role, why)
-
     async def _end(self, role: _RayRole, hard: bool) -> None:
         """Kill the actor and wait until Ray says that it is dead."""
         actor = role.handle.address
@@ -265,27 +245,6 @@ class RayRuntime(Runtime[_RayRole]):
                 with suppress(ActorUnavailableError, TimeoutError):
                     await asyncio.wait_for(asyncio.wrap_future(actor.look.remote().future()), CLOSE_S)
                 await asyncio.sleep(_POLL_S)
-
-
-async def _answer(ref: Any, name: str, method: str) -> Any:
-    """The first of what an actor answers; raises the second, or what Ray's trouble means here."""
-    try:
-        result, error = await ref
-    except RayTaskError as error:  # arguments or results that do not come through
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        raise RoleError(name, method, type(cause).__name__, str(cause), str(error)) from None
-    except RayError as error:
-        raise RoleDied(name, _reason(error)) from None
-    if error is not None:
-        raise error
-    return result
-
-
-def _check_room(name: str, wanted: Resources) -> None:
-    there = ray.cluster_resources()
-    for kind, asked in (("CPU", wanted.cpus), ("GPU", wanted.gpus)):
-        if asked > there.get(kind, 0.0):
-            raise NoRoom(f"{name}: asks for {asked:g} {kind}; the cluster has {there.get(kind, 0.0):g}")
 
 
 def _reason(error: RayError) -> str:

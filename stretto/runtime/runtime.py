@@ -18,14 +18,20 @@ What a role may count on, under every runtime:
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+from stretto.base.errors import UserError
 
 START_DEADLINE_S = 60.0
 """For a role's process and its constructor, unless the caller says otherwise."""
+_log = logging.getLogger(__name__)
 
 
 class Placement(Enum):
@@ -135,9 +141,13 @@ class NoRoom(RuntimeFailure):
     """The runtime does not have the resources that a role asks for."""
 
 
-class Caller(Protocol):
+class Caller(ABC):
     """What a role may do with others. It belongs to one asyncio loop: a sync method that needs it is an async one."""
 
+    def __init__(self) -> None:
+        self._casts: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """What ``method`` returns.
 
@@ -151,11 +161,19 @@ class Caller(Protocol):
             RoleDied: the role died meanwhile, or had before and is not restarted.
             DeadlinePassed: no answer within ``deadline_s`` seconds.
         """
-        ...
 
     def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
         """Call ``method`` and wait for nothing. What fails is logged."""
-        ...
+
+        async def work() -> None:
+            try:
+                await self.call(handle, method, *args, deadline_s=math.inf, **kwargs)
+            except (UserError, RuntimeFailure) as error:
+                _log.warning("cast of %s failed: %s", method, error)
+
+        task = asyncio.get_running_loop().create_task(work())
+        self._casts.add(task)
+        task.add_done_callback(self._casts.discard)
 
 
 @dataclass(eq=False)
@@ -163,35 +181,32 @@ class Role:
     """A role as its runtime keeps it, until it has ended for good."""
 
     handle: Handle
-    deadline_s: float
-    """For each constructor."""
     max_restarts: int
+    resources: Resources
+    deadline_s: float = START_DEADLINE_S
     state: RoleState = RoleState.ALIVE
     pid: int | None = None
     restarts: int = 0
     why: str = ""
     watch: asyncio.Task[None] | None = None
-    """Sees it end, and begin again."""
 
     def status(self) -> RoleStatus:
         return RoleStatus(self.handle.name, self.state, self.pid, self.restarts, self.why)
 
-    async def unwatch(self) -> None:
-        if self.watch is not None:
-            self.watch.cancel()
-            await asyncio.gather(self.watch, return_exceptions=True)
-
 
 R = TypeVar("R", bound=Role)
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A role's class, and the arguments of its constructor."""
 
 
-class Runtime(ABC, Generic[R]):
-    """The driver's side: a `Caller` that starts and ends roles. Everything belongs to the loop it was opened on.
+class Runtime(Caller, Generic[R]):
+    """The driver's side. Everything belongs to the loop it was opened on; as an async context manager, it closes itself.
 
-    As an async context manager, it closes itself. Which roles there are is kept here; how they live, below.
+    Which roles there are is kept here; where and how they live, by `LocalRuntime` and `RayRuntime`.
     """
 
     def __init__(self, caller: Caller):
+        super().__init__()
         self._caller = caller
         self._roles: dict[str, R] = {}
         """By handle id."""
@@ -203,7 +218,6 @@ class Runtime(ABC, Generic[R]):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    @abstractmethod
     async def spawn(
         self,
         role: Callable[..., Any],
@@ -227,15 +241,26 @@ class Runtime(ABC, Generic[R]):
             RoleDied: its process died first.
             NoRoom: the resources are not to be had.
         """
+        there = self._room()
+        for kind in ("cpus", "gpus"):
+            asked, free = getattr(resources, kind), getattr(there, kind)
+            if asked > free + 1e-9:  # shares of a device need not add up exactly
+                raise NoRoom(f"{name}: asks for {asked:g} {kind}; there are {free:g}")
+        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts, resources)
+        spawned.deadline_s = deadline_s
+        self._roles[spawned.handle.id] = spawned
+        try:
+            await self._start(spawned)
+        except BaseException:
+            self._bury(spawned, "it could not be started")
+            raise
+        spawned.watch = asyncio.create_task(self._watch(spawned))
+        return spawned.handle
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """See `Caller`."""
         self._find(handle)
         return await self._caller.call(handle, method, *args, deadline_s=deadline_s, **kwargs)
-
-    def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        """See `Caller`."""
-        self._caller.cast(handle, method, *args, **kwargs)
 
     async def kill(self, handle: Handle, *, hard: bool = False) -> None:
         """End the role for good and wait until it has ended. Calls in flight fail with `RoleDied`.
@@ -244,11 +269,14 @@ class Runtime(ABC, Generic[R]):
         method does there goes on, unheard.
         """
         role = self._roles.get(handle.id)
-        if role is not None:
-            role.state = RoleState.DRAINING
-            await role.unwatch()
-            await self._end(role, hard)
-            self._bury(role, "it was killed" if hard else "it was ended")
+        if role is None:
+            return
+        role.state = RoleState.DRAINING
+        if role.watch is not None:
+            role.watch.cancel()
+            await asyncio.gather(role.watch, return_exceptions=True)
+        await self._end(role, hard)
+        self._bury(role, "it was killed" if hard else "it was ended")
 
     @abstractmethod
     async def restart(self, handle: Handle) -> None:
@@ -265,6 +293,22 @@ class Runtime(ABC, Generic[R]):
     async def close(self) -> None:
         """End every role without force, all at once. No process is left."""
         await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
+
+    @abstractmethod
+    def _room(self) -> Resources:
+        """What a role may ask for."""
+
+    @abstractmethod
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources) -> R:
+        """A role that is about to start."""
+
+    @abstractmethod
+    async def _start(self, role: R) -> None:
+        """Its first incarnation, or none: then it raises what `spawn` does."""
+
+    @abstractmethod
+    async def _watch(self, role: R) -> None:
+        """See its incarnations end and the next ones start, until the last has ended and is buried."""
 
     @abstractmethod
     async def _end(self, role: R, hard: bool) -> None:

@@ -44,8 +44,7 @@ def test_frames_of_any_size_arrive_in_order(sizes: list[int], num_buffers: int) 
         left, right = socket.socketpair()
         answering, asking = await connected(left, {"id": actor}), await connected(right, {})
         try:
-            for value in values:
-                asking.cast("id", "note", (value,), {})
+            await asyncio.gather(*(asking.call("id", "note", (value,), {}) for value in values))
             echoed = await asyncio.gather(*(asking.call("id", "echo", (value,), {}) for value in values))
             noted: list[Any] = await asking.call("id", "read_log", (), {})
             for found in (echoed, noted):
