@@ -12,16 +12,13 @@ import inspect
 import logging
 import queue
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.runtime import Caller, DeadlinePassed, RoleDied, RoleError, Work
+from stretto.runtime.runtime import CONSTRUCTOR, Caller, RoleDied, RoleError, Work
 
-CONSTRUCTOR = "__init__"
-"""The method that a constructor's `RoleError` names."""
 CLOSE_S = 5.0
 """What a role's ``close`` may take."""
 _log = logging.getLogger(__name__)
@@ -163,18 +160,6 @@ async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any
     if loop is asyncio.get_running_loop():
         return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
-
-
-@asynccontextmanager
-async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None]:
-    """Raises DeadlinePassed where what is inside takes longer."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlinePassed(name, method, seconds) from None
 
 
 def as_role_error(name: str, method: str, error: BaseException) -> Exception:

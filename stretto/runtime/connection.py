@@ -17,8 +17,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import Actor, as_role_error, deadline, on_loop
-from stretto.runtime.runtime import Caller, Handle, RoleDied, RuntimeFailure
+from stretto.runtime.actor import Actor, as_role_error, on_loop
+from stretto.runtime.runtime import Caller, Handle, RoleDied, RuntimeFailure, deadline
 
 _HEAD = struct.Struct("<QQ")
 """Of a frame: bytes of its envelope and of its body. The buffers follow, whose lengths end the envelope."""

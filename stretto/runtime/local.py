@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import CLOSE_S, CONSTRUCTOR, Actor, Worker, deadline, on_loop
+from stretto.runtime.actor import CLOSE_S, Actor, Worker, on_loop
 from stretto.runtime.connection import Connection, LocalCaller
 from stretto.runtime.runtime import (
     Handle,
     Placement,
-    Resources,
     Role,
     RoleDied,
     RoleError,
@@ -156,7 +155,10 @@ class _RoleProcess:
                 pass_fds=descriptors,
                 start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
             )
-        error = await self._control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
+        try:
+            error = await self._control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
+        except RoleDied:
+            raise RoleDied(self._handle.name, await self.kill()) from None
         if error is not None:
             raise error
 
@@ -262,9 +264,7 @@ class _LocalRole(Role):
 class LocalRuntime(Runtime[_LocalRole]):
     """A `Runtime` of the running loop. Use it as an async context manager, or close it."""
 
-    def __init__(self, capacity: Resources | None = None):
-        """``capacity``: what the roles may reserve together; None: the machine's cores, and no GPU."""
-        self._capacity = capacity or Resources(cpus=float(os.cpu_count() or 1))
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-")  # of sockets, for this user alone
         self._address = str(Path(self._folder.name) / "driver")
         self._actors: dict[str, Actor] = {}
@@ -289,15 +289,7 @@ class LocalRuntime(Runtime[_LocalRole]):
         (await self._server).close()
         self._folder.cleanup()
 
-    def _room(self) -> Resources:
-        held = [role.resources for role in self._roles.values()]
-        return Resources(
-            self._capacity.cpus - sum(each.cpus for each in held), self._capacity.gpus - sum(each.gpus for each in held)
-        )
-
-    def _place(
-        self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources
-    ) -> _LocalRole:
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _LocalRole:
         begin: Callable[[], _RoleThread | _RoleProcess]
         if placement is Placement.PROCESS:
             pickled, handle = _pickled(work, name), Handle(id, name, str(Path(self._folder.name) / id))
@@ -306,17 +298,10 @@ class LocalRuntime(Runtime[_LocalRole]):
         else:
             handle, listener = Handle(id, name, self._address), None
             begin = functools.partial(_RoleThread, self._actors, handle, work, placement is Placement.THREAD)
-        return _LocalRole(handle, restarts, resources, begin=begin, incarnation=begin(), listener=listener)
+        return _LocalRole(handle, restarts, begin=begin, incarnation=begin(), listener=listener)
 
     async def _start(self, role: _LocalRole) -> None:
-        try:
-            async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
-                await role.incarnation.start()
-        except BaseException as error:
-            why = await role.incarnation.kill()
-            if isinstance(error, RoleDied):
-                raise RoleDied(role.handle.name, why) from None
-            raise
+        await role.incarnation.start()
         role.pid = role.incarnation.pid
 
     async def _watch(self, role: _LocalRole) -> None:
@@ -337,7 +322,7 @@ class LocalRuntime(Runtime[_LocalRole]):
             began_s = loop.time()
             role.incarnation = role.begin()
             try:
-                await self._start(role)
+                await self._begin(role)
                 role.state = RoleState.ALIVE
             except (UserError, RuntimeFailure) as error:
                 role.why = str(error)

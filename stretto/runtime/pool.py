@@ -19,13 +19,10 @@ from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
-    NO_RESOURCES,
     START_DEADLINE_S,
     DeadlinePassed,
     Handle,
-    NoRoom,
     Placement,
-    Resources,
     RoleDied,
     RoleState,
     Runtime,
@@ -129,7 +126,6 @@ class ElasticPool:
         name: str,
         placement: Placement,
         limits: Limits,
-        resources: Resources = NO_RESOURCES,
         deadline_s: float = START_DEADLINE_S,
         drain_s: float = _DRAIN_S,
         hangs_whole: bool = False,
@@ -147,9 +143,7 @@ class ElasticPool:
         self._runtime = runtime
         self._drain_s = drain_s
         self._hangs_whole = hangs_whole or limits.slots == 1
-        self._spawn = functools.partial(
-            runtime.spawn, role, *args, placement=placement, resources=resources, deadline_s=deadline_s
-        )
+        self._spawn = functools.partial(runtime.spawn, role, *args, placement=placement, deadline_s=deadline_s)
         self._opened_s = time.monotonic()
         self._workers: list[_Worker] = []
         self._queue: deque[asyncio.Future[_Worker]] = deque()
@@ -277,7 +271,7 @@ class ElasticPool:
         except (UserError, RuntimeFailure) as error:
             self._num_failures += 1
             _log.warning("%s could not be started: %s", worker.name, error)
-            is_hopeless = isinstance(error, (UserError, NoRoom)) or self._num_failures >= _MAX_FAILURES
+            is_hopeless = isinstance(error, UserError) or self._num_failures >= _MAX_FAILURES
             if is_hopeless and all(each.handle is None for each in self._workers):
                 self._fail(error)
             self._forget(worker)

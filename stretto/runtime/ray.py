@@ -20,13 +20,13 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import CLOSE_S, CONSTRUCTOR, Actor, Worker, deadline
+from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
+    CONSTRUCTOR,
     Caller,
     DeadlinePassed,
     Handle,
     Placement,
-    Resources,
     Role,
     RoleDied,
     RoleError,
@@ -34,6 +34,7 @@ from stretto.runtime.runtime import (
     Runtime,
     RuntimeFailure,
     Work,
+    deadline,
 )
 
 _BEAT_S = 0.5
@@ -184,31 +185,18 @@ class RayRuntime(Runtime[_RayRole]):
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
 
-    def _room(self) -> Resources:
-        there = ray.cluster_resources()
-        return Resources(there.get("CPU", 0.0), there.get("GPU", 0.0))
-
-    def _place(
-        self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources
-    ) -> _RayRole:
-        actor = ray.remote(RoleActor).options(
-            num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=restarts, max_concurrency=_CONCURRENCY
-        )
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _RayRole:
+        actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=_CONCURRENCY)
         kept = ray.put(work)
-        return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, resources, work=kept)
+        return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, work=kept)
 
     async def _start(self, role: _RayRole) -> None:
-        name = role.handle.name
         try:
-            async with deadline(name, CONSTRUCTOR, role.deadline_s):
-                error = await self._look(role)
-            if error is not None:
-                raise error
-        except BaseException as problem:
-            await self._end(role, hard=True)
-            if isinstance(problem, RayError):
-                raise RoleDied(name, _reason(problem)) from None
-            raise
+            error = await self._look(role)
+        except RayError as problem:
+            raise RoleDied(role.handle.name, _reason(problem)) from None
+        if error is not None:
+            raise error
 
     async def _watch(self, role: _RayRole) -> None:
         while True:

@@ -22,7 +22,8 @@ import logging
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Self, TypeVar
@@ -31,6 +32,8 @@ from stretto.base.errors import UserError
 
 START_DEADLINE_S = 60.0
 """For a role's process and its constructor, unless the caller says otherwise."""
+CONSTRUCTOR = "__init__"
+"""The method that a constructor's failure names."""
 _log = logging.getLogger(__name__)
 
 
@@ -43,19 +46,6 @@ class Placement(Enum):
     """In the driver's process, with threads of its own: for torch, whose kernels let the others run."""
     PROCESS = "process"
     """In a process of its own: for Python that computes, and for what may crash or hang."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a role takes from its machine; a reservation, not a limit that anything enforces."""
-
-    cpus: float = 0.0
-    """Cores."""
-    gpus: float = 0.0
-    """Devices; a share where roles go halves."""
-
-
-NO_RESOURCES = Resources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +127,16 @@ class RoleError(RuntimeFailure):
         return f"{self.name}: {self.method} raised {self.kind}: {self.message}"
 
 
-class NoRoom(RuntimeFailure):
-    """The runtime does not have the resources that a role asks for."""
+@asynccontextmanager
+async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises DeadlinePassed where what is inside takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed(name, method, seconds) from None
 
 
 class Caller(ABC):
@@ -182,8 +180,8 @@ class Role:
 
     handle: Handle
     max_restarts: int
-    resources: Resources
     deadline_s: float = START_DEADLINE_S
+    """For each constructor."""
     state: RoleState = RoleState.ALIVE
     pid: int | None = None
     restarts: int = 0
@@ -225,7 +223,6 @@ class Runtime(Caller, Generic[R]):
         name: str,
         placement: Placement,
         restarts: int = 0,
-        resources: Resources = NO_RESOURCES,
         deadline_s: float = START_DEADLINE_S,
     ) -> Handle:
         """Start a role and wait until its constructor has returned.
@@ -239,18 +236,12 @@ class Runtime(Caller, Generic[R]):
             UserError, RoleError: the constructor raised it; nothing is left behind.
             DeadlinePassed: the constructor hangs; it has been killed where it can be.
             RoleDied: its process died first.
-            NoRoom: the resources are not to be had.
         """
-        there = self._room()
-        for kind in ("cpus", "gpus"):
-            asked, free = getattr(resources, kind), getattr(there, kind)
-            if asked > free + 1e-9:  # shares of a device need not add up exactly
-                raise NoRoom(f"{name}: asks for {asked:g} {kind}; there are {free:g}")
-        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts, resources)
+        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts)
         spawned.deadline_s = deadline_s
         self._roles[spawned.handle.id] = spawned
         try:
-            await self._start(spawned)
+            await self._begin(spawned)
         except BaseException:
             self._bury(spawned, "it could not be started")
             raise
@@ -295,16 +286,12 @@ class Runtime(Caller, Generic[R]):
         await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
 
     @abstractmethod
-    def _room(self) -> Resources:
-        """What a role may ask for."""
-
-    @abstractmethod
-    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int, resources: Resources) -> R:
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> R:
         """A role that is about to start."""
 
     @abstractmethod
     async def _start(self, role: R) -> None:
-        """Its first incarnation, or none: then it raises what `spawn` does."""
+        """Its incarnation; raises what `spawn` does."""
 
     @abstractmethod
     async def _watch(self, role: R) -> None:
@@ -313,6 +300,15 @@ class Runtime(Caller, Generic[R]):
     @abstractmethod
     async def _end(self, role: R, hard: bool) -> None:
         """Its process or threads, as `kill` says."""
+
+    async def _begin(self, role: R) -> None:
+        """`_start`, or leave nothing."""
+        try:
+            async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
+                await self._start(role)
+        except BaseException:
+            await self._end(role, hard=True)
+            raise
 
     def _find(self, handle: Handle) -> R:
         if handle.id in self._ended:

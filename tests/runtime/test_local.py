@@ -20,7 +20,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.runtime.local import LocalRuntime, open_runtime
-from stretto.runtime.runtime import Placement, Resources, RoleDied, RoleState
+from stretto.runtime.runtime import Placement, RoleDied, RoleState
 from tests.runtime.roles import Asker, Worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ FAST_S = 20.0
 
 def run(work: Callable[[LocalRuntime], Awaitable[None]], folder: Path) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), LocalRuntime(Resources(cpus=4)) as runtime:
+        async with asyncio.timeout(60), LocalRuntime() as runtime:
             await work(runtime)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -163,22 +163,6 @@ def test_a_role_of_the_program_itself_is_refused_for_a_process(tmp_path: Path) -
         with pytest.raises(TypeError, match="cannot be sent"):
             await runtime.spawn(lambda: None, name="inline", placement=Placement.PROCESS)
         assert runtime.handles() == ()
-
-    run(work, tmp_path)
-
-
-def test_room_is_given_back(tmp_path: Path) -> None:
-    async def work(runtime: LocalRuntime) -> None:
-        for hard in (False, True):
-            handle = await runtime.spawn(Worker, name="x", placement=Placement.THREAD, resources=Resources(cpus=4))
-            await runtime.kill(handle, hard=hard)
-        handle = await runtime.spawn(
-            Worker, name="x", placement=Placement.PROCESS, resources=Resources(cpus=4), restarts=0
-        )
-        runtime.cast(handle, "die")
-        while runtime.status(handle).state is not RoleState.DEAD:
-            await asyncio.sleep(0.01)
-        await runtime.spawn(Worker, name="x", placement=Placement.ASYNC, resources=Resources(cpus=4))
 
     run(work, tmp_path)
 

@@ -25,7 +25,7 @@ from stretto.runtime.pool import (
     settled_size,
     target_size,
 )
-from stretto.runtime.runtime import DeadlinePassed, NoRoom, Placement, Resources, RoleDied, RoleState
+from stretto.runtime.runtime import DeadlinePassed, Placement, RoleDied, RoleState
 from tests.runtime.roles import Failing, Refusing, Worker
 
 FAST_S = 20.0
@@ -35,7 +35,7 @@ SIZING = Limits(min=1, max=50, utilisation=0.5, wait_aim_s=1.0, window_s=10.0, p
 
 def run(work: Callable[[LocalRuntime], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), LocalRuntime(Resources(cpus=4)) as runtime:
+        async with asyncio.timeout(60), LocalRuntime() as runtime:
             await work(runtime)
 
     asyncio.run(main())
@@ -213,22 +213,10 @@ def test_workers_that_cannot_start_are_told_of() -> None:
         with pytest.raises(UserError, match=r"^data\.txt: no such file"):
             async with pool(runtime, role=lambda: Refusing("data.txt")):
                 pass
-        with pytest.raises(NoRoom):
-            async with pool(runtime, resources=Resources(cpus=64)):
-                pass
         with pytest.raises(Exception, match="KeyError"):
             async with pool(runtime, Limits(min=3, max=3), role=Failing):
                 pass
         assert runtime.handles() == ()
-
-    run(work)
-
-
-def test_room_for_fewer_than_the_most_is_no_failure() -> None:
-    async def work(runtime: LocalRuntime) -> None:
-        async with pool(runtime, resources=Resources(cpus=2)) as subject:
-            await asyncio.gather(*(subject.call("nap", 0.05, deadline_s=FAST_S) for _ in range(40)))
-            assert subject.stats().num_served == 40
 
     run(work)
 
