@@ -69,11 +69,7 @@ class Actor:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, load: Callable[[], Work], caller: Caller) -> None:
-        """Make the object; calls that came before go on after.
-
-        Args:
-            load: the role's class and arguments; called where the constructor is.
-            caller: for a constructor with a parameter of that name.
+        """Make the object, of what ``load`` returns; calls that came before go on after.
 
         Raises:
             UserError, RoleError: the constructor raised it; the actor has ended.

@@ -35,11 +35,7 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self, name: str, actors: Mapping[str, Actor]):
-        """
-        Args:
-            name: of the role behind it, for errors.
-            actors: of this side, by handle id; looked up when a call comes.
-        """
+        """``name``: of the role behind it, for errors; ``actors``: of this side, by handle id."""
         self.is_open = True
         self._name = name
         self._actors = actors
@@ -170,11 +166,7 @@ class LocalCaller(Caller):
     """Belongs to the loop it is first used on."""
 
     def __init__(self, actors: Mapping[str, Actor], address: str | None = None):
-        """
-        Args:
-            actors: of this process, by handle id; looked up at every call.
-            address: where others reach them; None: nobody has to.
-        """
+        """``actors``: of this process, by handle id; ``address``: where others reach them, if they can."""
         super().__init__()
         self._actors = actors
         self._address = address

@@ -25,7 +25,7 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,7 @@ class _RoleThread:
     """One incarnation in the driver's process: on daemon threads of its own, or on the driver's loop."""
 
     def __init__(self, actors: dict[str, Actor], handle: Handle, work: Work, has_threads: bool):
-        """
-        Args:
-            actors: of the driver's process, by handle id; this one's is put in, and callers wait in it from now on.
-            has_threads: False: the driver's loop does everything.
-        """
-        self.pid = os.getpid()
+        """``actors``: of the driver's process, by handle id; this one's is put in, and callers wait in it from now on."""
         self._actors, self._id, self._work = actors, handle.id, work
         self._worker = Worker() if has_threads else None
         self._loop = asyncio.new_event_loop() if has_threads else asyncio.get_running_loop()
@@ -78,12 +73,12 @@ class _RoleThread:
             self._thread.start()
             threading.Thread(target=self._worker.run, name=handle.name, daemon=True).start()
 
-    async def start(self) -> None:
-        """Raises UserError and RoleError, as `Runtime.spawn`; whoever called it is to `kill`."""
+    async def start(self) -> int:
+        """As `_RoleProcess.start`."""
         await on_loop(self._loop, self._actor.start(lambda: self._work, self._caller))
+        return os.getpid()
 
     async def wait(self) -> str:
-        """Until it has been ended; returns why."""
         return await asyncio.shield(self._over)
 
     async def close(self) -> None:
@@ -126,21 +121,13 @@ class _RoleProcess:
     """One incarnation in a process of its own, as the driver sees it. Belongs to the driver's loop."""
 
     def __init__(self, handle: Handle, work: bytes, listener: socket.socket):
-        """
-        Args:
-            work: its pickle.
-            listener: on the handle's address.
-        """
+        """``listener``: on the handle's address."""
         self._handle, self._work, self._listener = handle, work, listener
         self._process: Process | None = None
         self._control: Connection | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    async def start(self) -> None:
-        """Start the process and wait for the role's constructor.
+    async def start(self) -> int:
+        """Wait for the role's constructor; returns the process's number.
 
         Raises:
             UserError, RoleError, RoleDied: as `Runtime.spawn`; whoever called it is to `kill`.
@@ -161,6 +148,7 @@ class _RoleProcess:
             raise RoleDied(self._handle.name, await self.kill()) from None
         if error is not None:
             raise error
+        return self._process.pid
 
     async def wait(self) -> str:
         """Wait for the process to end, and end what it started and left; returns why it did."""
@@ -227,10 +215,7 @@ class _Control:
 def main(control: int, listener: int, driver: int) -> None:
     """A role's process. Its main thread is the role's own, so that alarms and signal handlers work there.
 
-    Args:
-        control: descriptor of the socket to the driver.
-        listener: descriptor of the role's own.
-        driver: its process.
+    ``control`` and ``listener`` are descriptors, of the socket to the driver and of the role's own.
     """
     inherited = [socket.socket(fileno=descriptor) for descriptor in (control, listener)]
     for sock in inherited:
@@ -257,8 +242,8 @@ def main(control: int, listener: int, driver: int) -> None:
 class _LocalRole(Role):
     begin: Callable[[], _RoleThread | _RoleProcess]
     """Makes the next incarnation."""
-    incarnation: _RoleThread | _RoleProcess
     listener: socket.socket | None
+    incarnation: _RoleThread | _RoleProcess = field(init=False)
 
 
 class LocalRuntime(Runtime[_LocalRole]):
@@ -298,15 +283,14 @@ class LocalRuntime(Runtime[_LocalRole]):
         else:
             handle, listener = Handle(id, name, self._address), None
             begin = functools.partial(_RoleThread, self._actors, handle, work, placement is Placement.THREAD)
-        return _LocalRole(handle, restarts, begin=begin, incarnation=begin(), listener=listener)
+        return _LocalRole(handle, restarts, begin=begin, listener=listener)
 
     async def _start(self, role: _LocalRole) -> None:
-        await role.incarnation.start()
-        role.pid = role.incarnation.pid
+        role.incarnation = role.begin()
+        role.pid = await role.incarnation.start()
 
     async def _watch(self, role: _LocalRole) -> None:
-        loop, pause_s = asyncio.get_running_loop(), 0.0
-        began_s = loop.time()
+        pause_s, began_s = 0.0, time.monotonic()
         while True:
             why = await role.incarnation.wait()
             if role.state is RoleState.ALIVE:  # else `restart` has ended it, or its start has failed
@@ -316,11 +300,10 @@ class LocalRuntime(Runtime[_LocalRole]):
                 self._bury(role, role.why)
                 return
             role.restarts += 1
-            is_quick = loop.time() - began_s < _QUICK_S
+            is_quick = time.monotonic() - began_s < _QUICK_S
             pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S) if is_quick else 0.0
             await asyncio.sleep(pause_s)
-            began_s = loop.time()
-            role.incarnation = role.begin()
+            began_s = time.monotonic()
             try:
                 await self._begin(role)
                 role.state = RoleState.ALIVE

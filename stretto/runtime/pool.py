@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Self
 
@@ -107,12 +107,13 @@ class _Worker:
     name: str
     born_s: float
     """When it began to start."""
-    handle: Handle | None = None
-    """None: it is starting."""
-    num_leases: int = 0
-    freed_s: float = 0.0
+    handle: Handle = field(init=False)
+    is_up: bool = False
+    """It has a handle."""
     is_leaving: bool = False
     """It takes no more leases."""
+    num_leases: int = 0
+    freed_s: float = 0.0
 
 
 class ElasticPool:
@@ -134,7 +135,7 @@ class ElasticPool:
         Args:
             drain_s: for the last calls of a worker that goes.
             hangs_whole: a passed deadline says that the worker hangs with all its calls, also where it takes several:
-                for roles that keep their calls' deadlines themselves. The others as of `Runtime.spawn`, for each worker.
+                for roles that keep their calls' deadlines themselves.
         """
         self.name = name
         self.limits = limits
@@ -177,7 +178,7 @@ class ElasticPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         workers = tuple(self._workers)
-        await asyncio.gather(*(self._runtime.kill(worker.handle) for worker in workers if worker.handle is not None))
+        await asyncio.gather(*(self._runtime.kill(worker.handle) for worker in workers if worker.is_up))
         for worker in workers:
             self._forget(worker)
 
@@ -207,7 +208,6 @@ class ElasticPool:
             if isinstance(error, TimeoutError):
                 raise DeadlinePassed(self.name, "lease", wait_s) from None
             raise
-        assert worker.handle is not None, f"{worker.name} is leased before it has started"
         turn.began_s = time.monotonic()
         try:
             yield worker.handle
@@ -228,7 +228,7 @@ class ElasticPool:
 
     def handles(self) -> tuple[Handle, ...]:
         """Of the workers that take calls."""
-        return tuple(worker.handle for worker in self._staying() if worker.handle is not None)
+        return tuple(worker.handle for worker in self._staying())
 
     def replace(self, handle: Handle, *, hard: bool = True) -> None:
         """Another instead of this worker: it hangs (by force, whatever it has in hand), or is to end its calls and go.
@@ -243,7 +243,7 @@ class ElasticPool:
 
     def stats(self) -> PoolStats:
         now, size = time.monotonic(), len(self._staying())
-        num_starting = sum(worker.handle is None for worker in self._workers)
+        num_starting = sum(not worker.is_up for worker in self._workers)
         return PoolStats(
             size=size,
             num_leaving=len(self._workers) - num_starting - size,
@@ -256,7 +256,7 @@ class ElasticPool:
         )
 
     def _staying(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.handle is not None and not worker.is_leaving]
+        return [worker for worker in self._workers if worker.is_up and not worker.is_leaving]
 
     def _new(self) -> _Worker:
         """It counts as starting from now on: a task of its own begins later."""
@@ -272,11 +272,11 @@ class ElasticPool:
             self._num_failures += 1
             _log.warning("%s could not be started: %s", worker.name, error)
             is_hopeless = isinstance(error, UserError) or self._num_failures >= _MAX_FAILURES
-            if is_hopeless and all(each.handle is None for each in self._workers):
+            if is_hopeless and not any(each.is_up for each in self._workers):
                 self._fail(error)
             self._forget(worker)
             return
-        self._num_failures = 0
+        worker.is_up, self._num_failures = True, 0
         worker.freed_s = time.monotonic()
         self._hand_out()
 
@@ -285,7 +285,6 @@ class ElasticPool:
         self._keep(self._end(worker, hard))
 
     async def _end(self, worker: _Worker, hard: bool) -> None:
-        assert worker.handle is not None, f"{worker.name} has not started"
         give_up_s = time.monotonic() + self._drain_s
         while worker.num_leases and not hard:
             if time.monotonic() > give_up_s:
@@ -306,17 +305,13 @@ class ElasticPool:
         task.add_done_callback(self._tasks.discard)
 
     def _hand_out(self) -> None:
-        while self._queue:
-            if self._queue[0].done():  # its taker has left
-                self._queue.popleft()
-                continue
-            able = [each for each in self._staying() if each.num_leases < self.limits.slots]
-            if not able:
-                return
-            # The last to have worked first, so that those who may go stay idle.
-            worker = min(able, key=lambda each: (each.num_leases, -each.freed_s))
-            worker.num_leases += 1
-            self._queue.popleft().set_result(worker)
+        while self._queue and (able := [each for each in self._staying() if each.num_leases < self.limits.slots]):
+            future = self._queue.popleft()
+            if not future.done():  # else its taker has left
+                # The last to have worked first, so that those who may go stay idle.
+                worker = min(able, key=lambda each: (each.num_leases, -each.freed_s))
+                worker.num_leases += 1
+                future.set_result(worker)
 
     def _release(self, worker: _Worker) -> None:
         worker.num_leases -= 1
@@ -324,22 +319,18 @@ class ElasticPool:
         self._hand_out()
 
     async def _manage(self) -> None:
-        try:
-            while True:
-                for handle in self.handles():
-                    if self._runtime.status(handle).state is RoleState.DEAD:
-                        self.replace(handle)
-                self._resize(time.monotonic())
-                await asyncio.sleep(_BEAT_S)
-        except Exception as error:
-            self._fail(error)
-            raise
+        while True:
+            for handle in self.handles():
+                if self._runtime.status(handle).state is RoleState.DEAD:
+                    self.replace(handle)
+            self._resize(time.monotonic())
+            await asyncio.sleep(_BEAT_S)
 
     def _resize(self, now_s: float) -> None:
         since_s = now_s - self.limits.window_s
         self._turns = [turn for turn in self._turns if turn.ended_s >= since_s]
         staying = self._staying()
-        size = len(staying) + sum(worker.handle is None for worker in self._workers)
+        size = len(staying) + sum(not worker.is_up for worker in self._workers)
         self._targets.append((now_s, target_size(self._load(now_s), size, self.limits)))
         while len(self._targets) > 1 and self._targets[1][0] <= now_s - self.limits.patience_s:
             self._targets.popleft()
