@@ -1,7 +1,7 @@
-"""A role's object with its thread and its loop: the part that is the same wherever a role lives.
+"""A role's object with its thread: the part that is the same wherever a role lives.
 
-Two threads serve one role. Its *worker* runs the constructor and the sync methods, one at a time; its *loop* runs the
-async methods and all of the bookkeeping here. Everything of an `Actor` belongs to its loop, unless it says otherwise.
+A role's *worker* runs the constructor and the sync methods, one at a time, in a thread; the loop of its process runs the
+async methods and all of the bookkeeping here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import logging
 import queue
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,15 +57,14 @@ class Worker:
 class Actor:
     """One incarnation of a role."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, worker: Worker | None):
+    def __init__(self, name: str, worker: Worker | None):
         """``worker`` None: sync methods run on the loop, and hold it up."""
         self.name = name
-        self.loop = loop
-        self.refusal: str | None = None
-        """Why it takes no calls; None: it does. From any thread."""
+        self._refusal: str | None = None
+        """Why it takes no calls; None: it does."""
         self._worker = worker
         self._role: Any = None
-        self._started: asyncio.Future[None] = loop.create_future()
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self, load: Callable[[], Work], caller: Caller) -> None:
@@ -91,21 +90,21 @@ class Actor:
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`Caller.call`, but for the deadline."""
-        if self.refusal is not None:
-            raise RoleDied(self.name, self.refusal)
-        task = self.loop.create_task(self._run(method, args, kwargs))
+        if self._refusal is not None:
+            raise RoleDied(self.name, self._refusal)
+        task = asyncio.get_running_loop().create_task(self._run(method, args, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
             return await task
         except asyncio.CancelledError:
-            if self.refusal is not None:
-                raise RoleDied(self.name, self.refusal) from None
+            if self._refusal is not None:
+                raise RoleDied(self.name, self._refusal) from None
             raise
 
     def end(self, why: str) -> None:
         """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
-        self.refusal = why
+        self._refusal = why
         if not self._started.done():
             self._started.cancel()
         for task in self._tasks:
@@ -149,13 +148,6 @@ class Actor:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # else it is the method's own doing
             raise as_role_error(self.name, method, error) from None
-
-
-async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Await ``coroutine`` on another loop, or on this one; cancellation is passed on."""
-    if loop is asyncio.get_running_loop():
-        return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
 def as_role_error(name: str, method: str, error: BaseException) -> Exception:

@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import Actor, as_role_error, on_loop
+from stretto.runtime.actor import Actor, as_role_error
 from stretto.runtime.runtime import Caller, Handle, RoleDied, RuntimeFailure, deadline
 
 _HEAD = struct.Struct("<QQ")
@@ -130,9 +130,8 @@ class Connection(asyncio.BufferedProtocol):
         try:
             if id not in self._actors:
                 raise RoleDied(self._name, "it has ended")
-            actor = self._actors[id]
             args, kwargs = pickle.loads(body, buffers=buffers)
-            self._send(("result", number), await on_loop(actor.loop, actor.call(method, args, kwargs)))
+            self._send(("result", number), await self._actors[id].call(method, args, kwargs))
         except Exception as error:
             is_told = isinstance(error, (UserError, RuntimeFailure))  # else it cannot be pickled
             if self.is_open:
@@ -163,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class LocalCaller(Caller):
-    """Belongs to the loop it is first used on."""
+    """Of all roles of a process."""
 
     def __init__(self, actors: Mapping[str, Actor], address: str | None = None):
         """``actors``: of this process, by handle id; ``address``: where others reach them, if they can."""
@@ -175,11 +174,8 @@ class LocalCaller(Caller):
 
     async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         async with deadline(handle.name, method, deadline_s):
-            actor = self._actors.get(handle.id)
-            if actor is not None:
-                if actor.refusal is not None:
-                    raise RoleDied(handle.name, actor.refusal)
-                return await on_loop(actor.loop, actor.call(method, args, kwargs))
+            if handle.id in self._actors:
+                return await self._actors[handle.id].call(method, args, kwargs)
             if handle.address == self._address:
                 raise RoleDied(handle.name, "it has ended")
             return await (await self._connect(handle)).call(handle.id, method, args, kwargs)

@@ -23,14 +23,14 @@ import tempfile
 import threading
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import CLOSE_S, Actor, Worker, on_loop
+from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.connection import Connection, LocalCaller
 from stretto.runtime.runtime import (
     Handle,
@@ -50,71 +50,49 @@ _CONTROL = "control"
 """What the driver's own connection to a process asks."""
 _BEAT_S = 0.5
 """Between two looks of a process at whether its driver lives."""
-_POLL_S = 0.02
 _QUICK_S, _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
 """A role that died so soon after its start is restarted after a pause, which doubles each time."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.local import main; main(*map(int, sys.argv[2:]))"
 
 
 class _RoleThread:
-    """One incarnation in the driver's process: on daemon threads of its own, or on the driver's loop."""
+    """One incarnation in the driver's process."""
 
-    def __init__(self, actors: dict[str, Actor], handle: Handle, work: Work, has_threads: bool):
-        """``actors``: of the driver's process, by handle id; this one's is put in, and callers wait in it from now on."""
-        self._actors, self._id, self._work = actors, handle.id, work
-        self._worker = Worker() if has_threads else None
-        self._loop = asyncio.new_event_loop() if has_threads else asyncio.get_running_loop()
-        self._actor = actors[handle.id] = Actor(handle.name, self._loop, self._worker)
-        self._caller = LocalCaller(actors, handle.address)
+    def __init__(self, actors: dict[str, Actor], caller: LocalCaller, handle: Handle, work: Work, has_thread: bool):
+        """
+        Args:
+            actors: of the process, by handle id; this one's is put in, and callers wait in it from now on.
+            has_thread: False: sync methods run on the driver's loop, too.
+        """
+        self._actors, self._caller, self._handle, self._work = actors, caller, handle, work
+        self._worker = Worker() if has_thread else None
+        self._actor = actors[handle.id] = Actor(handle.name, self._worker)
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._run_loop, name=f"{handle.name} loop", daemon=True)
-        if self._worker is not None:
-            self._thread.start()
-            threading.Thread(target=self._worker.run, name=handle.name, daemon=True).start()
 
     async def start(self) -> int:
         """As `_RoleProcess.start`."""
-        await on_loop(self._loop, self._actor.start(lambda: self._work, self._caller))
+        if self._worker is not None:
+            threading.Thread(target=self._worker.run, name=self._handle.name, daemon=True).start()
+        await self._actor.start(lambda: self._work, self._caller)
         return os.getpid()
 
     async def wait(self) -> str:
         return await asyncio.shield(self._over)
 
     async def close(self) -> None:
-        self._end("it was ended")
-        await on_loop(self._loop, self._actor.close())
-        await self._stop()
-        if self._worker is not None:
-            await asyncio.to_thread(self._thread.join, CLOSE_S)
+        self._actor.end("it was ended")
+        await self._actor.close()
+        await self.kill()
 
     async def kill(self) -> str:
-        """Whatever its threads do, they are left to it."""
+        """Whatever its thread does, it is left to it."""
         if not self._over.done():
-            self._end("it was killed")
-            await self._stop()
+            self._over.set_result("it was killed")
+            self._actor.end("it was killed")
+            del self._actors[self._handle.id]
+            if self._worker is not None:
+                self._worker.stop()
         return await self._over
-
-    def _end(self, why: str) -> None:
-        self._actor.refusal = why
-        self._loop.call_soon_threadsafe(self._actor.end, why)
-        del self._actors[self._id]
-        self._over.set_result(why)
-
-    async def _stop(self) -> None:
-        if self._worker is None:
-            await self._caller.disconnect()
-        else:
-            self._worker.stop()
-            self._loop.call_soon_threadsafe(self._stopped.set)
-
-    def _run_loop(self) -> None:
-        async def live() -> None:
-            await self._stopped.wait()
-            await self._caller.disconnect()
-
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(live())
 
 
 class _RoleProcess:
@@ -165,11 +143,10 @@ class _RoleProcess:
 
     async def close(self) -> None:
         """Let the role close itself, then end the process; by force if it takes too long."""
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, RoleDied):  # it may be gone before its answer is
             async with asyncio.timeout(2 * CLOSE_S):
-                with suppress(RoleDied):  # it may be gone before its answer is
-                    if self._control is not None:
-                        await self._control.call(_CONTROL, "close", (), {})
+                if self._control is not None:
+                    await self._control.call(_CONTROL, "close", (), {})
                 await self.wait()
         await self.kill()
 
@@ -194,15 +171,14 @@ class _Control:
 
     async def start(self, id: str, name: str, work: bytes) -> Exception | None:
         """What the constructor raised; None: it stands."""
-        loop = asyncio.get_running_loop()
-        self._actor = Actor(name, loop, self._worker)
+        self._actor = Actor(name, self._worker)
         actors = {id: self._actor}
         try:
             await self._actor.start(lambda: pickle.loads(work), LocalCaller(actors))
         except (UserError, RoleError) as error:
             return error
         gc.freeze()  # the collector would look through torch's modules again and again while the role works
-        await loop.create_unix_server(lambda: Connection(name, actors), sock=self._listener, backlog=_BACKLOG)
+        await _serve(self._listener, name, actors)
         return None
 
     async def close(self) -> None:
@@ -223,7 +199,7 @@ def main(control: int, listener: int, driver: int) -> None:
     worker = Worker()
 
     async def serve() -> None:
-        actor = Actor(_CONTROL, asyncio.get_running_loop(), None)
+        actor = Actor(_CONTROL, None)
         await actor.start(lambda: (_Control, (inherited[1], worker)), LocalCaller({}))
         await _connected(inherited[0], Connection(_CONTROL, {_CONTROL: actor}))
         await asyncio.Event().wait()  # for ever
@@ -256,17 +232,8 @@ class LocalRuntime(Runtime[_LocalRole]):
         """Of the driver's process, by handle id."""
         self._local = LocalCaller(self._actors, self._address)
         super().__init__(self._local)
-        loop, listener = asyncio.get_running_loop(), _listen(self._address)
-        self._server = loop.create_task(
-            loop.create_unix_server(lambda: Connection("the driver", self._actors), sock=listener, backlog=_BACKLOG)
-        )
-
-    async def restart(self, handle: Handle) -> None:
-        role = self._find(handle)
-        role.state, role.why = RoleState.RESTARTING, "it was restarted"
-        await role.incarnation.kill()
-        while self._find(handle).state is not RoleState.ALIVE:  # `_watch` starts the next
-            await asyncio.sleep(_POLL_S)
+        serving = _serve(_listen(self._address), "the driver", self._actors)
+        self._server = asyncio.get_running_loop().create_task(serving)
 
     async def close(self) -> None:
         await super().close()
@@ -282,12 +249,17 @@ class LocalRuntime(Runtime[_LocalRole]):
             begin = functools.partial(_RoleProcess, handle, pickled, listener)
         else:
             handle, listener = Handle(id, name, self._address), None
-            begin = functools.partial(_RoleThread, self._actors, handle, work, placement is Placement.THREAD)
+            begin = functools.partial(
+                _RoleThread, self._actors, self._local, handle, work, placement is Placement.THREAD
+            )
         return _LocalRole(handle, restarts, begin=begin, listener=listener)
 
     async def _start(self, role: _LocalRole) -> None:
         role.incarnation = role.begin()
         role.pid = await role.incarnation.start()
+
+    async def _interrupt(self, role: _LocalRole) -> None:
+        await role.incarnation.kill()
 
     async def _watch(self, role: _LocalRole) -> None:
         pause_s, began_s = 0.0, time.monotonic()
@@ -325,6 +297,11 @@ def _listen(address: str) -> socket.socket:
     listener.bind(address)
     listener.listen(_BACKLOG)
     return listener
+
+
+async def _serve(listener: socket.socket, name: str, actors: Mapping[str, Actor]) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    return await loop.create_unix_server(lambda: Connection(name, actors), sock=listener, backlog=_BACKLOG)
 
 
 async def _connected(sock: socket.socket, connection: Connection) -> Connection:

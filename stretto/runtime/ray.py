@@ -22,7 +22,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from stretto.base.errors import UserError
 from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
-    CONSTRUCTOR,
     Caller,
     DeadlinePassed,
     Handle,
@@ -111,7 +110,7 @@ class RoleActor:
         if self._actor is None:
             worker = Worker()
             threading.Thread(target=worker.run, name=self._name, daemon=True).start()
-            self._actor = Actor(self._name, asyncio.get_running_loop(), worker)
+            self._actor = Actor(self._name, worker)
             self._starting = asyncio.create_task(self._start(self._actor))
         return self._actor
 
@@ -172,14 +171,6 @@ class RayRuntime(Runtime[_RayRole]):
                 )
         return cls(owns_cluster=True)
 
-    async def restart(self, handle: Handle) -> None:
-        role = self._find(handle)
-        role.state, role.why = RoleState.RESTARTING, "it was restarted"
-        ray.kill(handle.address, no_restart=False)
-        async with deadline(handle.name, CONSTRUCTOR, role.deadline_s):
-            while self._find(handle).state is not RoleState.ALIVE:  # `_watch` sees the next, or the end
-                await asyncio.sleep(_POLL_S)
-
     async def close(self) -> None:
         await super().close()
         if self._owns_cluster:
@@ -197,6 +188,9 @@ class RayRuntime(Runtime[_RayRole]):
             raise RoleDied(role.handle.name, _reason(problem)) from None
         if error is not None:
             raise error
+
+    async def _interrupt(self, role: _RayRole) -> None:
+        ray.kill(role.handle.address, no_restart=False)
 
     async def _watch(self, role: _RayRole) -> None:
         while True:

@@ -5,10 +5,10 @@ The *driver* is the one asyncio loop that owns a `Runtime` and starts, watches a
 
 What a role may count on, under every runtime:
 
-- Sync methods, the constructor among them, run one at a time, in a thread of the role's own. Async methods run
-  concurrently on the role's own loop, which no sync method holds up (`Placement.ASYNC` shares the driver's for both).
-- A constructor parameter named ``caller`` is filled with a `Caller`, for the role's own loop: with it the role calls the
-  handles it was given. Such calls go straight from role to role; the driver does not see their data.
+- Sync methods, the constructor among them, run one at a time, in a thread of the role's own (`Placement.ASYNC`: on the
+  loop). Async methods run concurrently on the loop of the role's process, which such a thread does not hold up.
+- A constructor parameter named ``caller`` is filled with a `Caller`, for that loop: with it the role calls the handles
+  it was given. Such calls go straight from role to role; the driver does not see their data.
 - ``close()``, sync or async, if there is one, is called when the role is ended without force.
 - Arguments and results are read-only to whoever receives them, and are not changed any more by who sent them: they may
   be shared. Between processes they are pickled, so a role of a process must be importable from a module.
@@ -34,6 +34,7 @@ START_DEADLINE_S = 60.0
 """For a role's process and its constructor, unless the caller says otherwise."""
 CONSTRUCTOR = "__init__"
 """The method that a constructor's failure names."""
+_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ class Placement(Enum):
     ASYNC = "async"
     """On the driver's loop: for roles that only wait. Sync methods hold everything up, so they must be short."""
     THREAD = "thread"
-    """In the driver's process, with threads of its own: for torch, whose kernels let the others run."""
+    """In the driver's process, with a thread of its own: for torch, whose kernels let the others run."""
     PROCESS = "process"
     """In a process of its own: for Python that computes, and for what may crash or hang."""
 
@@ -269,9 +270,14 @@ class Runtime(Caller, Generic[R]):
         await self._end(role, hard)
         self._bury(role, "it was killed" if hard else "it was ended")
 
-    @abstractmethod
     async def restart(self, handle: Handle) -> None:
         """End this incarnation by force and start the next, if any of ``restarts`` are left: for a role that hangs."""
+        role = self._find(handle)
+        role.state, role.why = RoleState.RESTARTING, "it was restarted"
+        await self._interrupt(role)
+        async with deadline(handle.name, CONSTRUCTOR, role.deadline_s):
+            while self._find(handle).state is not RoleState.ALIVE:  # `_watch` sees the next, or the end
+                await asyncio.sleep(_POLL_S)
 
     def status(self, handle: Handle) -> RoleStatus:
         """How the role is; a role that has ended keeps its last status."""
@@ -292,6 +298,10 @@ class Runtime(Caller, Generic[R]):
     @abstractmethod
     async def _start(self, role: R) -> None:
         """Its incarnation; raises what `spawn` does."""
+
+    @abstractmethod
+    async def _interrupt(self, role: R) -> None:
+        """End its incarnation by force, but not the role."""
 
     @abstractmethod
     async def _watch(self, role: R) -> None:

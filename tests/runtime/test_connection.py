@@ -39,7 +39,7 @@ def test_frames_of_any_size_arrive_in_order(sizes: list[int], num_buffers: int) 
     ]
 
     async def work() -> None:
-        actor = Actor("subject", asyncio.get_running_loop(), None)
+        actor = Actor("subject", None)
         await actor.start(lambda: (Worker, ()), LocalCaller({}))
         left, right = socket.socketpair()
         answering, asking = await connected(left, {"id": actor}), await connected(right, {})
