@@ -30,14 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import UserError
-from stretto.runtime.actor import CLOSE_S, Actor, Worker
-from stretto.runtime.connection import Connection, LocalCaller
+from stretto.runtime.actor import CLOSE_S, Actor, Connection, LocalCaller, Worker
 from stretto.runtime.runtime import (
     Handle,
     Placement,
     Role,
     RoleDied,
-    RoleError,
     RoleState,
     Runtime,
     RuntimeFailure,
@@ -59,11 +57,7 @@ class _RoleThread:
     """One incarnation in the driver's process."""
 
     def __init__(self, actors: dict[str, Actor], caller: LocalCaller, handle: Handle, work: Work, has_thread: bool):
-        """
-        Args:
-            actors: of the process, by handle id; this one's is put in, and callers wait in it from now on.
-            has_thread: False: sync methods run on the driver's loop, too.
-        """
+        """``actors``: of the process, by handle id; this one's is put in, and callers wait in it from now on."""
         self._actors, self._caller, self._handle, self._work = actors, caller, handle, work
         self._worker = Worker() if has_thread else None
         self._actor = actors[handle.id] = Actor(handle.name, self._worker)
@@ -175,7 +169,7 @@ class _Control:
         actors = {id: self._actor}
         try:
             await self._actor.start(lambda: pickle.loads(work), LocalCaller(actors))
-        except (UserError, RoleError) as error:
+        except (UserError, RuntimeFailure) as error:
             return error
         gc.freeze()  # the collector would look through torch's modules again and again while the role works
         await _serve(self._listener, name, actors)

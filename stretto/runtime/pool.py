@@ -80,12 +80,9 @@ class PoolStats:
 
     size: int
     """Workers that take calls."""
-    num_leaving: int
     num_leased: int
     """Leases held."""
     load: Load
-    num_served: int
-    """Leases that have ended."""
     num_started: int
     num_replaced: int
     """Workers that died, or hung."""
@@ -152,7 +149,7 @@ class ElasticPool:
         """Of the last window, and those that have not ended."""
         self._targets: deque[tuple[float, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_named = self._num_replaced = self._num_served = self._num_failures = 0
+        self._num_named = self._num_replaced = self._num_failures = 0
         self._ended_s = 0.0
 
     async def __aenter__(self) -> Self:
@@ -218,7 +215,6 @@ class ElasticPool:
             raise
         finally:
             turn.ended_s = time.monotonic()
-            self._num_served += 1
             self._release(worker)
 
     async def call(self, method: str, *args: Any, deadline_s: float, wait_s: float = _WAIT_S, **kwargs: Any) -> Any:
@@ -242,14 +238,12 @@ class ElasticPool:
                 self._keep(self._start(self._new()))
 
     def stats(self) -> PoolStats:
-        now, size = time.monotonic(), len(self._staying())
+        now = time.monotonic()
         num_starting = sum(not worker.is_up for worker in self._workers)
         return PoolStats(
-            size=size,
-            num_leaving=len(self._workers) - num_starting - size,
+            size=len(self._staying()),
             num_leased=sum(worker.num_leases for worker in self._workers),
             load=self._load(now),
-            num_served=self._num_served,
             num_started=self._num_named - num_starting,
             num_replaced=self._num_replaced,
             worker_s=self._ended_s + sum(now - worker.born_s for worker in self._workers),

@@ -71,7 +71,7 @@ def test_it_grows_with_a_burst_and_shrinks_after_it() -> None:
             assert max(sizes) == 4
             await until(lambda: len(runtime.handles()) == 1)
             stats = subject.stats()
-            assert (stats.size, stats.num_served, stats.num_replaced, stats.num_leased) == (1, 60, 0, 0)
+            assert (stats.size, stats.num_replaced, stats.num_leased) == (1, 0, 0)
             assert stats.worker_s >= 60 * 0.1
         assert runtime.handles() == ()
 
@@ -115,7 +115,7 @@ def test_a_worker_that_goes_finishes_first() -> None:
             long = [asyncio.create_task(subject.call("nap", 3.0, deadline_s=FAST_S)) for _ in range(2)]
             await until(lambda: subject.stats().num_leased == 2)
             # Alone they would not keep two: their ages are the service times, but nobody arrives any more.
-            await until(lambda: subject.stats().num_leaving == 1)
+            await until(lambda: len(runtime.handles()) == subject.stats().size + 1)
             assert subject.stats().num_leased == 2
             assert await asyncio.gather(*long) == [3.0, 3.0]
             await until(lambda: len(runtime.handles()) == 1)
@@ -171,7 +171,7 @@ def test_a_worker_that_is_replaced_in_peace_finishes_first() -> None:
             await until(lambda: len(subject.handles()) == 1)
             assert not long.done() and subject.handles() != (first,)
             assert await long == 0.5
-            await until(lambda: subject.stats().num_leaving == 0)
+            await until(lambda: len(runtime.handles()) == 1)
             assert (subject.stats().size, subject.stats().num_replaced) == (1, 1)
 
     run(work)

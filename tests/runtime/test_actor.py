@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.runtime.actor import Actor
-from stretto.runtime.connection import Connection, LocalCaller
+from stretto.runtime.actor import Actor, Connection, LocalCaller
 from stretto.runtime.runtime import RoleDied
 from tests.runtime.roles import Worker
 
