@@ -86,7 +86,7 @@ class Actor:
         """Make the object, of what ``load`` returns; calls that came before go on after.
 
         Raises:
-            UserError, RoleError: the constructor raised it; the actor has ended.
+            UserError, RoleError: the constructor raised it; the actor has ended. RoleDied: it was ended meanwhile.
         """
 
         def build() -> Any:
@@ -100,8 +100,9 @@ class Actor:
         except (UserError, RoleError) as error:
             self.end(f"its constructor failed: {error}")
             raise
-        if not self._started.done():
-            self._started.set_result(None)
+        if self._refusal is not None:
+            raise RoleDied(self.name, self._refusal)
+        self._started.set_result(None)
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`Caller.call`, but for the deadline."""
@@ -119,7 +120,7 @@ class Actor:
 
     def end(self, why: str) -> None:
         """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
-        self._refusal = why
+        self._refusal = self._refusal or why
         if not self._started.done():
             self._started.cancel()
         for task in self._tasks:
@@ -127,12 +128,11 @@ class Actor:
 
     async def close(self) -> None:
         """Let the role close itself, within `CLOSE_S`; what goes wrong is logged."""
-        close = getattr(self._role, "close", None)
-        if close is None:
+        if not hasattr(self._role, "close"):
             return
         try:
             async with asyncio.timeout(CLOSE_S):
-                await self._invoke("close", close)
+                await self._invoke("close", self._role.close)
         except (UserError, RoleError, TimeoutError) as error:
             _log.warning("%s: close failed: %s", self.name, str(error) or f"not done within {CLOSE_S:g} s")
 
@@ -215,9 +215,8 @@ class Connection(asyncio.BufferedProtocol):
         """What waits fails with `RoleDied`."""
         self._transport.abort()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), f"not a stream: {transport}"
-        self._transport = transport
+    def connection_made(self, transport: Any) -> None:
+        self._transport: asyncio.Transport = transport
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
 

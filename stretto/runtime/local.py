@@ -44,10 +44,7 @@ from stretto.runtime.runtime import (
 
 _BACKLOG = 1024
 """Callers that may wait while a role restarts."""
-_CONTROL = "control"
-"""What the driver's own connection to a process asks."""
-_BEAT_S = 0.5
-"""Between two looks of a process at whether its driver lives."""
+_CONTROL = "control"  # what the driver's own connection to a process asks
 _QUICK_S, _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
 """A role that died so soon after its start is restarted after a pause, which doubles each time."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from stretto.runtime.local import main; main(*map(int, sys.argv[2:]))"
@@ -63,8 +60,7 @@ class _RoleThread:
         self._actor = actors[handle.id] = Actor(handle.name, self._worker)
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> int:
-        """As `_RoleProcess.start`."""
+    async def start(self) -> int:  # as `_RoleProcess.start`
         if self._worker is not None:
             threading.Thread(target=self._worker.run, name=self._handle.name, daemon=True).start()
         await self._actor.start(lambda: self._work, self._caller)
@@ -106,7 +102,8 @@ class _RoleProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._control = await _connected(ours, Connection(self._handle.name, {}))
+            control = self._control = Connection(self._handle.name, {})
+            await asyncio.get_running_loop().create_unix_connection(lambda: control, sock=ours)
             descriptors = (theirs.fileno(), self._listener.fileno())
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, descriptors), str(os.getpid())),
@@ -115,7 +112,7 @@ class _RoleProcess:
                 start_new_session=True,  # so that it can be killed with all that it started, and Ctrl-C is the driver's
             )
         try:
-            error = await self._control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
+            error = await control.call(_CONTROL, "start", (self._handle.id, self._handle.name, self._work), {})
         except RoleDied:
             raise RoleDied(self._handle.name, await self.kill()) from None
         if error is not None:
@@ -172,7 +169,7 @@ class _Control:
         except (UserError, RuntimeFailure) as error:
             return error
         gc.freeze()  # the collector would look through torch's modules again and again while the role works
-        await _serve(self._listener, name, actors)
+        await _serve(name, actors, sock=self._listener)
         return None
 
     async def close(self) -> None:
@@ -195,12 +192,14 @@ def main(control: int, listener: int, driver: int) -> None:
     async def serve() -> None:
         actor = Actor(_CONTROL, None)
         await actor.start(lambda: (_Control, (inherited[1], worker)), LocalCaller({}))
-        await _connected(inherited[0], Connection(_CONTROL, {_CONTROL: actor}))
+        await asyncio.get_running_loop().create_unix_connection(
+            lambda: Connection(_CONTROL, {_CONTROL: actor}), sock=inherited[0]
+        )
         await asyncio.Event().wait()  # for ever
 
     def watch_driver() -> None:
         while os.getppid() == driver:
-            time.sleep(_BEAT_S)
+            time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
     for work in (watch_driver, lambda: asyncio.run(serve())):
@@ -226,8 +225,7 @@ class LocalRuntime(Runtime[_LocalRole]):
         """Of the driver's process, by handle id."""
         self._local = LocalCaller(self._actors, self._address)
         super().__init__(self._local)
-        serving = _serve(_listen(self._address), "the driver", self._actors)
-        self._server = asyncio.get_running_loop().create_task(serving)
+        self._server = asyncio.get_running_loop().create_task(_serve("the driver", self._actors, path=self._address))
 
     async def close(self) -> None:
         await super().close()
@@ -239,7 +237,9 @@ class LocalRuntime(Runtime[_LocalRole]):
         begin: Callable[[], _RoleThread | _RoleProcess]
         if placement is Placement.PROCESS:
             pickled, handle = _pickled(work, name), Handle(id, name, str(Path(self._folder.name) / id))
-            listener = _listen(handle.address)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(handle.address)
+            listener.listen(_BACKLOG)
             begin = functools.partial(_RoleProcess, handle, pickled, listener)
         else:
             handle, listener = Handle(id, name, self._address), None
@@ -286,21 +286,9 @@ class LocalRuntime(Runtime[_LocalRole]):
             Path(role.handle.address).unlink(missing_ok=True)
 
 
-def _listen(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address)
-    listener.listen(_BACKLOG)
-    return listener
-
-
-async def _serve(listener: socket.socket, name: str, actors: Mapping[str, Actor]) -> asyncio.Server:
+async def _serve(name: str, actors: Mapping[str, Actor], **where: Any) -> asyncio.Server:
     loop = asyncio.get_running_loop()
-    return await loop.create_unix_server(lambda: Connection(name, actors), sock=listener, backlog=_BACKLOG)
-
-
-async def _connected(sock: socket.socket, connection: Connection) -> Connection:
-    await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=sock)
-    return connection
+    return await loop.create_unix_server(lambda: Connection(name, actors), backlog=_BACKLOG, **where)
 
 
 def _pickled(work: Work, name: str) -> bytes:

@@ -33,8 +33,6 @@ _BEAT_S = 0.1
 """Between two looks at the load."""
 _WAIT_S = 600.0
 """For a free worker, unless the caller says otherwise."""
-_DRAIN_S = 60.0
-"""For the last calls of a worker that goes."""
 _MAX_FAILURES = 3
 """Starts that fail in a row, while nobody works, before it is told."""
 _log = logging.getLogger(__name__)
@@ -125,7 +123,7 @@ class ElasticPool:
         placement: Placement,
         limits: Limits,
         deadline_s: float = START_DEADLINE_S,
-        drain_s: float = _DRAIN_S,
+        drain_s: float = 60.0,
         hangs_whole: bool = False,
     ):
         """
@@ -234,7 +232,8 @@ class ElasticPool:
         for worker in self._staying():
             if worker.handle == handle and self.error is None:  # leases of a closed pool find their workers dead
                 self._num_replaced += 1
-                self._let_go(worker, hard)
+                worker.is_leaving = True
+                self._keep(self._end(worker, hard))
                 self._keep(self._start(self._new()))
 
     def stats(self) -> PoolStats:
@@ -273,10 +272,6 @@ class ElasticPool:
         worker.is_up, self._num_failures = True, 0
         worker.freed_s = time.monotonic()
         self._hand_out()
-
-    def _let_go(self, worker: _Worker, hard: bool) -> None:
-        worker.is_leaving = True
-        self._keep(self._end(worker, hard))
 
     async def _end(self, worker: _Worker, hard: bool) -> None:
         give_up_s = time.monotonic() + self._drain_s
@@ -333,7 +328,8 @@ class ElasticPool:
             self._keep(self._start(self._new()))
         idle_first = sorted(staying, key=lambda worker: (worker.num_leases, worker.freed_s))
         for worker in idle_first[: max(0, min(size - wanted, len(staying) - self.limits.min))]:
-            self._let_go(worker, hard=False)
+            worker.is_leaving = True
+            self._keep(self._end(worker, hard=False))
 
     def _load(self, now_s: float) -> Load:
         # The first moments say little: one arrival at once is no endless rate.

@@ -41,19 +41,7 @@ _BEAT_S = 0.5
 _POLL_S = 0.05
 _CONNECT_S = 10.0
 """For a cluster to answer."""
-_CONCURRENCY = 10_000
-"""Calls that Ray lets into one actor at once; the role's own worker does the queueing."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """What a `RoleActor` says of itself."""
-
-    incarnation: str
-    pid: int
-    error: Exception | None
-    """What the role's constructor raised."""
 
 
 class RayCaller(Caller):
@@ -85,40 +73,38 @@ class RoleActor:
         self._name = name
         self._work = work
         self._incarnation = uuid.uuid4().hex
-        self._actor: Actor | None = None
-        self._starting: asyncio.Task[Exception | None] | None = None
+        self._begun: tuple[Actor, asyncio.Task[Exception | None]] | None = None
 
-    async def look(self) -> _Life:
-        """Waits for the role's constructor."""
-        self._begun()
-        assert self._starting is not None, "an actor that is not being started"
-        return _Life(self._incarnation, os.getpid(), await asyncio.shield(self._starting))
+    async def look(self) -> tuple[str, int, Exception | None]:
+        """The incarnation, its process, and what the role's constructor raised: waits for it."""
+        return self._incarnation, os.getpid(), await asyncio.shield(self._begin()[1])
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
         """The result, or what was raised: Ray would wrap it."""
         try:
-            return await self._begun().call(method, args, kwargs), None
+            return await self._begin()[0].call(method, args, kwargs), None
         except (UserError, RuntimeFailure) as error:
             return None, error
 
     async def close(self) -> None:
-        self._begun().end("it was ended")
-        await self._begun().close()
+        actor, _ = self._begin()
+        actor.end("it was ended")
+        await actor.close()
 
-    def _begun(self) -> Actor:
-        """Made here, since Ray does not call a constructor on the actor's loop."""
-        if self._actor is None:
+    def _begin(self) -> tuple[Actor, asyncio.Task[Exception | None]]:
+        """Not by the constructor, which Ray does not call on the actor's loop."""
+        if self._begun is None:
             worker = Worker()
             threading.Thread(target=worker.run, name=self._name, daemon=True).start()
-            self._actor = Actor(self._name, worker)
-            self._starting = asyncio.create_task(self._start(self._actor))
-        return self._actor
+            actor = Actor(self._name, worker)
+            self._begun = actor, asyncio.create_task(self._start(actor))
+        return self._begun
 
     async def _start(self, actor: Actor) -> Exception | None:
         work = await self._work[0]
         try:
             await actor.start(lambda: work, RayCaller())
-        except (UserError, RoleError) as error:
+        except (UserError, RuntimeFailure) as error:
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 _log.warning("%s: could not be restarted: %s", self._name, error)
                 os._exit(1)  # one more restart, if there is one
@@ -160,15 +146,15 @@ class RayRuntime(Runtime[_RayRole]):
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             # In this thread: the kernel kills a cluster's processes together with the thread that started them.
             problem = _init({**options, "include_dashboard": False})
-            if problem is not None:
-                raise UserError(f"--address local: Ray starts no cluster here ({problem}); use --runtime local")
+            told = f"Ray starts no cluster here ({problem}); use --runtime local"
         else:
             problem = await _reach(address, options)
-            if problem is not None:
-                raise UserError(
-                    f"--address {address}: no Ray cluster answers there ({problem}); start one with `ray start --head`, "
-                    f"or run without one: --runtime local"
-                )
+            told = (
+                f"no Ray cluster answers there ({problem}); start one with `ray start --head`, "
+                f"or run without one: --runtime local"
+            )
+        if problem is not None:
+            raise UserError(f"--address {address}: {told}")
         return cls(owns_cluster=True)
 
     async def close(self) -> None:
@@ -177,7 +163,8 @@ class RayRuntime(Runtime[_RayRole]):
             await asyncio.to_thread(ray.shutdown)
 
     def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _RayRole:
-        actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=_CONCURRENCY)
+        # The role's own worker does the queueing, not Ray.
+        actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=10_000)
         kept = ray.put(work)
         return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, work=kept)
 
@@ -207,12 +194,12 @@ class RayRuntime(Runtime[_RayRole]):
 
     async def _look(self, role: _RayRole) -> Exception | None:
         """What the constructor raised, for which a later incarnation ends itself."""
-        life: _Life = await role.handle.address.look.remote()
-        if role.incarnation not in ("", life.incarnation) and life.error is None:
+        incarnation, pid, error = await role.handle.address.look.remote()
+        if role.incarnation not in ("", incarnation) and error is None:
             role.restarts += 1
             role.state = RoleState.ALIVE
-        role.incarnation, role.pid = life.incarnation, life.pid
-        return life.error
+        role.incarnation, role.pid = incarnation, pid
+        return error
 
     async def _end(self, role: _RayRole, hard: bool) -> None:
         """Kill the actor and wait until Ray says that it is dead."""
@@ -229,16 +216,12 @@ class RayRuntime(Runtime[_RayRole]):
                 await asyncio.sleep(_POLL_S)
 
 
-def _reason(error: RayError) -> str:
+def _reason(error: Exception) -> str:
+    """On one line."""
     if isinstance(error, ActorUnavailableError):
         return "its process does not answer; perhaps it restarts"
-    if isinstance(error, RayActorError):
-        return f"its process has ended: {_first_line(error)}"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"its process has ended: {line}" if isinstance(error, RayActorError) else line
 
 
 async def _reach(address: str, options: Mapping[str, Any]) -> str | None:
@@ -263,5 +246,5 @@ def _init(options: Mapping[str, Any]) -> str | None:
     try:
         ray.init(**options)
     except Exception as error:  # Ray has no one class for it
-        return _first_line(error)
+        return _reason(error)
     return None

@@ -34,7 +34,6 @@ START_DEADLINE_S = 60.0
 """For a role's process and its constructor, unless the caller says otherwise."""
 CONSTRUCTOR = "__init__"
 """The method that a constructor's failure names."""
-_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
@@ -182,7 +181,6 @@ class Role:
     handle: Handle
     max_restarts: int
     deadline_s: float = START_DEADLINE_S
-    """For each constructor."""
     state: RoleState = RoleState.ALIVE
     pid: int | None = None
     restarts: int = 0
@@ -277,7 +275,7 @@ class Runtime(Caller, Generic[R]):
         await self._interrupt(role)
         async with deadline(handle.name, CONSTRUCTOR, role.deadline_s):
             while self._find(handle).state is not RoleState.ALIVE:  # `_watch` sees the next, or the end
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(0.02)
 
     def status(self, handle: Handle) -> RoleStatus:
         """How the role is; a role that has ended keeps its last status."""
