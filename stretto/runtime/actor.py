@@ -128,20 +128,18 @@ class Actor:
 
     async def close(self) -> None:
         """Let the role close itself, within `CLOSE_S`; what goes wrong is logged."""
-        if not hasattr(self._role, "close"):
-            return
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._invoke("close", self._role.close)
-        except (UserError, RoleError, TimeoutError) as error:
-            _log.warning("%s: close failed: %s", self.name, str(error) or f"not done within {CLOSE_S:g} s")
+        if hasattr(self._role, "close"):
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._invoke("close", self._role.close)
+            except (UserError, RoleError, TimeoutError) as error:
+                _log.warning("%s: close failed: %s", self.name, str(error) or f"not done within {CLOSE_S:g} s")
 
     async def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         await asyncio.shield(self._started)
         found = None if method.startswith("_") else getattr(self._role, method, None)
         if found is None:
-            missing = AttributeError(f"{type(self._role).__name__} has no method {method!r}")
-            raise as_role_error(self.name, method, missing)
+            raise as_role_error(self.name, method, AttributeError(f"{type(self._role).__name__} has no {method!r}"))
         return await self._invoke(method, functools.partial(found, *args, **kwargs))
 
     async def _invoke(self, method: str, function: Callable[[], Any]) -> Any:
