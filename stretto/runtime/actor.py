@@ -121,8 +121,7 @@ class Actor:
     def end(self, why: str) -> None:
         """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
         self._refusal = self._refusal or why
-        if not self._started.done():
-            self._started.cancel()
+        self._started.cancel()
         for task in self._tasks:
             task.cancel()
 

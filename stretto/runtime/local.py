@@ -125,7 +125,8 @@ class _RoleProcess:
             return "its process could not be started"
         code = await self._process.wait()
         if self._control is not None:  # else it has been waited for before, and its number may be another's
-            self._signal_all()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._control.close()
             self._control = None
         if code >= 0:
@@ -144,13 +145,9 @@ class _RoleProcess:
     async def kill(self) -> str:
         """By force, with all that it started; returns why it ended."""
         if self._process is not None and self._process.returncode is None:
-            self._signal_all()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         return await self.wait()
-
-    def _signal_all(self) -> None:
-        assert self._process is not None, "never started"
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class _Control:
@@ -225,7 +222,7 @@ class LocalRuntime(Runtime[_LocalRole]):
         """Of the driver's process, by handle id."""
         self._local = LocalCaller(self._actors, self._address)
         super().__init__(self._local)
-        self._server = asyncio.get_running_loop().create_task(_serve("the driver", self._actors, path=self._address))
+        self._server = asyncio.create_task(_serve("the driver", self._actors, path=self._address))
 
     async def close(self) -> None:
         await super().close()

@@ -81,6 +81,8 @@ class PoolStats:
     num_leased: int
     """Leases held."""
     load: Load
+    num_served: int
+    """Leases that have ended."""
     num_started: int
     num_replaced: int
     """Workers that died, or hung."""
@@ -147,7 +149,7 @@ class ElasticPool:
         """Of the last window, and those that have not ended."""
         self._targets: deque[tuple[float, int]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_named = self._num_replaced = self._num_failures = 0
+        self._num_named = self._num_replaced = self._num_served = self._num_failures = 0
         self._ended_s = 0.0
 
     async def __aenter__(self) -> Self:
@@ -207,12 +209,12 @@ class ElasticPool:
         try:
             yield worker.handle
         except (RoleDied, DeadlinePassed) as error:
-            has_hung = isinstance(error, DeadlinePassed) and self._hangs_whole
-            if error.name == worker.name and (has_hung or isinstance(error, RoleDied)):
+            if error.name == worker.name and (isinstance(error, RoleDied) or self._hangs_whole):
                 self.replace(worker.handle)
             raise
         finally:
             turn.ended_s = time.monotonic()
+            self._num_served += 1
             self._release(worker)
 
     async def call(self, method: str, *args: Any, deadline_s: float, wait_s: float = _WAIT_S, **kwargs: Any) -> Any:
@@ -243,6 +245,7 @@ class ElasticPool:
             size=len(self._staying()),
             num_leased=sum(worker.num_leases for worker in self._workers),
             load=self._load(now),
+            num_served=self._num_served,
             num_started=self._num_named - num_starting,
             num_replaced=self._num_replaced,
             worker_s=self._ended_s + sum(now - worker.born_s for worker in self._workers),
@@ -347,7 +350,6 @@ class ElasticPool:
 def measure(turns: Sequence[Turn], now_s: float, window_s: float) -> Load:
     """Arrivals, waits and services of the window that ends now."""
     since_s, never = now_s - window_s, math.inf
-    num_arrivals = sum(turn.came_s >= since_s for turn in turns)
     waiting = [now_s - turn.came_s for turn in turns if turn.began_s == turn.ended_s == never]
     waits = [turn.began_s - turn.came_s for turn in turns if since_s <= turn.began_s < never]
     ages = [now_s - turn.began_s for turn in turns if turn.began_s < turn.ended_s == never]
@@ -357,7 +359,8 @@ def measure(turns: Sequence[Turn], now_s: float, window_s: float) -> Load:
     mean_s = fmean(services or [0.0])
     if ages:  # long calls are in no statistics of ended ones until they end
         mean_s = max(mean_s, fmean(ages + services))
-    return Load(num_arrivals / window_s, mean_s, percentile(waiting + waits, 0.95), len(waiting))
+    rate = sum(turn.came_s >= since_s for turn in turns) / window_s
+    return Load(rate, mean_s, percentile(waiting + waits, 0.95), len(waiting))
 
 
 def target_size(load: Load, size: int, limits: Limits) -> int:

@@ -71,7 +71,7 @@ def test_it_grows_with_a_burst_and_shrinks_after_it() -> None:
             assert max(sizes) == 4
             await until(lambda: len(runtime.handles()) == 1)
             stats = subject.stats()
-            assert (stats.size, stats.num_replaced, stats.num_leased) == (1, 0, 0)
+            assert (stats.size, stats.num_served, stats.num_replaced, stats.num_leased) == (1, 60, 0, 0)
             assert stats.worker_s >= 60 * 0.1
         assert runtime.handles() == ()
 
