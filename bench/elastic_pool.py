@@ -24,9 +24,8 @@ from rich.table import Table
 from bench.common.roles import Sleeper
 from stretto.base.track import Advance, progress
 from stretto.runtime.local import LocalRuntime
-from stretto.runtime.pool import ElasticPool
+from stretto.runtime.pool import ElasticPool, Limits, percentile
 from stretto.runtime.runtime import Placement, Runtime
-from stretto.runtime.sizing import Limits, percentile
 
 DEADLINE_S = 600.0
 

@@ -26,7 +26,7 @@ CROWDED: dict[str, str] = {}
 # Where an import of our own may hide in a function, besides apps; each with the reason.
 LATE_IMPORTS = {
     "stretto/rl/launch.py": "torch is imported where a role lives, not where it is described",
-    "stretto/runtime/open.py": "Ray is an extra",
+    "stretto/runtime/local.py": "Ray is an extra",
 }
 
 SOURCES = sorted(path for folder in ("stretto", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))

@@ -24,7 +24,7 @@ from stretto.rl.prompts import Prompts, plan_prompts
 from stretto.rl.recipe import PoolConfig, RlRecipe, SandboxConfig, SourceConfig
 from stretto.rl.reward import RewardRole
 from stretto.rl.samples import store_group
-from stretto.runtime.pool import ElasticPool
+from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
     DeadlinePassed,
     Handle,
@@ -35,7 +35,6 @@ from stretto.runtime.runtime import (
     Runtime,
     RuntimeFailure,
 )
-from stretto.runtime.sizing import Limits
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import TaskSource

@@ -47,7 +47,7 @@ from stretto.rl.recipe import (
     RlRecipe,
 )
 from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
-from stretto.runtime.open import open_runtime
+from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 

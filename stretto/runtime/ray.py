@@ -1,4 +1,4 @@
-"""The runtime of a cluster: every role is a Ray actor, the store is Ray's own.
+"""The runtime of a cluster: every role is a Ray actor.
 
 Ray keeps the actors, and restarts them; its calls are at most once. The driver asks every actor now and then how it is.
 """
@@ -6,79 +6,135 @@ Ray keeps the actors, and restarts them; its calls are at most once. The driver 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import socket
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from stretto.runtime.caller import deadline
-from stretto.runtime.host import CLOSE_S, CONSTRUCTOR, Counts
-from stretto.runtime.ray_actor import Pulse, RayCaller, RoleActor, StoreActor, reason
-from stretto.runtime.ray_connect import connect
+from stretto.base.errors import UserError
+from stretto.runtime.actor import CLOSE_S, Actor, Worker
 from stretto.runtime.runtime import (
-    NO_LABELS,
-    NO_RESOURCES,
-    START_DEADLINE_S,
+    Caller,
+    DeadlinePassed,
     Handle,
-    NoRoom,
     Placement,
-    Ref,
-    Resources,
+    Role,
     RoleDied,
+    RoleError,
     RoleState,
-    RoleStatus,
+    Runtime,
+    RuntimeFailure,
+    Work,
+    deadline,
 )
 
 _BEAT_S = 0.5
 """Between two looks at an actor."""
 _POLL_S = 0.05
-_CONCURRENCY = 10_000
-"""Calls that Ray lets into one actor at once; the role's host does the queueing."""
+_CONNECT_S = 10.0
+"""For a cluster to answer."""
+_log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Role:
-    handle: Handle
-    resources: Resources
-    labels: Mapping[str, str]
-    deadline_s: float
-    state: RoleState = RoleState.ALIVE
-    pulse: Pulse = field(default_factory=lambda: Pulse("", 0, Counts(0, 0.0, 0)))
-    restarts: int = 0
-    why: str = ""
-    task: asyncio.Task[None] | None = None
-    """Watches the actor."""
+class RayCaller(Caller):
+    """Of the driver, or of an actor."""
 
-    @property
-    def actor(self) -> Any:
-        return self.handle.address
+    async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        ref = handle.address.call.remote(method, args, kwargs)
+        try:
+            async with deadline(handle.name, method, deadline_s):
+                result, error = await ref
+        except (asyncio.CancelledError, DeadlinePassed):
+            ray.cancel(ref)
+            raise
+        except RayTaskError as error:  # arguments or results that do not come through
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise RoleError(handle.name, method, type(cause).__name__, str(cause), str(error)) from None
+        except RayError as error:
+            raise RoleDied(handle.name, _reason(error)) from None
+        if error is not None:
+            raise error
+        return result
 
 
-class RayRuntime:
+class RoleActor:
+    """One incarnation of a role. Ray makes a new one of the same arguments when the process dies."""
+
+    def __init__(self, name: str, work: Sequence[Any]):
+        """``work``: a reference to the role's class and arguments, in a list: Ray would hand over the value of a bare one."""
+        self._name = name
+        self._work = work
+        self._incarnation = uuid.uuid4().hex
+        self._begun: tuple[Actor, asyncio.Task[Exception | None]] | None = None
+
+    async def look(self) -> tuple[str, int, Exception | None]:
+        """The incarnation, its process, and what the role's constructor raised: waits for it."""
+        return self._incarnation, os.getpid(), await asyncio.shield(self._begin()[1])
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Exception | None]:
+        """The result, or what was raised: Ray would wrap it."""
+        try:
+            return await self._begin()[0].call(method, args, kwargs), None
+        except (UserError, RuntimeFailure) as error:
+            return None, error
+
+    async def close(self) -> None:
+        actor, _ = self._begin()
+        actor.end("it was ended")
+        await actor.close()
+
+    def _begin(self) -> tuple[Actor, asyncio.Task[Exception | None]]:
+        """Not by the constructor, which Ray does not call on the actor's loop."""
+        if self._begun is None:
+            worker = Worker()
+            threading.Thread(target=worker.run, name=self._name, daemon=True).start()
+            actor = Actor(self._name, worker)
+            self._begun = actor, asyncio.create_task(self._start(actor))
+        return self._begun
+
+    async def _start(self, actor: Actor) -> Exception | None:
+        work = await self._work[0]
+        try:
+            await actor.start(lambda: work, RayCaller())
+        except (UserError, RuntimeFailure) as error:
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                _log.warning("%s: could not be restarted: %s", self._name, error)
+                os._exit(1)  # one more restart, if there is one
+            return error
+        return None
+
+
+@dataclass(eq=False, kw_only=True)
+class _RayRole(Role):
+    work: Any
+    """Keeps the class and the arguments in Ray's store: Ray lets go of large ones once an actor has started, and could
+    not start it again."""
+    incarnation: str = ""
+
+
+class RayRuntime(Runtime[_RayRole]):
     """A `Runtime` of the running loop. Use it as an async context manager, or close it."""
 
     def __init__(self, owns_cluster: bool):
         """Of a cluster that this process is connected to: see `open`."""
+        super().__init__(RayCaller())
         self._owns_cluster = owns_cluster
-        self._store: Any = ray.remote(StoreActor).options(num_cpus=0).remote()
-        self._caller = RayCaller(self._store)
-        self._roles: dict[str, _Role] = {}
-        self._ended: dict[str, RoleStatus] = {}
 
     @classmethod
-    async def open(cls, address: str, num_cpus: int | None = None, object_store_bytes: int | None = None) -> Self:
+    async def open(cls, address: str) -> Self:
         """Connect to a cluster.
 
         Args:
             address: ``host:port``; ``auto``: the one that runs on this machine, or that RAY_ADDRESS names; ``local``:
                 a new one, for this run alone.
-            num_cpus: of a new one; None: the machine's.
-            object_store_bytes: of a new one; None: Ray's default.
 
         Raises:
             UserError: it does not answer.
@@ -88,183 +144,107 @@ class RayRuntime:
         options: dict[str, Any] = {"address": address, "log_to_driver": True, "logging_level": "error"}
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            options |= {"num_cpus": num_cpus, "object_store_memory": object_store_bytes, "include_dashboard": False}
-        await connect(address, options)
+            # In this thread: the kernel kills a cluster's processes together with the thread that started them.
+            problem = _init({**options, "include_dashboard": False})
+            told = f"Ray starts no cluster here ({problem}); use --runtime local"
+        else:
+            problem = await _reach(address, options)
+            told = (
+                f"no Ray cluster answers there ({problem}); start one with `ray start --head`, "
+                f"or run without one: --runtime local"
+            )
+        if problem is not None:
+            raise UserError(f"--address {address}: {told}")
         return cls(owns_cluster=True)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
-    async def spawn(
-        self,
-        role: Callable[..., Any],
-        *args: Any,
-        name: str,
-        placement: Placement,
-        restarts: int = 0,
-        resources: Resources = NO_RESOURCES,
-        labels: Mapping[str, str] = NO_LABELS,
-        deadline_s: float = START_DEADLINE_S,
-    ) -> Handle:
-        _check_room(name, resources)
-        options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_restarts": restarts}
-        actor = ray.remote(RoleActor).options(**options, max_concurrency=_CONCURRENCY)
-        id = uuid.uuid4().hex[:16]
-        # Stored, since Ray lets go of an actor's large arguments once it has started, and then cannot start it again.
-        await self._store.keep.remote(id, [ray.put((role, args))])
-        handle = Handle(id, name, actor.remote(id, name, self._store))
-        spawned = _Role(handle, resources, dict(labels), deadline_s)
-        self._roles[handle.id] = spawned
-        try:
-            async with deadline(name, CONSTRUCTOR, deadline_s):
-                error = await spawned.actor.start.remote()
-                if error is None:
-                    await self._look(spawned)
-        except BaseException as problem:
-            await self._end(spawned, "it could not be started")
-            if isinstance(problem, RayError):
-                raise RoleDied(name, reason(problem)) from None
-            raise
-        if error is not None:
-            await self._end(spawned, "its constructor failed")
-            raise error
-        spawned.task = asyncio.create_task(self._watch(spawned))
-        return handle
-
-    async def call(
-        self, handle: Handle, method: str, *args: Any, deadline_s: float, key: str | None = None, **kwargs: Any
-    ) -> Any:
-        if self._role(handle).state is RoleState.DRAINING:
-            raise RoleDied(handle.name, "it is draining and takes no new calls")
-        return await self._caller.call(handle, method, *args, deadline_s=deadline_s, key=key, **kwargs)
-
-    def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        self._caller.cast(handle, method, *args, **kwargs)
-
-    async def put(self, value: Any) -> Ref:
-        return await self._caller.put(value)
-
-    async def get(self, ref: Ref, deadline_s: float) -> Any:
-        return await self._caller.get(ref, deadline_s)
-
-    def free(self, ref: Ref) -> None:
-        self._caller.free(ref)
-
-    async def kill(self, handle: Handle, *, hard: bool = False) -> None:
-        role = self._roles.get(handle.id)
-        if role is None:
-            return
-        role.state = RoleState.DRAINING
-        if not hard:
-            with suppress(TimeoutError, RayError):
-                async with asyncio.timeout(2 * CLOSE_S):
-                    await role.actor.close.remote()
-        await self._end(role, "it was killed" if hard else "it was ended")
-
-    async def restart(self, handle: Handle) -> None:
-        role = self._role(handle)
-        role.state, role.why = RoleState.RESTARTING, "it was restarted"
-        old = role.pulse.incarnation
-        ray.kill(role.actor, no_restart=False)
-        async with deadline(handle.name, CONSTRUCTOR, role.deadline_s):
-            while self._role(handle).pulse.incarnation == old or role.state is not RoleState.ALIVE:
-                await asyncio.sleep(_POLL_S)  # `_watch` sees it, or its end
-
-    async def drain(self, handle: Handle, deadline_s: float) -> None:
-        role = self._role(handle)
-        role.state = RoleState.DRAINING
-        async with deadline(handle.name, "drain", deadline_s):
-            try:
-                await role.actor.drain.remote()
-            except RayError as error:
-                raise RoleDied(handle.name, reason(error)) from None
-
-    def status(self, handle: Handle) -> RoleStatus:
-        if handle.id in self._ended:
-            return self._ended[handle.id]
-        role = self._role(handle)
-        counts = role.pulse.counts
-        return RoleStatus(
-            name=handle.name,
-            state=role.state,
-            pid=role.pulse.pid,
-            restarts=role.restarts,
-            num_calls=counts.num_calls,
-            oldest_call_s=counts.oldest_call_s,
-            failed_casts=counts.failed_casts + self._caller.failed_casts[handle.id],
-            labels=role.labels,
-            why=role.why,
-        )
-
-    def handles(self) -> tuple[Handle, ...]:
-        return tuple(role.handle for role in self._roles.values())
-
     async def close(self) -> None:
-        await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
-        ray.kill(self._store)
+        await super().close()
         if self._owns_cluster:
             await asyncio.to_thread(ray.shutdown)
 
-    def _role(self, handle: Handle) -> _Role:
-        if handle.id in self._ended:
-            raise RoleDied(handle.name, self._ended[handle.id].why)
-        assert handle.id in self._roles, f"{handle} is not of this runtime"
-        return self._roles[handle.id]
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> _RayRole:
+        # The role's own worker does the queueing, not Ray.
+        actor = ray.remote(RoleActor).options(num_cpus=0, max_restarts=restarts, max_concurrency=10_000)
+        kept = ray.put(work)
+        return _RayRole(Handle(id, name, actor.remote(name, [kept])), restarts, work=kept)
 
-    async def _watch(self, role: _Role) -> None:
+    async def _start(self, role: _RayRole) -> None:
+        try:
+            error = await self._look(role)
+        except RayError as problem:
+            raise RoleDied(role.handle.name, _reason(problem)) from None
+        if error is not None:
+            raise error
+
+    async def _interrupt(self, role: _RayRole) -> None:
+        ray.kill(role.handle.address, no_restart=False)
+
+    async def _watch(self, role: _RayRole) -> None:
         while True:
             await asyncio.sleep(_BEAT_S if role.state is RoleState.ALIVE else _POLL_S)
             try:
                 await self._look(role)
             except ActorUnavailableError as error:
                 if role.state is RoleState.ALIVE:
-                    role.state, role.why = RoleState.RESTARTING, reason(error)
+                    role.state, role.why = RoleState.RESTARTING, _reason(error)
             except RayActorError as error:
-                role.restarts = await self._num_restarts(role)
-                self._bury(role, reason(error))
+                role.restarts = role.max_restarts  # a life may have been too short to be seen from here
+                self._bury(role, _reason(error))
                 return
 
-    async def _look(self, role: _Role) -> None:
-        error = await role.actor.start.remote()  # of a new incarnation, this waits for the constructor
-        if error is not None:
-            return  # it ends itself
-        pulse = await role.actor.pulse.remote()
-        if role.pulse.incarnation not in ("", pulse.incarnation):
-            role.restarts = await self._num_restarts(role)
-            role.state = RoleState.ALIVE if role.state is RoleState.RESTARTING else role.state
-        role.pulse = pulse
+    async def _look(self, role: _RayRole) -> Exception | None:
+        """What the constructor raised, for which a later incarnation ends itself."""
+        incarnation, pid, error = await role.handle.address.look.remote()
+        if role.incarnation not in ("", incarnation) and error is None:
+            role.restarts += 1
+            role.state = RoleState.ALIVE
+        role.incarnation, role.pid = incarnation, pid
+        return error
 
-    async def _num_restarts(self, role: _Role) -> int:
-        """A life may be too short to be seen from here."""
-        return max(0, await self._store.num_births.remote(role.handle.id) - 1)
-
-    async def _end(self, role: _Role, why: str) -> None:
+    async def _end(self, role: _RayRole, hard: bool) -> None:
         """Kill the actor and wait until Ray says that it is dead."""
-        if role.task is not None:
-            role.task.cancel()
-            await asyncio.gather(role.task, return_exceptions=True)
-        ray.kill(role.actor)
+        actor = role.handle.address
+        if not hard:
+            with suppress(TimeoutError, RayError):
+                async with asyncio.timeout(2 * CLOSE_S):
+                    await actor.close.remote()
+        ray.kill(actor)
         with suppress(RayActorError):
             while True:
                 with suppress(ActorUnavailableError, TimeoutError):
-                    await asyncio.wait_for(asyncio.wrap_future(role.actor.pulse.remote().future()), CLOSE_S)
+                    await asyncio.wait_for(asyncio.wrap_future(actor.look.remote().future()), CLOSE_S)
                 await asyncio.sleep(_POLL_S)
-        self._bury(role, why)
-
-    def _bury(self, role: _Role, why: str) -> None:
-        if role.handle.id in self._ended:
-            return  # two have killed it at once
-        self._store.free.remote(role.handle.id)
-        role.state, role.why = RoleState.DEAD, why
-        self._ended[role.handle.id] = replace(self.status(role.handle), pid=None, num_calls=0, oldest_call_s=0.0)
-        del self._roles[role.handle.id]
 
 
-def _check_room(name: str, wanted: Resources) -> None:
-    there = ray.cluster_resources()
-    for kind, asked in (("CPU", wanted.cpus), ("GPU", wanted.gpus)):
-        if asked > there.get(kind, 0.0):
-            raise NoRoom(f"{name}: asks for {asked:g} {kind}; the cluster has {there.get(kind, 0.0):g}")
+def _reason(error: Exception) -> str:
+    """On one line."""
+    if isinstance(error, ActorUnavailableError):
+        return "its process does not answer; perhaps it restarts"
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"its process has ended: {line}" if isinstance(error, RayActorError) else line
+
+
+async def _reach(address: str, options: Mapping[str, Any]) -> str | None:
+    """`ray.init`, which may wait for a cluster for minutes, in a thread that can be left to it; why it failed."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            await asyncio.to_thread(lambda: socket.create_connection((host, int(port)), _CONNECT_S / 2).close())
+        except OSError as error:
+            return error.strerror or str(error)
+    worker = Worker()
+    done = asyncio.wrap_future(worker.submit(lambda: _init(options)))
+    worker.stop()
+    threading.Thread(target=worker.run, name="ray.init", daemon=True).start()
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(done, _CONNECT_S)
+    return "it does not answer"
+
+
+def _init(options: Mapping[str, Any]) -> str | None:
+    """Why it failed, on one line; None: it did not."""
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray has no one class for it
+        return _reason(error)
+    return None

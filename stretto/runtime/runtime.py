@@ -5,10 +5,10 @@ The *driver* is the one asyncio loop that owns a `Runtime` and starts, watches a
 
 What a role may count on, under every runtime:
 
-- Sync methods, the constructor among them, run one at a time, in a thread of the role's own. Async methods run
-  concurrently on the role's own loop, which no sync method holds up (`Placement.ASYNC` shares the driver's for both).
-- A constructor parameter named ``caller`` is filled with a `Caller`, for the role's own loop: with it the role calls the
-  handles it was given. Such calls go straight from role to role; the driver does not see their data.
+- Sync methods, the constructor among them, run one at a time, in a thread of the role's own (`Placement.ASYNC`: on the
+  loop). Async methods run concurrently on the loop of the role's process, which such a thread does not hold up.
+- A constructor parameter named ``caller`` is filled with a `Caller`, for that loop: with it the role calls the handles
+  it was given. Such calls go straight from role to role; the driver does not see their data.
 - ``close()``, sync or async, if there is one, is called when the role is ended without force.
 - Arguments and results are read-only to whoever receives them, and are not changed any more by who sent them: they may
   be shared. Between processes they are pickled, so a role of a process must be importable from a module.
@@ -17,15 +17,24 @@ What a role may count on, under every runtime:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+import math
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Generic, Self, TypeVar
+
+from stretto.base.errors import UserError
 
 START_DEADLINE_S = 60.0
 """For a role's process and its constructor, unless the caller says otherwise."""
-NO_LABELS: Mapping[str, str] = MappingProxyType({})
+CONSTRUCTOR = "__init__"
+"""The method that a constructor's failure names."""
+_log = logging.getLogger(__name__)
 
 
 class Placement(Enum):
@@ -34,22 +43,9 @@ class Placement(Enum):
     ASYNC = "async"
     """On the driver's loop: for roles that only wait. Sync methods hold everything up, so they must be short."""
     THREAD = "thread"
-    """In the driver's process, with threads of its own: for torch, whose kernels let the others run."""
+    """In the driver's process, with a thread of its own: for torch, whose kernels let the others run."""
     PROCESS = "process"
     """In a process of its own: for Python that computes, and for what may crash or hang."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a role takes from its machine; a reservation, not a limit that anything enforces."""
-
-    cpus: float = 0.0
-    """Cores."""
-    gpus: float = 0.0
-    """Devices; a share where roles go halves."""
-
-
-NO_RESOURCES = Resources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +60,6 @@ class Handle:
     """How the runtime reaches it; nobody else's business."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Names a value in the runtime's store. Written by `Caller.put`; may be passed to other roles."""
-
-    id: str
-    num_bytes: int
-    """Size of the value as stored, where the store says so, else 0."""
-    address: Any = field(compare=False, repr=False)
-
-
 class RoleState(Enum):
     """What may be asked of a role."""
 
@@ -81,26 +67,19 @@ class RoleState(Enum):
     RESTARTING = "restarting"
     """Calls wait for the next incarnation."""
     DRAINING = "draining"
-    """Takes no new calls."""
+    """It is being ended, and takes no new calls."""
     DEAD = "dead"
 
 
 @dataclass(frozen=True, slots=True)
 class RoleStatus:
-    """A role as the driver sees it. What a process reports of itself may be a second old."""
+    """A role as the driver sees it."""
 
     name: str
     state: RoleState
     pid: int | None
     """Of the process it lives in; None while there is none."""
     restarts: int
-    num_calls: int
-    """In flight, whoever made them, those that wait for the role's thread included."""
-    oldest_call_s: float
-    """Age of the oldest of them; 0 without any."""
-    failed_casts: int
-    """Casts that raised, or found the role dead, as far as this incarnation and the driver know."""
-    labels: Mapping[str, str]
     why: str = ""
     """Why the last incarnation ended."""
 
@@ -109,69 +88,70 @@ class RuntimeFailure(RuntimeError):  # noqa: N818 - as all of these, it says wha
     """Something went wrong between a caller and a role: data for the one who calls, unlike a `UserError`."""
 
 
+@dataclass(eq=False)
 class RoleDied(RuntimeFailure):
     """The role ended before it answered, or takes no calls any more. It may or may not have done the work."""
 
-    def __init__(self, name: str, why: str):
-        super().__init__(f"{name}: {why}")
-        self.name = name
-        self.why = why
+    name: str
+    why: str
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RoleDied, (self.name, self.why)
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
 
 
+@dataclass(eq=False)
 class DeadlinePassed(RuntimeFailure):
     """The role has not answered in time. It may still do the work."""
 
-    def __init__(self, name: str, method: str, seconds: float):
-        super().__init__(f"{name}: {method} has not answered within {seconds:g} s")
-        self.name = name
-        self.method = method
-        self.seconds = seconds
+    name: str
+    method: str
+    seconds: float
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DeadlinePassed, (self.name, self.method, self.seconds)
+    def __str__(self) -> str:
+        return f"{self.name}: {self.method} has not answered within {self.seconds:g} s"
 
 
+@dataclass(eq=False)
 class RoleError(RuntimeFailure):
     """The role's method, or its constructor, raised something other than a `UserError`."""
 
-    def __init__(self, name: str, method: str, kind: str, message: str, trace: str):
-        super().__init__(f"{name}: {method} raised {kind}: {message}")
-        self.name = name
-        self.method = method
-        self.kind = kind
-        """Class name of what was raised there: ``ZeroDivisionError``."""
-        self.message = message
-        self.trace = trace
-        """The traceback, as text."""
+    name: str
+    method: str
+    kind: str
+    """Class name of what was raised there: ``ZeroDivisionError``."""
+    message: str
+    trace: str
+    """The traceback, as text."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RoleError, (self.name, self.method, self.kind, self.message, self.trace)
+    def __str__(self) -> str:
+        return f"{self.name}: {self.method} raised {self.kind}: {self.message}"
 
 
-class NoRoom(RuntimeFailure):
-    """The runtime does not have the resources that a role asks for."""
+@asynccontextmanager
+async def deadline(name: str, method: str, seconds: float) -> AsyncIterator[None]:
+    """Raises DeadlinePassed where what is inside takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed(name, method, seconds) from None
 
 
-class RefLost(RuntimeFailure):
-    """The value was freed, or went with the machine that held it."""
-
-
-class Caller(Protocol):
+class Caller(ABC):
     """What a role may do with others. It belongs to one asyncio loop: a sync method that needs it is an async one."""
 
-    async def call(
-        self, handle: Handle, method: str, *args: Any, deadline_s: float, key: str | None = None, **kwargs: Any
-    ) -> Any:
+    def __init__(self) -> None:
+        self._casts: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         """What ``method`` returns.
 
         A call to a role that is restarting waits for it, where the runtime can tell; else it fails with `RoleDied`.
         When the deadline passes, or the caller is cancelled, an async method is cancelled at its next await and a sync
-        one that waits for its turn is dropped; one that runs is left to finish. With a ``key`` nothing is cancelled:
-        the work goes on, once, and whoever calls again with the same key gets its result; an incarnation remembers its
-        latest successful ones.
+        one that waits for its turn is dropped; one that runs is left to finish.
 
         Raises:
             UserError: raised by the method, passed on as it is.
@@ -179,39 +159,61 @@ class Caller(Protocol):
             RoleDied: the role died meanwhile, or had before and is not restarted.
             DeadlinePassed: no answer within ``deadline_s`` seconds.
         """
-        ...
 
     def cast(self, handle: Handle, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` and wait for nothing. What fails is logged and counted."""
-        ...
+        """Call ``method`` and wait for nothing. What fails is logged."""
 
-    async def put(self, value: Any) -> Ref:
-        """Store an immutable value until `free`, or the runtime's end.
+        async def work() -> None:
+            try:
+                await self.call(handle, method, *args, deadline_s=math.inf, **kwargs)
+            except (UserError, RuntimeFailure) as error:
+                _log.warning("cast of %s failed: %s", method, error)
 
-        On a cluster the value goes with the process that stored it; on one machine it outlives its role.
-        """
-        ...
-
-    async def get(self, ref: Ref, deadline_s: float) -> Any:
-        """The value, its arrays read-only and not copied where the store allows it.
-
-        Raises:
-            RefLost: it is not there any more.
-            DeadlinePassed: it did not come in time.
-        """
-        ...
-
-    def free(self, ref: Ref) -> None:
-        """Forget the value; those who have it keep it. Freeing twice is nothing."""
-        ...
+        task = asyncio.get_running_loop().create_task(work())
+        self._casts.add(task)
+        task.add_done_callback(self._casts.discard)
 
 
-class Runtime(Caller, Protocol):
-    """The driver's side. Everything belongs to the loop it was opened on; as an async context manager, it closes itself."""
+@dataclass(eq=False)
+class Role:
+    """A role as its runtime keeps it, until it has ended for good."""
 
-    async def __aenter__(self) -> Self: ...
+    handle: Handle
+    max_restarts: int
+    deadline_s: float = START_DEADLINE_S
+    state: RoleState = RoleState.ALIVE
+    pid: int | None = None
+    restarts: int = 0
+    why: str = ""
+    watch: asyncio.Task[None] | None = None
 
-    async def __aexit__(self, *exception: object) -> None: ...
+    def status(self) -> RoleStatus:
+        return RoleStatus(self.handle.name, self.state, self.pid, self.restarts, self.why)
+
+
+R = TypeVar("R", bound=Role)
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A role's class, and the arguments of its constructor."""
+
+
+class Runtime(Caller, Generic[R]):
+    """The driver's side. Everything belongs to the loop it was opened on; as an async context manager, it closes itself.
+
+    Which roles there are is kept here; where and how they live, by `LocalRuntime` and `RayRuntime`.
+    """
+
+    def __init__(self, caller: Caller):
+        super().__init__()
+        self._caller = caller
+        self._roles: dict[str, R] = {}
+        """By handle id."""
+        self._ended: dict[str, RoleStatus] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
 
     async def spawn(
         self,
@@ -220,8 +222,6 @@ class Runtime(Caller, Protocol):
         name: str,
         placement: Placement,
         restarts: int = 0,
-        resources: Resources = NO_RESOURCES,
-        labels: Mapping[str, str] = NO_LABELS,
         deadline_s: float = START_DEADLINE_S,
     ) -> Handle:
         """Start a role and wait until its constructor has returned.
@@ -230,15 +230,27 @@ class Runtime(Caller, Protocol):
             role: a class, or a `functools.partial` of one.
             restarts: how many times a process that dies by itself (or by `restart`) is started afresh, from ``role``
                 and ``args``. Calls in flight fail; later ones meet the next incarnation.
-            labels: facts about the role, kept for whoever chooses among handles.
 
         Raises:
             UserError, RoleError: the constructor raised it; nothing is left behind.
             DeadlinePassed: the constructor hangs; it has been killed where it can be.
             RoleDied: its process died first.
-            NoRoom: the resources are not to be had.
         """
-        ...
+        spawned = self._place(uuid.uuid4().hex[:16], name, (role, args), placement, restarts)
+        spawned.deadline_s = deadline_s
+        self._roles[spawned.handle.id] = spawned
+        try:
+            await self._begin(spawned)
+        except BaseException:
+            self._bury(spawned, "it could not be started")
+            raise
+        spawned.watch = asyncio.create_task(self._watch(spawned))
+        return spawned.handle
+
+    async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        """See `Caller`."""
+        self._find(handle)
+        return await self._caller.call(handle, method, *args, deadline_s=deadline_s, **kwargs)
 
     async def kill(self, handle: Handle, *, hard: bool = False) -> None:
         """End the role for good and wait until it has ended. Calls in flight fail with `RoleDied`.
@@ -246,28 +258,73 @@ class Runtime(Caller, Protocol):
         Without force its ``close`` is called first, for a few seconds at most. A thread cannot be killed: what a sync
         method does there goes on, unheard.
         """
-        ...
+        role = self._roles.get(handle.id)
+        if role is None:
+            return
+        role.state = RoleState.DRAINING
+        if role.watch is not None:
+            role.watch.cancel()
+            await asyncio.gather(role.watch, return_exceptions=True)
+        await self._end(role, hard)
+        self._bury(role, "it was killed" if hard else "it was ended")
 
     async def restart(self, handle: Handle) -> None:
         """End this incarnation by force and start the next, if any of ``restarts`` are left: for a role that hangs."""
-        ...
-
-    async def drain(self, handle: Handle, deadline_s: float) -> None:
-        """Take no new calls and wait for those in flight; the role lives on until `kill`.
-
-        Raises:
-            DeadlinePassed: some are still in flight.
-        """
-        ...
+        role = self._find(handle)
+        role.state, role.why = RoleState.RESTARTING, "it was restarted"
+        await self._interrupt(role)
+        async with deadline(handle.name, CONSTRUCTOR, role.deadline_s):
+            while self._find(handle).state is not RoleState.ALIVE:  # `_watch` sees the next, or the end
+                await asyncio.sleep(0.02)
 
     def status(self, handle: Handle) -> RoleStatus:
         """How the role is; a role that has ended keeps its last status."""
-        ...
+        return self._ended.get(handle.id) or self._find(handle).status()
 
     def handles(self) -> tuple[Handle, ...]:
         """Roles that have not ended for good, in the order they were spawned."""
-        ...
+        return tuple(role.handle for role in self._roles.values())
 
     async def close(self) -> None:
-        """End every role without force, all at once, and drop every stored value. No process is left."""
-        ...
+        """End every role without force, all at once. No process is left."""
+        await asyncio.gather(*(self.kill(handle) for handle in self.handles()))
+
+    @abstractmethod
+    def _place(self, id: str, name: str, work: Work, placement: Placement, restarts: int) -> R:
+        """A role that is about to start."""
+
+    @abstractmethod
+    async def _start(self, role: R) -> None:
+        """Its incarnation; raises what `spawn` does."""
+
+    @abstractmethod
+    async def _interrupt(self, role: R) -> None:
+        """End its incarnation by force, but not the role."""
+
+    @abstractmethod
+    async def _watch(self, role: R) -> None:
+        """See its incarnations end and the next ones start, until the last has ended and is buried."""
+
+    @abstractmethod
+    async def _end(self, role: R, hard: bool) -> None:
+        """Its process or threads, as `kill` says."""
+
+    async def _begin(self, role: R) -> None:
+        """`_start`, or leave nothing."""
+        try:
+            async with deadline(role.handle.name, CONSTRUCTOR, role.deadline_s):
+                await self._start(role)
+        except BaseException:
+            await self._end(role, hard=True)
+            raise
+
+    def _find(self, handle: Handle) -> R:
+        if handle.id in self._ended:
+            raise RoleDied(handle.name, self._ended[handle.id].why)
+        assert handle.id in self._roles, f"{handle} is not of this runtime"
+        return self._roles[handle.id]
+
+    def _bury(self, role: R, why: str) -> None:
+        if self._roles.pop(role.handle.id, None) is not None:  # else two have killed it at once
+            role.state, role.why, role.pid = RoleState.DEAD, why, None
+            self._ended[role.handle.id] = role.status()

@@ -21,9 +21,8 @@ from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
 from stretto.rl.samples import load_group, store_group
 from stretto.runtime.local import LocalRuntime
-from stretto.runtime.pool import ElasticPool
+from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Placement, RoleError
-from stretto.runtime.sizing import Limits
 from stretto.tasks.task import Answer, Problem, Score
 from tests.engine.engines import engine
 from tests.rl.agents import MODEL, TASK, Toy, assert_same, draw, settings, tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.runtime.runtime import Caller, Handle, Ref
+from stretto.runtime.runtime import Caller, Handle
 
 
 class Worker:
@@ -115,20 +115,14 @@ class Asker:
         self.other = other
         self.caller = caller
 
-    async def ask(self, method: str, *args: Any, deadline_s: float = 20.0, key: str | None = None) -> Any:
-        return await self.caller.call(self.other, method, *args, deadline_s=deadline_s, key=key)
+    async def ask(self, method: str, *args: Any, deadline_s: float = 20.0) -> Any:
+        return await self.caller.call(self.other, method, *args, deadline_s=deadline_s)
 
     async def ask_this(self, handle: Handle, method: str, *args: Any) -> Any:
         return await self.caller.call(handle, method, *args, deadline_s=20.0)
 
     async def tell(self, method: str, *args: Any) -> None:
         self.caller.cast(self.other, method, *args)
-
-    async def store(self, value: Any) -> Ref:
-        return await self.caller.put(value)
-
-    async def mean_of(self, ref: Ref) -> float:
-        return float((await self.caller.get(ref, 20.0)).mean())
 
 
 class Closing:

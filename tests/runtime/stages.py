@@ -15,7 +15,6 @@ from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import (
     Handle,
     Placement,
-    Resources,
     RoleDied,
     RoleState,
     Runtime,
@@ -40,7 +39,7 @@ class Stage:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Runtime]:
         if self.kind == "local":
-            async with LocalRuntime(Resources(cpus=2)) as runtime:
+            async with LocalRuntime() as runtime:
                 yield runtime
         else:
             from stretto.runtime.ray import RayRuntime

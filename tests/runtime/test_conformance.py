@@ -1,4 +1,4 @@
-"""One contract, every runtime: calls, casts, errors, deadlines, keys, and the store."""
+"""One contract, every runtime: calls, casts, errors and deadlines."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
     DeadlinePassed,
     Placement,
-    RefLost,
     RoleError,
     RoleState,
     Runtime,
 )
 from tests.runtime.roles import Asker, Worker
-from tests.runtime.stages import FAST_S, Stage, concurrent, everywhere, processes, until
+from tests.runtime.stages import FAST_S, Stage, concurrent, everywhere, processes
 
 
 @everywhere
 def test_a_role_keeps_its_state_and_answers(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:
-        handle = await stage.spawn(runtime, Worker, 3, labels={"kind": "cpu"})
+        handle = await stage.spawn(runtime, Worker, 3)
         assert await runtime.call(handle, "add", 4, deadline_s=FAST_S) == 7
         assert await runtime.call(handle, "add_slowly", num=1, seconds=0.0, deadline_s=FAST_S) == 8
         answers = await asyncio.gather(*(runtime.call(handle, "add", 1, deadline_s=FAST_S) for _ in range(50)))
         assert sorted(answers) == list(range(9, 59)), "sync methods run one at a time"
         status = runtime.status(handle)
-        assert (status.state, status.labels, status.restarts) == (RoleState.ALIVE, {"kind": "cpu"}, 0)
+        assert (status.state, status.restarts) == (RoleState.ALIVE, 0)
         assert runtime.handles() == (handle,)
         pid, _ = await runtime.call(handle, "where", deadline_s=FAST_S)
         assert pid == status.pid
@@ -96,7 +95,6 @@ def test_a_deadline_passes_for_the_caller_alone(stage: Stage) -> None:
         with pytest.raises(DeadlinePassed, match=r"subject: sleep has not answered within 0\.2 s"):
             await runtime.call(handle, "sleep", 3.0, deadline_s=0.2)
         assert time.monotonic() - start < 3.0
-        await until(lambda: runtime.status(handle).num_calls == 1)  # the thread sleeps on
         assert await runtime.call(handle, "add", 1, deadline_s=FAST_S) == 1
 
     stage.run(work)
@@ -121,23 +119,7 @@ def test_who_leaves_cancels(stage: Stage) -> None:
 
 
 @everywhere
-def test_a_key_makes_a_repeated_call_one(stage: Stage) -> None:
-    async def work(runtime: Runtime) -> None:
-        handle = await stage.spawn(runtime)
-        with pytest.raises(DeadlinePassed):
-            await runtime.call(handle, "add_slowly", 5, 1.0, deadline_s=0.3, key="a")
-        both = [runtime.call(handle, "add_slowly", 5, 1.0, deadline_s=FAST_S, key="a") for _ in range(2)]
-        assert await asyncio.gather(*both) == [5, 5]
-        assert await runtime.call(handle, "add_slowly", 5, 0.0, deadline_s=FAST_S, key="b") == 10
-        for _ in range(2):
-            with pytest.raises(RoleError):
-                await runtime.call(handle, "divide", 1, deadline_s=FAST_S, key="c")
-
-    stage.run(work)
-
-
-@everywhere
-def test_casts_are_done_or_counted(stage: Stage) -> None:
+def test_casts_are_done_or_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     async def work(runtime: Runtime) -> None:
         handle = await stage.spawn(runtime)
         runtime.cast(handle, "note", 1)
@@ -146,7 +128,10 @@ def test_casts_are_done_or_counted(stage: Stage) -> None:
         async with asyncio.timeout(FAST_S):
             while await runtime.call(handle, "read_log", deadline_s=FAST_S) != [1]:
                 await asyncio.sleep(0.02)
-        await until(lambda: runtime.status(handle).failed_casts == 2)
+        if not stage.has_processes:  # they write logs of their own
+            async with asyncio.timeout(FAST_S):
+                while len([text for text in caplog.messages if "failed" in text]) != 2:
+                    await asyncio.sleep(0.02)
         await runtime.kill(handle, hard=True)
         runtime.cast(handle, "note", 2)
 
@@ -184,7 +169,7 @@ def test_roles_use_the_handles_they_are_given(stage: Stage) -> None:
 
 
 @concurrent
-def test_large_arrays_travel_and_are_stored(stage: Stage) -> None:
+def test_large_arrays_travel(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:
         worker = await stage.spawn(runtime, name="worker")
         asker = await stage.spawn(runtime, Asker, worker, name="asker")
@@ -200,15 +185,5 @@ def test_large_arrays_travel_and_are_stored(stage: Stage) -> None:
         assert all(
             [np.array_equal(found[name], value) and found[name].dtype == value.dtype for name, value in odd.items()]
         )
-        ref = await runtime.call(asker, "store", large, deadline_s=FAST_S)
-        assert await runtime.call(asker, "mean_of", ref, deadline_s=FAST_S) == large.mean()
-        value = await runtime.get(ref, FAST_S)
-        assert np.array_equal(value, large)
-        assert not value.flags.writeable
-        runtime.free(ref)
-        runtime.free(ref)
-        with pytest.raises(RefLost):
-            await runtime.get(ref, FAST_S)
-        assert value[-1] == large[-1], "who has it keeps it"
 
     stage.run(work)

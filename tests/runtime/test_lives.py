@@ -15,9 +15,7 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.runtime.runtime import (
     DeadlinePassed,
-    NoRoom,
     Placement,
-    Resources,
     RoleDied,
     RoleError,
     RoleState,
@@ -31,12 +29,12 @@ from tests.runtime.stages import FAST_S, Stage, concurrent, everywhere, is_runni
 def test_a_constructor_that_fails_leaves_nothing(stage: Stage) -> None:
     async def work(runtime: Runtime) -> None:
         with pytest.raises(UserError, match=r"^data\.txt: no such file; name one$"):
-            await stage.spawn(runtime, Refusing, "data.txt", resources=Resources(cpus=1))
+            await stage.spawn(runtime, Refusing, "data.txt")
         with pytest.raises(RoleError) as caught:
-            await stage.spawn(runtime, Failing, resources=Resources(cpus=1))
+            await stage.spawn(runtime, Failing)
         assert (caught.value.kind, caught.value.method) == ("KeyError", "__init__")
         assert runtime.handles() == ()
-        await stage.spawn(runtime, functools.partial(Worker, start=2), resources=Resources(cpus=2))  # all there is
+        await stage.spawn(runtime, functools.partial(Worker, start=2))
 
     stage.run(work)
 
@@ -47,39 +45,6 @@ def test_a_constructor_that_hangs_meets_the_deadline(stage: Stage) -> None:
         with pytest.raises(DeadlinePassed, match="subject: __init__ has not answered"):
             await stage.spawn(runtime, Hanging, deadline_s=3.0 if stage.kind == "ray" else 0.5)
         assert runtime.handles() == ()
-
-    stage.run(work)
-
-
-@concurrent
-def test_more_than_there_is_is_refused(stage: Stage) -> None:
-    async def work(runtime: Runtime) -> None:
-        with pytest.raises(NoRoom, match="subject: asks for 64"):
-            await stage.spawn(runtime, resources=Resources(cpus=64))
-        with pytest.raises(NoRoom, match=r"gpu|GPU"):
-            await stage.spawn(runtime, resources=Resources(gpus=1))
-
-    stage.run(work)
-
-
-@everywhere
-def test_draining_finishes_and_takes_no_more(stage: Stage) -> None:
-    async def work(runtime: Runtime) -> None:
-        handle = await stage.spawn(runtime)
-        asker = await stage.spawn(runtime, Asker, handle, name="asker")
-        napping = asyncio.create_task(runtime.call(handle, "nap", 1.0, deadline_s=FAST_S))
-        await asyncio.sleep(0.3)
-        with pytest.raises(DeadlinePassed, match="drain"):
-            await runtime.drain(handle, deadline_s=0.1)
-        assert runtime.status(handle).state is RoleState.DRAINING
-        for refused in (
-            runtime.call(handle, "add", 1, deadline_s=FAST_S),
-            runtime.call(asker, "ask", "add", 1, deadline_s=FAST_S),
-        ):
-            with pytest.raises((RoleDied, RoleError), match="draining"):
-                await refused
-        await runtime.drain(handle, deadline_s=FAST_S)
-        assert napping.done() or await asyncio.wait_for(napping, 1.0) == 1.0
 
     stage.run(work)
 

@@ -1,0 +1,343 @@
+"""A role's object, and how it is called: the part that is the same wherever a role lives, and the links between processes.
+
+A role's *worker* runs the constructor and the sync methods, one at a time, in a thread; the loop of its process runs the
+async methods and all of the bookkeeping here.
+
+Between two processes asyncio moves the bytes. What is ours is a frame and the numbering of calls: a pickle of protocol 5
+leaves numpy's buffers out, and asyncio's `BufferedProtocol` receives each into memory of its own. ZeroMQ was measured and
+left: its thread on either side makes a call take three times as long, and neither side hears of the other's death, by
+which calls in flight fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import itertools
+import logging
+import pickle
+import queue
+import socket
+import struct
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from stretto.base.errors import UserError
+from stretto.runtime.runtime import CONSTRUCTOR, Caller, Handle, RoleDied, RoleError, RuntimeFailure, Work, deadline
+
+CLOSE_S = 5.0
+"""What a role's ``close`` may take."""
+_HEAD = struct.Struct("<QQ")
+"""Of a frame: bytes of its envelope and of its body. The buffers follow, whose lengths end the envelope."""
+_AHEAD_BYTES = 1 << 16
+"""Parts below this size are read ahead, several frames at once: one system call is dearer than the copy."""
+_SOCKET_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs functions one at a time, in the order they were handed in, on whichever thread `run` is called.
+
+    An executor of `concurrent.futures` could neither use a process's main thread nor leave a thread that hangs behind.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """From any thread. Cancelling the future takes the work back if it has not begun."""
+        future: Future[Any] = Future()
+        self._inbox.put((future, work))
+        return future
+
+    def stop(self) -> None:
+        """`run` returns after what was handed in before."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # a SystemExit too is the caller's, not the thread's end
+                    future.set_exception(error)
+            del item, future, work  # or the last call's arrays would live until the next
+
+
+class Actor:
+    """One incarnation of a role."""
+
+    def __init__(self, name: str, worker: Worker | None):
+        """``worker`` None: sync methods run on the loop, and hold it up."""
+        self.name = name
+        self._refusal: str | None = None
+        """Why it takes no calls; None: it does."""
+        self._worker = worker
+        self._role: Any = None
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, load: Callable[[], Work], caller: Caller) -> None:
+        """Make the object, of what ``load`` returns; calls that came before go on after.
+
+        Raises:
+            UserError, RoleError: the constructor raised it; the actor has ended. RoleDied: it was ended meanwhile.
+        """
+
+        def build() -> Any:
+            role, args = load()
+            if "caller" in inspect.signature(role).parameters:
+                return role(*args, caller=caller)
+            return role(*args)
+
+        try:
+            self._role = await self._invoke(CONSTRUCTOR, build)
+        except (UserError, RoleError) as error:
+            self.end(f"its constructor failed: {error}")
+            raise
+        if self._refusal is not None:
+            raise RoleDied(self.name, self._refusal)
+        self._started.set_result(None)
+
+    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`Caller.call`, but for the deadline."""
+        if self._refusal is not None:
+            raise RoleDied(self.name, self._refusal)
+        task = asyncio.get_running_loop().create_task(self._run(method, args, kwargs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._refusal is not None:
+                raise RoleDied(self.name, self._refusal) from None
+            raise
+
+    def end(self, why: str) -> None:
+        """Fail what is in flight, and every call from now on. A sync method that runs goes on, unheard."""
+        self._refusal = self._refusal or why
+        self._started.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Let the role close itself, within `CLOSE_S`; what goes wrong is logged."""
+        if hasattr(self._role, "close"):
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._invoke("close", self._role.close)
+            except (UserError, RoleError, TimeoutError) as error:
+                _log.warning("%s: close failed: %s", self.name, str(error) or f"not done within {CLOSE_S:g} s")
+
+    async def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        await asyncio.shield(self._started)
+        found = None if method.startswith("_") else getattr(self._role, method, None)
+        if found is None:
+            raise as_role_error(self.name, method, AttributeError(f"{type(self._role).__name__} has no {method!r}"))
+        return await self._invoke(method, functools.partial(found, *args, **kwargs))
+
+    async def _invoke(self, method: str, function: Callable[[], Any]) -> Any:
+        is_async = inspect.iscoroutinefunction(function)
+
+        def work() -> Any:
+            try:
+                return function()
+            except BaseException as error:
+                raise as_role_error(self.name, method, error) from None
+
+        if not is_async:
+            return work() if self._worker is None else await asyncio.wrap_future(self._worker.submit(work))
+        result = work()
+        try:
+            return await result
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # else it is the method's own doing
+            raise as_role_error(self.name, method, error) from None
+
+
+def as_role_error(name: str, method: str, error: BaseException) -> Exception:
+    """What the caller is to see: a `UserError` as it is, anything else as text, so that no frame's arrays stay alive."""
+    if isinstance(error, UserError):
+        return UserError(str(error))
+    trace = "".join(traceback.format_exception(error))
+    return RoleError(name, method, type(error).__name__, str(error), trace)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One socket between two processes: asks the actors of the other side, and answers for those of this one.
+
+    Envelopes, with the body in brackets: ``("call", number, id, method)`` [args, kwargs], ``("cancel", number)``,
+    ``("result", number)`` [value], ``("error", number)`` [exception].
+    """
+
+    def __init__(self, name: str, actors: Mapping[str, Actor]):
+        """``name``: of the role behind it, for errors; ``actors``: of this side, by handle id."""
+        self.is_open = True
+        self._name = name
+        self._actors = actors
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[tuple[memoryview, Sequence[Any]]]] = {}
+        self._answering: dict[int, asyncio.Task[None]] = {}
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._parts = self._read()
+        self._part = self._rest = memoryview(bytearray(next(self._parts)))
+        """What is being received, and what is missing of it."""
+
+    async def call(self, id: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As `Actor.call`; cancelling it cancels there."""
+        number = next(self._numbers)
+        self._send(("call", number, id, method), (args, kwargs))
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            body, buffers = await future
+        except asyncio.CancelledError:
+            if self.is_open:
+                self._send(("cancel", number))
+            raise
+        finally:
+            del self._asked[number]
+        try:
+            return pickle.loads(body, buffers=buffers)
+        except Exception as error:
+            raise as_role_error(self._name, method, error) from None
+
+    def close(self) -> None:
+        """What waits fails with `RoleDied`."""
+        self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport: asyncio.Transport = transport
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(self._died())
+        for task in self._answering.values():
+            task.cancel()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._rest if len(self._rest) >= _AHEAD_BYTES else self._ahead
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        came = self._ahead[:num_bytes]
+        if len(self._rest) >= _AHEAD_BYTES:  # it has come to where it belongs
+            came, self._rest = came[:0], self._rest[num_bytes:]
+        while True:
+            count = min(len(came), len(self._rest))
+            self._rest[:count] = came[:count]
+            came, self._rest = came[count:], self._rest[count:]
+            if self._rest:
+                return
+            self._part = self._rest = memoryview(bytearray(self._parts.send(self._part)))
+
+    def _read(self) -> Generator[int, memoryview, None]:
+        """Yields the size of the next part, and is sent the part."""
+        while True:
+            envelope_bytes, body_bytes = _HEAD.unpack((yield _HEAD.size))
+            part = yield envelope_bytes + body_bytes
+            *envelope, lengths = pickle.loads(part[:envelope_bytes])
+            buffers = []
+            for length in lengths:
+                buffers.append((yield length) if length else b"")
+            self._receive(envelope, part[envelope_bytes:], buffers)
+            del part, buffers
+
+    def _receive(self, envelope: Sequence[Any], body: memoryview, buffers: Sequence[Any]) -> None:
+        kind, number, *target = envelope
+        if kind == "call":
+            id, method = target
+            answer = self._answer(number, id, method, body, buffers)
+            task = self._answering[number] = asyncio.get_running_loop().create_task(answer)
+            task.add_done_callback(lambda _: self._answering.pop(number))
+        elif kind == "cancel":
+            if number in self._answering:  # else it has been answered meanwhile
+                self._answering[number].cancel()
+        elif number in self._asked and not self._asked[number].done():  # else cancelled meanwhile
+            if kind == "result":
+                self._asked[number].set_result((body, buffers))
+            else:
+                self._asked[number].set_exception(pickle.loads(body, buffers=buffers))
+
+    async def _answer(self, number: int, id: str, method: str, body: memoryview, buffers: Sequence[Any]) -> None:
+        try:
+            if id not in self._actors:
+                raise RoleDied(self._name, "it has ended")
+            args, kwargs = pickle.loads(body, buffers=buffers)
+            self._send(("result", number), await self._actors[id].call(method, args, kwargs))
+        except Exception as error:
+            is_told = isinstance(error, (UserError, RuntimeFailure))  # else it cannot be pickled
+            if self.is_open:
+                self._send(("error", number), error if is_told else as_role_error(self._name, method, error))
+
+    def _send(self, envelope: tuple[Any, ...], value: Any = None) -> None:
+        """Without waiting.
+
+        Raises:
+            TypeError: the value cannot be sent.
+            RoleDied: there is nobody any more.
+        """
+        found: list[pickle.PickleBuffer] = []
+        try:
+            body = pickle.dumps(value, protocol=5, buffer_callback=found.append)
+        except Exception as error:  # pickle has several for it, and a class may raise its own
+            raise TypeError(f"a value cannot be sent to another process: {error}") from error
+        if not self.is_open:
+            raise self._died()
+        buffers = [buffer.raw() for buffer in found]
+        head = pickle.dumps((*envelope, [len(buffer) for buffer in buffers]), protocol=5)
+        self._transport.write(b"".join((_HEAD.pack(len(head), len(body)), head, body)))
+        for buffer in buffers:
+            self._transport.write(buffer)
+
+    def _died(self) -> RoleDied:
+        return RoleDied(self._name, "its process has ended, or closed the connection")
+
+
+class LocalCaller(Caller):
+    """Of all roles of a process."""
+
+    def __init__(self, actors: Mapping[str, Actor], address: str | None = None):
+        """``actors``: of this process, by handle id; ``address``: where others reach them, if they can."""
+        super().__init__()
+        self._actors = actors
+        self._address = address
+        self._connections: dict[str, Connection] = {}
+        self._connecting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def call(self, handle: Handle, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        async with deadline(handle.name, method, deadline_s):
+            if handle.id in self._actors:
+                return await self._actors[handle.id].call(method, args, kwargs)
+            if handle.address == self._address:
+                raise RoleDied(handle.name, "it has ended")
+            return await (await self._connect(handle)).call(handle.id, method, args, kwargs)
+
+    async def disconnect(self) -> None:
+        for task in tuple(self._casts):
+            task.cancel()
+        for connection in self._connections.values():
+            connection.close()
+        await asyncio.sleep(0)  # the loop closes the sockets in its next round
+
+    async def _connect(self, handle: Handle) -> Connection:
+        """The one connection to the role's process; a new one where the last incarnation took it along."""
+        async with self._connecting[handle.address]:
+            connection = self._connections.get(handle.address)
+            if connection is None or not connection.is_open:
+                connection = Connection(handle.name, {})
+                try:
+                    await asyncio.get_running_loop().create_unix_connection(lambda: connection, handle.address)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    raise RoleDied(handle.name, "it has ended") from None
+                self._connections[handle.address] = connection
+            return connection
