@@ -30,7 +30,8 @@ from rich.console import Console
 from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
 from bench.common.measure import table
 from stretto.base.track import progress
-from stretto.sandbox import tree, walls
+from stretto.sandbox import isolate as tree
+from stretto.sandbox import walls
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Level, Limits, Outcome
 

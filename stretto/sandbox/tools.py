@@ -7,11 +7,11 @@ import math
 import operator
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Finished, Outcome, ToolResult
+from stretto.sandbox.outcome import Outcome, ToolResult
 
 MAX_EXPRESSION = 500
 """Characters; also bounds the depth that the parser sees."""
@@ -109,12 +109,7 @@ class PythonTool:
         self._max_text = max_text
 
     def __call__(self, code: str) -> ToolResult:
-        return self._result(self._sandbox.run(code))
-
-    async def call_async(self, code: str) -> ToolResult:
-        return self._result(await self._sandbox.run_async(code))
-
-    def _result(self, finished: Finished) -> ToolResult:
+        finished = self._sandbox.run(code)
         text = finished.stdout.decode("utf-8", "replace")
         if finished.outcome != Outcome.OK:
             text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
@@ -124,7 +119,7 @@ class PythonTool:
 class TableTool:
     """A data base in memory that can be read but not changed; every call sees the fixture."""
 
-    def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0, max_text: int = MAX_TEXT) -> None:
+    def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0) -> None:
         """
         Args:
             script: SQL that makes and fills the tables; trusted.
@@ -132,7 +127,6 @@ class TableTool:
         """
         self._max_rows = max_rows
         self._wall_s = wall_s
-        self._max_text = max_text
         filled = sqlite3.connect(":memory:")
         filled.executescript(script)
         self._image = filled.serialize()
@@ -151,23 +145,19 @@ class TableTool:
             base.set_progress_handler(lambda: time.perf_counter() > deadline, _TABLE_STEPS)
             cursor = base.execute(query)
             rows = cursor.fetchmany(self._max_rows + 1)
-            text, outcome = self._table([column[0] for column in cursor.description or ()], rows), Outcome.OK
+            lines = [" | ".join(column[0] for column in cursor.description or ())]
+            lines += [
+                " | ".join("NULL" if value is None else str(value) for value in row) for row in rows[: self._max_rows]
+            ]
+            lines += [f"(more than {self._max_rows} rows)"] * (len(rows) > self._max_rows)
+            text, outcome = "\n".join(lines), Outcome.OK
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
             late = time.perf_counter() > deadline
             text = f"error: took longer than {self._wall_s:g} s" if late else f"error: {error}"
             outcome = Outcome.TIMEOUT if late else Outcome.WRONG
         finally:
             base.close()
-        return ToolResult(shorten(text, self._max_text), outcome, time.perf_counter() - start)
-
-    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-        lines = [" | ".join(columns)]
-        lines += [
-            " | ".join("NULL" if value is None else str(value) for value in row) for row in rows[: self._max_rows]
-        ]
-        if len(rows) > self._max_rows:
-            lines.append(f"(more than {self._max_rows} rows)")
-        return "\n".join(lines)
+        return ToolResult(shorten(text), outcome, time.perf_counter() - start)
 
 
 def _authorise(action: int, _: str | None, name: str | None, *__: str | None) -> int:
@@ -178,6 +168,6 @@ def _authorise(action: int, _: str | None, name: str | None, *__: str | None) ->
     return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
 
 
-def shorten(text: str, max_text: int) -> str:
+def shorten(text: str, max_text: int = MAX_TEXT) -> str:
     """The beginning, and a mark where something was left out."""
     return text if len(text) <= max_text else text[:max_text] + f"\n({len(text) - max_text} more characters)"
