@@ -21,8 +21,6 @@ import os
 import resource
 import selectors
 import signal
-import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from stretto.sandbox import walls
@@ -47,33 +46,21 @@ _CPU_GRACE_S = 1
 _FIRST_FD, _END_FD = 3, 256
 """The keeper's own limit on descriptors is the second."""
 _PIECE = 1 << 16
-_LENGTH = struct.Struct(">I")
 
 
-def send(sock: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
+def send(connection: Connection, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
     """Write one message, a JSON header and bytes; raises OSError where the other side is gone."""
-    text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
-    sock.sendall(b"".join((_LENGTH.pack(len(text)), text, *blobs)))
+    connection.send_bytes(json.dumps({**header, "num_blobs": len(blobs)}).encode())
+    for blob in blobs:
+        connection.send_bytes(blob)
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None:
+def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]] | None:
     """The next message, waited for; None where the other side is gone, in the midst of a message too."""
-
-    def exactly(num_bytes: int) -> bytes:
-        pieces = []
-        while num_bytes:
-            piece = sock.recv(min(num_bytes, 1 << 20))
-            if not piece:
-                raise EOFError
-            pieces.append(piece)
-            num_bytes -= len(piece)
-        return b"".join(pieces)
-
     try:
-        (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
-        header = json.loads(exactly(length))
-        return header, [exactly(size) for size in header.pop("sizes")]
-    except (EOFError, ConnectionError):
+        header = json.loads(connection.recv_bytes())
+        return header, [connection.recv_bytes() for _ in range(header.pop("num_blobs"))]
+    except (EOFError, OSError):
         return None
 
 
@@ -81,7 +68,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None:
 class Keeper:
     """This process, once it is shut in, and what holds for every program of it."""
 
-    control: socket.socket
+    control: Connection
     room: walls.Room
     has_namespaces: bool
     program_id: int | None
@@ -94,8 +81,8 @@ class Keeper:
 
 def main(fd: int) -> None:
     """Obey the driver at the other end of the socket ``fd`` until it is closed."""
-    control = socket.socket(fileno=fd)
-    control.set_inheritable(False)
+    os.set_inheritable(fd, False)
+    control = Connection(fd)
     message = receive(control)
     if message is None:
         return
@@ -104,19 +91,16 @@ def main(fd: int) -> None:
     except OSError as error:
         send(control, {"problem": error.strerror or str(error)})
         return
-    facts = {
-        "own_uid": keeper.program_id is not None,
-        "has_filter": walls.can_filter(),
-        "has_landlock": not keeper.has_namespaces and walls.landlock_version() > 0,
-    }
-    send(control, {"problem": None, "facts": facts})
+    has_landlock = not keeper.has_namespaces and walls.landlock_version() > 0
+    facts = {"own_uid": keeper.program_id is not None, "has_filter": walls.can_filter(), "has_landlock": has_landlock}
+    send(control, facts)
     gc.freeze()  # or the collector writes to every page, and so copies it, in every fork
     while (message := receive(control)) is not None:
         if "outcome" not in message[0]:  # or else it stops a program that ended meanwhile
             send(control, *run(keeper, *message))
 
 
-def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
+def _settle(control: Connection, plan: dict[str, Any]) -> Keeper:
     """Import what programs will want, then shut the door."""
     for name in WARM.split():
         importlib.import_module(name)
@@ -131,7 +115,7 @@ def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
         walls.prctl("CHILD_SUBREAPER", 1)  # orphans among our descendants become our children
     walls.prctl("DUMPABLE", 0)  # nobody of the same user may look into our memory, or at /proc's account of it
     walls.drop_bounding_set()  # ours stay, but no execve of a program gives it any
-    sys.path[:] = room.search_path()
+    sys.path[:] = [path for path in sys.path if any(f"{path}/".startswith(f"{each}/") for each in room.shown)]
     has_filter = has_namespaces and walls.can_filter()
     calls = walls.build_filter(is_alone=True, own_pid=0) if has_filter else b""
     return Keeper(control, room, has_namespaces, program_id, calls, plan["scratch"])
@@ -162,7 +146,7 @@ def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[s
 class Watch:
     """Over one program: feeds, reads and times it."""
 
-    def __init__(self, control: socket.socket, job: dict[str, Any], stdin: bytes, ends: dict[str, int]) -> None:
+    def __init__(self, control: Connection, job: dict[str, Any], stdin: bytes, ends: dict[str, int]) -> None:
         """
         Args:
             ends: our ends of its pipes, and a descriptor of its ``process``.

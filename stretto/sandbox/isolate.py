@@ -12,17 +12,16 @@ the keepers; this is the driver's side, which hands programs over, watches what 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import multiprocessing
 import os
 import queue
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -30,7 +29,7 @@ from typing import Any, Self
 from stretto.base.errors import UserError
 from stretto.sandbox import walls
 from stretto.sandbox.inside import children, receive, send
-from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, LimitsLike, Outcome
+from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
 
 START_S = 30.0
 """For a keeper to say that it is ready."""
@@ -81,22 +80,20 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: LimitsLike | None = None,
+        limits: Any = None,
         *,
         level: Level | None = None,
         strict: bool = False,
         workers: int = 1,
         python: str | Path | None = None,
-        import_paths: Iterable[str | Path] = (),
     ) -> None:
         """Find the isolation and start the first keeper; the others start when they are needed.
 
         Args:
-            limits: of every program; a recipe's sandbox table will do.
+            limits: of every program: `Limits`, or a recipe's table; None: their defaults.
             level: this one and no other; None: the best there is.
             strict: refuse anything less than full isolation.
             python: the interpreter for programs; None: this process's, without its virtual environment.
-            import_paths: folders that programs can import from, beside the standard library; they can read all of them.
 
         Raises:
             UserError: ``level`` or ``strict`` asks for more than the machine gives, or programs could not read
@@ -105,9 +102,8 @@ class Sandbox:
         assert workers > 0, f"{workers} workers"
         self.limits = Limits() if limits is None else Limits.of(limits)
         self.workers = workers
-        self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()), map(str, import_paths))
-        self._lock = threading.Lock()
-        self._num_started = 0
+        self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()))
+        self._numbers = itertools.count(1)
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
         """One entry a worker that is not busy; None: its keeper is yet to be started."""
         for _ in range(workers - 1):
@@ -116,12 +112,10 @@ class Sandbox:
         self._idle.put(first)
         self.isolation = replace(first.isolation, missing=missing)
         """What programs of this sandbox are kept in."""
-        if strict:
-            try:
-                require_strict(self.isolation)
-            except UserError:
-                self.close()
-                raise
+        if strict and not self.isolation.is_full:
+            self.close()
+            remedy = "install bubblewrap, allow user namespaces, or set sandbox.strict = false"
+            raise UserError(f"sandbox: strict: {self.isolation}; {remedy}")
 
     def _find_level(self, wanted: Level | None) -> tuple[Keeper, tuple[str, ...]]:
         missing: list[str] = []
@@ -136,26 +130,22 @@ class Sandbox:
         """Start a keeper and see it run a program right."""
         if level == Level.LIMITS:
             _check_readable(self._room)
-        with self._lock:
-            self._num_started += 1
-            number = self._num_started
-        keeper = Keeper(level, self._room, number)
+        keeper = Keeper(level, self._room, next(self._numbers))
         try:
             finished = keeper.run(_PROBE, Limits(wall_s=30.0))
+            if finished.stdout != b"42\n":
+                raise KeeperDiedError(finished.why or f"a program that prints 42 printed {finished.stdout[:80]!r}")
+            return keeper
         except KeeperDiedError as error:
             keeper.close()
             raise NoIsolationError(str(error)) from None
-        if finished.stdout != b"42\n":
-            keeper.close()
-            raise NoIsolationError(finished.why or f"a program that should print 42 printed {finished.stdout[:80]!r}")
-        return keeper
 
     def run(
         self,
         program: str | bytes | Sequence[str],
         stdin: bytes | str = b"",
         files: Mapping[str, bytes | str] | None = None,
-        limits: LimitsLike | None = None,
+        limits: Limits | None = None,
     ) -> Finished:
         """Run one program to its end; waits for a free worker first.
 
@@ -182,7 +172,7 @@ class Sandbox:
         try:
             if keeper is None:
                 keeper = self._start(self.isolation.level)
-            return keeper.run(job, self.limits if limits is None else Limits.of(limits))
+            return keeper.run(job, limits or self.limits)
         except (KeeperDiedError, NoIsolationError) as error:
             if keeper is not None:
                 keeper.close()
@@ -212,16 +202,6 @@ class Sandbox:
         self.close()
 
 
-def require_strict(isolation: Isolation) -> None:
-    """Raises:
-    UserError: programs would not be fully isolated.
-    """
-    if not isolation.is_full:
-        raise UserError(
-            f"sandbox: strict: {isolation}; install bubblewrap, allow user namespaces, or set sandbox.strict = false"
-        )
-
-
 def _bytes(text: str | bytes) -> bytes:
     return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
 
@@ -246,7 +226,7 @@ class Keeper:
         if self._folder is not None:
             os.chmod(self._folder.name, 0o711)  # programs of another user pass through, and list nothing
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
         root = walls.KEEPER if is_inside else str(_CODE.parents[1])
         boot = f"import sys; sys.path.insert(0, {root!r}); from stretto.sandbox.inside import main; main({theirs.fileno()})"
         command = [room.python, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", boot]
@@ -282,20 +262,15 @@ class Keeper:
         self._spare_tasks = self._count_spare_tasks()
 
     def _introduce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
-        self._socket.settimeout(START_S)
-        try:
-            send(self._socket, plan)
-            message = receive(self._socket)
-        except TimeoutError:
-            raise NoIsolationError(f"not ready after {START_S:g} s") from None
-        except OSError:
-            message = None  # it died before it read, and its own words say why
-        problem = self._last_words() if message is None else message[0]["problem"]
-        if message is None or problem is not None:
-            raise NoIsolationError(problem)
-        self._socket.settimeout(None)
-        facts: dict[str, Any] = message[0]["facts"]
-        return facts
+        message = None
+        with contextlib.suppress(OSError):  # it died before it read, and its own words say why
+            send(self._connection, plan)
+            if not self._connection.poll(START_S):
+                raise NoIsolationError(f"not ready after {START_S:g} s")
+            message = receive(self._connection)
+        if message is None or "problem" in message[0]:
+            raise NoIsolationError(message[0]["problem"] if message else self._last_words())
+        return message[0]
 
     def _count_spare_tasks(self) -> int:
         """What to add to the limit on processes, which counts all of a user's."""
@@ -324,29 +299,25 @@ class Keeper:
         }
         start = time.monotonic()
         try:
-            send(self._socket, job, [program.stdin, program.source, *program.files.values()])
+            send(self._connection, job, [program.stdin, program.source, *program.files.values()])
             reply, (stdout, stderr) = self._await(start + limits.wall_s + LATE_S, limits)
         except OSError as error:
             raise KeeperDiedError(f"{error.strerror}: {self._last_words()}") from None
         code = os.waitstatus_to_exitcode(reply["status"])
         outcome, why = _judge(reply, code, limits, stderr)
-        ended = {"exit_code": code} if code >= 0 else {"signal": -code}
-        return Finished(outcome, why, **ended, stdout=stdout, stderr=stderr, **reply["used"])
+        exit_code, number = (code, None) if code >= 0 else (None, -code)
+        return Finished(outcome, why, exit_code, number, stdout, stderr, **reply["used"])
 
     def _await(self, deadline: float, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
         was_stopped = False
-        while not poll.poll(WATCH_S * 1000):
+        while not self._connection.poll(WATCH_S):
             if time.monotonic() > deadline:
                 raise KeeperDiedError(f"no answer {LATE_S:g} s after the program's time was up")
             if not was_stopped and (excess := self._find_excess(limits)):
                 outcome, why = excess
-                send(self._socket, {"outcome": outcome.value, "why": why})
+                send(self._connection, {"outcome": outcome.value, "why": why})
                 was_stopped = True
-        self._socket.settimeout(LATE_S)
-        reply = receive(self._socket)
-        self._socket.settimeout(None)
+        reply = receive(self._connection)
         if reply is None:
             raise KeeperDiedError(self._last_words())
         return reply
@@ -371,7 +342,7 @@ class Keeper:
 
     def close(self) -> None:
         """Let it go: the keeper ends when the socket does, and with it all it runs."""
-        self._socket.close()
+        self._connection.close()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:

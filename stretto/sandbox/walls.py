@@ -15,7 +15,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -67,35 +67,22 @@ class Room:
     """Folders and files, read-only; none lies in another."""
     links: Sequence[tuple[str, str]]
     """Symbolic links: where, and what to."""
-    import_paths: Sequence[str]
-    """Put on ``sys.path``; part of ``shown``, or in one of them."""
 
     @classmethod
-    def of(cls, python: str, import_paths: Iterable[str] = ()) -> Self:
+    def of(cls, python: str) -> Self:
         """The room for the interpreter file ``python``, whose libraries lie beside its ``bin`` folder."""
         prefix = os.path.dirname(os.path.dirname(python))
         libraries = [path for path in _LIBRARIES if os.path.exists(path)]
         links = [(path, os.readlink(path)) for path in libraries if os.path.islink(path)] + [("/dev/shm", WORK)]
         wanted = [path for path in libraries if not os.path.islink(path)]
         wanted += [f"{prefix}/{name}" for name in ("lib", "lib64") if os.path.isdir(f"{prefix}/{name}")]
-        paths = [os.path.realpath(path) for path in import_paths]
         shown: list[str] = []
-        for path in sorted({os.path.realpath(each) for each in [*wanted, python, *paths]}):
+        for path in sorted({os.path.realpath(each) for each in [*wanted, python]}):
             if not any(path.startswith(each + "/") for each in shown):
                 shown.append(path)
         if not any(path.startswith("/tmp/") for path in shown):
             links.append(("/tmp", WORK))
-        return cls(python, shown, links, paths)
-
-    def search_path(self) -> Iterator[str]:
-        """``sys.path`` of a program: what of this process's is shown, and the import paths."""
-        for path in sys.path:
-            if (
-                any(path == each or path.startswith(each + "/") for each in self.shown)
-                and path not in self.import_paths
-            ):
-                yield path
-        yield from self.import_paths
+        return cls(python, shown, links)
 
 
 def base_python() -> str:
