@@ -17,21 +17,9 @@ from stretto.data.sources import Document
 SEED = 1234
 """Of the generated exercises; whoever evaluates on them takes another."""
 EXERCISES = (
-    "basic_arithmetic",
-    "chain_sum",
-    "gcd",
-    "lcm",
-    "leg_counting",
-    "count_bits",
-    "letter_counting",
-    "spell_backward",
-    "base_conversion",
-    "products",
-    "calendar_arithmetic",
-    "syllogism",
-    "family_relationships",
-    "count_primes",
-)
+    "basic_arithmetic", "chain_sum", "gcd", "lcm", "leg_counting", "count_bits", "letter_counting", "spell_backward",
+    "base_conversion", "products", "calendar_arithmetic", "syllogism", "family_relationships", "count_primes",
+)  # fmt: skip
 """reasoning-gym generators with short answers, none of which depends on the hash seed of the process."""
 TEMPLATE = """\
 {%- for message in messages %}

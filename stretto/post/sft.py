@@ -21,8 +21,8 @@ from stretto.base.receipt import Meter
 from stretto.base.records import new_lineage
 from stretto.base.track import progress
 from stretto.base.trajectory import Task
+from stretto.data.loader import key_of
 from stretto.data.pack import IGNORED, PADDING
-from stretto.data.shuffle import key_of
 from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
