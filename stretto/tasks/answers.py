@@ -37,45 +37,27 @@ class Found:
     """The marks of the format were there; always, where it has none. Says nothing about the answer being right."""
 
 
-def instruction(form: AnswerFormat) -> str:
-    """The line that asks for the format; empty for ``plain``."""
-    return _INSTRUCTIONS[form]
-
-
 def ask(question: str, form: AnswerFormat) -> str:
-    """A user message."""
-    return f"{question}\n\n{instruction(form)}" if instruction(form) else question
+    """A user message: the question, and the line that asks for the format."""
+    return f"{question}\n\n{_INSTRUCTIONS[form]}" if _INSTRUCTIONS[form] else question
 
 
 def write_answer(answer: str, form: AnswerFormat) -> str:
     """``answer`` with the format's marks."""
-    match form:
-        case "tags":
-            return f"<answer>{answer}</answer>"
-        case "boxed":
-            return f"\\boxed{{{answer}}}"
-    return answer
+    return {"tags": f"<answer>{answer}</answer>", "boxed": f"\\boxed{{{answer}}}"}.get(form, answer)
 
 
 def find_answer(text: str, form: AnswerFormat) -> Found:
     """The answer in ``text`` by the rules of `AnswerFormat`."""
     text = text.rpartition("</think>")[2].strip()
-    marked: str | None = None
-    match form:
-        case "plain":
-            marked = text
-        case "line":
-            marked = _last_line(text)
-        case "tags":
-            match = _TAGGED.search(text)
-            marked = match[1] if match else None
-        case "boxed":
-            marked = _last_boxed(text)
-    return Found(_last_line(text), False) if marked is None else Found(marked.strip(), True)
-
-
-def _last_line(text: str) -> str:
-    return text.rpartition("\n")[2].strip()
+    last_line = text.rpartition("\n")[2]
+    marked: str | None = text if form == "plain" else last_line
+    if form == "tags":
+        match = _TAGGED.search(text)
+        marked = match[1] if match else None
+    elif form == "boxed":
+        marked = _last_boxed(text)
+    return Found(last_line.strip(), False) if marked is None else Found(marked.strip(), True)
 
 
 def _last_boxed(text: str) -> str | None:

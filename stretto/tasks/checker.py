@@ -1,7 +1,8 @@
 """Are two formulas the same? math-verify, in a process of its own.
 
 Why a process: it bounds its own time with an alarm signal, which only a main thread may have, and which does not
-interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes all time or all memory there is.
+interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes all time or all memory there is. It is started as a
+program: a spawned worker of `multiprocessing` would import the caller's main module, torch and all.
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
+import multiprocessing
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 import stretto
 from stretto.base.trajectory import Outcome
@@ -52,7 +51,7 @@ class Checker:
             limit_s: processor seconds of one comparison.
         """
         self._limit_s = limit_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock = threading.Lock()
 
     def same(self, gold: str, answer: str) -> Checked:
@@ -64,22 +63,20 @@ class Checker:
         if len(answer) > _MAX_CHARS:
             return Checked(False, Outcome.OK, f"an answer of {len(answer)} characters")
         with self._lock:
-            process = self._process or self._start()
-            self._process = process
-            assert process.stdin is not None
+            process, connection = self._running = self._running or _start()
             try:
-                process.stdin.write(json.dumps([self._limit_s, gold, answer]).encode() + b"\n")
-                process.stdin.flush()
-            except BrokenPipeError:
+                connection.send_bytes(json.dumps([self._limit_s, gold, answer]).encode())
+            except OSError:
                 self._end()
                 raise RuntimeError("math-verify's process was gone before it was asked") from None
-            line = _read_line(process, _PATIENCE_S + _PATIENCE * self._limit_s)
-            if line is not None and line.endswith(b"\n"):
-                return Checked(bool(json.loads(line)), Outcome.OK)
-            if line is not None:
-                process.wait(_PATIENCE_S)  # it has closed its output: its own end, not ours
+            is_silent = not connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s)
+            try:
+                if not is_silent:
+                    return Checked(bool(json.loads(connection.recv_bytes())), Outcome.OK)
+            except (EOFError, OSError):
+                process.wait(_PATIENCE_S)  # its own end, not ours
             self._end()
-        if line is None:
+        if is_silent:
             raise RuntimeError("math-verify's process neither answered nor used up its processor time")
         if process.returncode == -signal.SIGPROF:
             return Checked(False, Outcome.TIMEOUT, f"comparing it took more than {self._limit_s:g} processor seconds")
@@ -89,69 +86,50 @@ class Checker:
         with self._lock:
             self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stretto.tasks.checker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(stretto.__file__).parents[1],
-        )
-        if _read_line(process, _START_S) != b"ready\n":
-            process.kill()
-            raise RuntimeError(f"math-verify's process did not start (exit {process.wait()})")
-        return process
-
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                _close(pipe)
-            self._process = None
+        if self._running is not None:
+            process, connection = self._running
+            process.kill()
+            process.wait()
+            connection.close()
+            self._running = None
 
 
-def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
-    """One line; less where the process ended; None where time ran out."""
-    assert process.stdout is not None
-    descriptor, line = process.stdout.fileno(), b""
-    end = time.monotonic() + limit_s
-    while not line.endswith(b"\n"):
-        if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-            return None
-        chunk = os.read(descriptor, 64)
-        if not chunk:
-            return line
-        line += chunk
-    return line
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
+    command = [sys.executable, "-m", "stretto.tasks.checker", str(theirs.fileno())]
+    folder, mute = Path(stretto.__file__).parents[1], subprocess.DEVNULL
+    with theirs:
+        process = subprocess.Popen(command, stdin=mute, stdout=mute, cwd=folder, pass_fds=[theirs.fileno()])
+    with contextlib.suppress(EOFError, OSError):
+        if ours.poll(_START_S) and ours.recv_bytes() == b"ready":
+            return process, ours
+    process.kill()
+    raise RuntimeError(f"math-verify's process did not start (exit {process.wait()})")
 
 
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        with contextlib.suppress(BrokenPipeError):  # what was not written is lost with the process
-            pipe.close()
-
-
-def _serve() -> None:
-    """Answers ``true`` or ``false`` to each line of ``[limit_s, gold, answer]``, until the input ends."""
+def _serve(connection: Connection) -> None:
+    """Answers ``true`` or ``false`` to each ``[limit_s, gold, answer]``, until the other side is gone."""
     from math_verify import parse, verify
 
     logging.disable(logging.WARNING)  # it warns at length that its own time limits are off
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        limit_s, *texts = json.loads(line)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            limit_s, *texts = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
         # Processor time, so that a busy machine refuses no right answer; nothing handles the signal, so that it ends
         # the process inside C code too.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         gold, answer = (parse(text, parsing_timeout=None) for text in texts)
         is_same = verify(gold, answer, timeout_seconds=None)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write("true\n" if is_same else "false\n")
-        sys.stdout.flush()
+        connection.send_bytes(json.dumps(bool(is_same)).encode())
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(Connection(int(sys.argv[1])))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +19,10 @@ from typing import Any, Literal
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.builtin import BUILTIN
-from stretto.tasks.records import Range, read_records
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
 
+_BUILTIN = Path(__file__).with_name("builtin.jsonl")
+"""Enough to try a run with nothing downloaded."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 _MARK = "\x1evalue "
 # Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
@@ -73,17 +73,14 @@ class CodeSource(TaskSource):
     need not be closed, or the whole text where there is none."""
 
     args_kind = CodeArgs
+    args: CodeArgs
 
     def __init__(self, name: str, args: CodeArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
         if sandbox is None:
             raise UserError(f"sources.{name}: kind: code runs programs; open it with a sandbox")
         self._programs = sandbox
-        self._args = args
-        if args.path is None:
-            self._records: Sequence[Mapping[str, Any]] = BUILTIN[args.first :][: args.limit]
-        else:
-            self._records = read_records(args.path, args, [("text",), ("code",), ("test_list",)])
+        self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
         for record in self._records:
             _tests(tuple(record["test_list"]))  # refuses what is no assertion, before a run starts
 
@@ -117,7 +114,7 @@ class CodeSource(TaskSource):
         parts["passed"] = num_passed / len(tests)
         if num_passed == len(tests):
             return Score(1.0, Outcome.OK, parts, "", done.cpu_s)
-        reward = parts["passed"] if self._args.reward == "share" else 0.0
+        reward = parts["passed"] if self.args.reward == "share" else 0.0
         # All values written and some wrong: refused. Else the program never came so far, for the sandbox's reason.
         outcome = Outcome.WRONG if done.outcome is Outcome.OK or None not in values else done.outcome
         detail = done.why or f"{num_passed} of {len(tests)} tests passed"

@@ -43,36 +43,36 @@ class GymSource(TaskSource):
     """Problems of one generator. The generator's own scorer judges what `find_answer` finds."""
 
     args_kind = GymArgs
+    args: GymArgs
 
     def __init__(self, name: str, args: GymArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         self._dataset = _open(name, args)
 
     @property
     def num_items(self) -> int | None:
-        return self._args.size
+        return self.args.size
 
     def problem(self, item: int) -> Problem:
-        assert 0 <= item < (self._args.size or _SEED_STRIDE), f"item {item} of {self._args.size or _SEED_STRIDE}"
+        assert 0 <= item < (self.args.size or _SEED_STRIDE), f"item {item} of {self.args.size or _SEED_STRIDE}"
         entry = self._entry(item)
         if not isinstance(entry["answer"], str) or not entry["answer"].strip():
             raise UserError(
-                f"sources.{self.name}.args: dataset: {self._args.dataset!r} gives item {item} no answer that can be "
+                f"sources.{self.name}.args: dataset: {self.args.dataset!r} gives item {item} no answer that can be "
                 "written down; choose another, or another config"
             )
-        question = ask(entry["question"], self._args.format)
-        return Problem(item, ({"role": "user", "content": question},), write_answer(entry["answer"], self._args.format))
+        question = ask(entry["question"], self.args.format)
+        return Problem(item, ({"role": "user", "content": question},), write_answer(entry["answer"], self.args.format))
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         parts = {"marked": float(found.is_marked)}
         if not found.text:  # generators that give marks for trying give them for nothing, too
             return Score.of(False, parts, "no answer")
         # The entry is made again: its metadata holds sets, tuples and objects that no wire keeps.
         marks = self._dataset.score_answer(found.text, self._entry(problem.item))
         right = marks >= _RIGHT
-        if self._args.credit == "exact":
+        if self.args.credit == "exact":
             return Score.of(right, parts)
         return Score(marks, Outcome.OK if right else Outcome.WRONG, parts)
 
@@ -81,7 +81,7 @@ class GymSource(TaskSource):
             return self._dataset[item]
         except IndexError:
             raise UserError(
-                f"sources.{self.name}.args: size: {self._args.dataset!r} draws from a list that has no item {item}; "
+                f"sources.{self.name}.args: size: {self.args.dataset!r} draws from a list that has no item {item}; "
                 "set size to what it has"
             ) from None
 

@@ -16,8 +16,7 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
 from stretto.tasks.checker import Checker
-from stretto.tasks.records import Range, read_records
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
@@ -39,13 +38,10 @@ class ArithmeticSource(TaskSource):
     """Prompt ``17 + 4 =``, answer ``21``; scored as a number (`as_number`)."""
 
     args_kind = ArithmeticArgs
-
-    def __init__(self, name: str, args: ArithmeticArgs, sandbox: Sandbox | None = None) -> None:
-        super().__init__(name, args, sandbox)
-        self._args = args
+    args: ArithmeticArgs
 
     def problem(self, item: int) -> Problem:
-        args = self._args
+        args = self.args
         draw = random.Random(f"arithmetic/{args.seed}/{item}")
         terms = [draw.randrange(10**args.digits) for _ in range(args.terms)]
         operators = [draw.choice(args.operators) for _ in terms[1:]]
@@ -54,8 +50,8 @@ class ArithmeticSource(TaskSource):
         return Problem(item, ({"role": "user", "content": ask(f"{question} =", args.format)},), gold)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
-        gold = as_number(find_answer(problem.gold, self._args.format).text)
+        found = find_answer(answer.text, self.args.format)
+        gold = as_number(find_answer(problem.gold, self.args.format).text)
         assert gold is not None, f"gold {problem.gold!r} is no number"
         return Score.of(as_number(found.text) == gold, {"marked": float(found.is_marked)})
 
@@ -80,10 +76,10 @@ class MathSource(TaskSource):
     """
 
     args_kind = MathArgs
+    args: MathArgs
 
     def __init__(self, name: str, args: MathArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         self._records = read_records(args.path, args, [("question", "problem"), ("answer",)])
         self._checker = Checker(args.check_s)
 
@@ -94,14 +90,14 @@ class MathSource(TaskSource):
     def problem(self, item: int) -> Problem:
         record = self._records[item]
         solution, answer = _split(record)
-        question = ask(record.get("question") or record["problem"], self._args.format)
-        gold = write_answer(answer, self._args.format)
-        if self._args.worked and solution:
+        question = ask(record.get("question") or record["problem"], self.args.format)
+        gold = write_answer(answer, self.args.format)
+        if self.args.worked and solution:
             gold = f"{solution}\n{gold}"
         return Problem(item, ({"role": "user", "content": question},), gold, {"answer": answer})
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         parts = {"marked": float(found.is_marked)}
         if not found.text:
             return Score.of(False, parts, "no answer")

@@ -1,15 +1,19 @@
-"""What a task set is: problems by number, and a verdict on an answer. No torch, and quick to import.
+"""What a task set is: problems by number, and a verdict on an answer; problems from files. No torch, and quick to import.
 
 A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
+
+from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -104,6 +108,7 @@ class TaskSource(ABC):
             sandbox: where programs run; sources that run none ignore it.
         """
         self.name = name
+        self.args = args
         self.sandbox = sandbox
 
     @property
@@ -234,3 +239,40 @@ def _short(value: object) -> str:
 
 def _line(value: object) -> str:
     return " ".join(str(value).split())
+
+
+class Range(Config):
+    """Which records of a file. Two sources with ranges apart make a training and a held-out set."""
+
+    first: int = Field(default=0, ge=0)
+    """Records of the file that are left out at its start."""
+    limit: int | None = Field(default=None, gt=0)
+    """Records at most; None: all."""
+
+
+def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The chosen records, each with at least one of every group of ``fields``.
+
+    Raises:
+        UserError: no such file, a line that is no JSON object, or one without a field.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: path: cannot be read as UTF-8 text: {error}; give a JSONL file") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number}: not valid JSON: {error}; one object a line") from None
+        for names in fields:
+            if not isinstance(record, dict) or not any(name in record for name in names):
+                raise UserError(f"{path}: line {number}: no field {' or '.join(names)}; give one")
+        records.append(record)
+    stop = None if part.limit is None else part.first + part.limit
+    if not records[part.first : stop]:
+        raise UserError(f"{path}: first: no records from {part.first} on, of {len(records)}; lower it")
+    return records[part.first : stop]

@@ -62,21 +62,21 @@ class ToolsSource(TaskSource):
     """One table of cities, made from the seed, serves all problems of the data base."""
 
     args_kind = ToolsArgs
+    args: ToolsArgs
 
     def __init__(self, name: str, args: ToolsArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         self._cities = _cities(args.rows, args.seed)
         self._tools = {kind: self._tool(kind) for kind in args.tools}
 
     def problem(self, item: int) -> Problem:
         task = self._task(item)
-        question = ask(task.question, self._args.format)
-        gold = write_answer(task.answer, self._args.format)
+        question = ask(task.question, self.args.format)
+        gold = write_answer(task.answer, self.args.format)
         return Problem(item, ({"role": "user", "content": question},), gold, {"answer": task.answer})
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         gold = problem.payload["answer"]
         value = as_number(gold)
         right = found.text.casefold() == gold.casefold() if value is None else as_number(found.text) == value
@@ -101,13 +101,13 @@ class ToolsSource(TaskSource):
         )
 
     def _kind(self, item: int) -> ToolKind:
-        return self._args.tools[item % len(self._args.tools)]
+        return self.args.tools[item % len(self.args.tools)]
 
     def _task(self, item: int) -> _Task:
-        draw = random.Random(f"tools/{self._args.seed}/{item}")
+        draw = random.Random(f"tools/{self.args.seed}/{item}")
         match self._kind(item):
             case "calculator":
-                return _calculation(draw, self._args.digits)
+                return _calculation(draw, self.args.digits)
             case "python":
                 return _counting(draw)
             case "database":

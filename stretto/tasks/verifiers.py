@@ -42,10 +42,10 @@ class VerifiersSource(TaskSource):
     """Prompt, system prompt and rewards are the task's own."""
 
     args_kind = VerifiersArgs
+    args: VerifiersArgs
 
     def __init__(self, name: str, args: VerifiersArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         try:
             import verifiers.v1 as vf  # optional
         except ImportError as error:
@@ -66,20 +66,20 @@ class VerifiersSource(TaskSource):
             messages += [message.model_dump(exclude_none=True) for message in data.prompt or ()]
         if any(not isinstance(message.get("content"), str) for message in messages):
             raise self._refused(item, "its prompt is not text alone", "leave it out")
-        answer = getattr(data, self._args.gold_field, None)
+        answer = getattr(data, self.args.gold_field, None)
         if not isinstance(answer, (str, int, float)):
-            raise self._refused(item, f"its data has no answer in {self._args.gold_field!r}", "set gold_field")
-        return Problem(item, tuple(messages), self._args.gold_template.replace("{}", str(answer)))
+            raise self._refused(item, f"its data has no answer in {self.args.gold_field!r}", "set gold_field")
+        return Problem(item, tuple(messages), self.args.gold_template.replace("{}", str(answer)))
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         task = self._tasks[problem.item]
         trace = self._trace(task, problem, answer)
         asyncio.run(task.score(trace))
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
-            raise RuntimeError(f"reward {unscored[0]!r} of {self._args.id} gave nothing")
+            raise RuntimeError(f"reward {unscored[0]!r} of {self.args.id} gave nothing")
         parts = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         parts |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        right = trace.reward >= self._args.right_at
+        right = trace.reward >= self.args.right_at
         return Score(trace.reward, Outcome.OK if right else Outcome.WRONG, parts)
 
     def _trace(self, task: Any, problem: Problem, answer: Answer) -> Any:
@@ -101,7 +101,7 @@ class VerifiersSource(TaskSource):
         )
 
     def _refused(self, item: int, problem: str, remedy: str) -> UserError:
-        return UserError(f"sources.{self.name}: item {item} of {self._args.id}: {problem}; {remedy}")
+        return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
