@@ -61,12 +61,10 @@ def find_answer(text: str, form: AnswerFormat) -> Found:
 
 
 def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for index in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for index, character in enumerate(rest if mark else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : index]
+            return rest[:index]
     return None

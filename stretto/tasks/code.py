@@ -90,15 +90,11 @@ class CodeSource(TaskSource):
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]
-        tests = "\n".join(record["test_list"])
-        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{tests}\n```"
-        code = record["code"].replace("\r\n", "\n").strip()
-        return Problem(
-            item,
-            ({"role": "user", "content": question},),
-            f"```python\n{code}\n```",
-            {"tests": list(record["test_list"]), "setup": record.get("test_setup_code", "")},
-        )
+        tests, setup = record["test_list"], record.get("test_setup_code", "")
+        shown = "\n".join(tests)
+        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{shown}\n```"
+        gold = "```python\n{}\n```".format(record["code"].replace("\r\n", "\n").strip())
+        return Problem(item, ({"role": "user", "content": question},), gold, {"tests": list(tests), "setup": setup})
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         code, is_marked = find_code(answer.text)
@@ -123,8 +119,9 @@ class CodeSource(TaskSource):
 
 def find_code(text: str) -> tuple[str, bool]:
     """The program in ``text``, and whether a fence marked it."""
-    blocks = _FENCED.findall(text.rpartition("</think>")[2])
-    return (blocks[-1], True) if blocks else (text.rpartition("</think>")[2], False)
+    text = text.rpartition("</think>")[2]
+    blocks = _FENCED.findall(text)
+    return (blocks[-1], True) if blocks else (text, False)
 
 
 @lru_cache(maxsize=4096)

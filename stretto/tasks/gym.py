@@ -54,13 +54,12 @@ class GymSource(TaskSource):
         return self.args.size
 
     def problem(self, item: int) -> Problem:
-        assert 0 <= item < (self.args.size or _SEED_STRIDE), f"item {item} of {self.args.size or _SEED_STRIDE}"
+        size = self.args.size or _SEED_STRIDE
+        assert 0 <= item < size, f"item {item} of {size}"
         entry = self._entry(item)
         if not isinstance(entry["answer"], str) or not entry["answer"].strip():
-            raise UserError(
-                f"sources.{self.name}.args: dataset: {self.args.dataset!r} gives item {item} no answer that can be "
-                "written down; choose another, or another config"
-            )
+            problem = f"{self.args.dataset!r} gives item {item} no answer that can be written down"
+            raise UserError(f"sources.{self.name}.args: dataset: {problem}; choose another, or another config")
         question = ask(entry["question"], self.args.format)
         return Problem(item, ({"role": "user", "content": question},), write_answer(entry["answer"], self.args.format))
 
@@ -80,10 +79,8 @@ class GymSource(TaskSource):
         try:
             return self._dataset[item]
         except IndexError:
-            raise UserError(
-                f"sources.{self.name}.args: size: {self.args.dataset!r} draws from a list that has no item {item}; "
-                "set size to what it has"
-            ) from None
+            problem = f"{self.args.dataset!r} draws from a list that has no item {item}"
+            raise UserError(f"sources.{self.name}.args: size: {problem}; set size to what it has") from None
 
 
 def _open(name: str, args: GymArgs) -> Any:
@@ -99,6 +96,5 @@ def _open(name: str, args: GymArgs) -> Any:
     try:
         return reasoning_gym.create_dataset(args.dataset, seed=(args.seed + 1) * _SEED_STRIDE, **size, **args.config)
     except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
-        raise UserError(
-            f"sources.{name}.args: config: {args.dataset!r} refuses it: {error}; see that generator's own fields"
-        ) from None
+        problem = f"{args.dataset!r} refuses it: {error}"
+        raise UserError(f"sources.{name}.args: config: {problem}; see that generator's own fields") from None

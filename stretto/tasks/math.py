@@ -45,9 +45,11 @@ class ArithmeticSource(TaskSource):
         draw = random.Random(f"arithmetic/{args.seed}/{item}")
         terms = [draw.randrange(10**args.digits) for _ in range(args.terms)]
         operators = [draw.choice(args.operators) for _ in terms[1:]]
-        question = " ".join([str(terms[0]), *(f"{op} {term}" for op, term in zip(operators, terms[1:], strict=True))])
+        question = " ".join(
+            [str(terms[0]), *(f"{op} {term}" for op, term in zip(operators, terms[1:], strict=True)), "="]
+        )
         gold = write_answer(str(_value(terms, operators)), args.format)
-        return Problem(item, ({"role": "user", "content": ask(f"{question} =", args.format)},), gold)
+        return Problem(item, ({"role": "user", "content": ask(question, args.format)},), gold)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)
@@ -131,13 +133,13 @@ def as_number(text: str) -> Fraction | None:
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
     """By the usual precedence."""
-    total, product, sign = 0, terms[0], 1
+    summands = [terms[0]]
     for operator, term in zip(operators, terms[1:], strict=True):
         if operator == "*":
-            product *= term
+            summands[-1] *= term
         else:
-            total, product, sign = total + sign * product, term, 1 if operator == "+" else -1
-    return total + sign * product
+            summands.append(term if operator == "+" else -term)
+    return sum(summands)
 
 
 def _split(record: dict[str, Any]) -> tuple[str, str]:

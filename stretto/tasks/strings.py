@@ -46,10 +46,5 @@ class StringsSource(TaskSource):
 
 
 def _apply(operation: Operation, digits: list[str]) -> list[str]:
-    match operation:
-        case "complement":
-            return [str(9 - int(digit)) for digit in digits]
-        case "sort":
-            return sorted(digits)
-        case "reverse":
-            return digits[::-1]
+    complement = [str(9 - int(digit)) for digit in digits]
+    return {"complement": complement, "sort": sorted(digits), "reverse": digits[::-1]}[operation]

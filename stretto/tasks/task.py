@@ -151,33 +151,27 @@ class TaskSource(ABC):
         """
         if self.at_once < 1:
             raise UserError(f"sources.{self.name}: at_once: {self.at_once} answers at once; make it 1 or more")
-        problems = [self.tried(item) for item in self._probes(num)]
+        if self.num_items == 0:
+            raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
+        if self.num_items is None:
+            items = [*range(num - 1), _FAR_ITEM]
+        else:
+            items = sorted({index * self.num_items // num for index in range(num)})
+        problems = [self.tried(item) for item in items]
         for problem in problems:
             own = self._scored(problem, problem.gold)
             if not own.ok:
-                why = f": {own.detail}" if own.detail else ""
-                raise self._bad(
-                    problem.item, f"its own gold answer {_short(problem.gold)} is refused ({own.outcome.value}{why})"
-                )
+                why = own.outcome.value + (f": {own.detail}" if own.detail else "")
+                raise self._bad(problem.item, f"its own gold answer {_short(problem.gold)} is refused ({why})")
             for wrong in ("", " \n", _GARBAGE):
                 score = self._scored(problem, wrong)
                 if score.ok or score.reward >= own.reward:
                     kind = "an empty answer" if not wrong.strip() else f"the answer {_short(wrong)}"
                     raise self._bad(problem.item, f"{kind} is accepted (reward {score.reward:g})")
-        self._check_others(problems)
-
-    def _check_others(self, problems: list[Problem]) -> None:
         others = [(a, b) for a, b in zip(problems, problems[1:] + problems[:1], strict=True) if a.gold != b.gold]
         if others and all([self._scored(problem, other.gold).ok for problem, other in others]):
             problem, other = others[0]
             raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
-
-    def _probes(self, num: int) -> list[int]:
-        if self.num_items is None:
-            return [*range(num - 1), _FAR_ITEM]
-        if self.num_items == 0:
-            raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
-        return sorted({index * self.num_items // num for index in range(num)})
 
     def tried(self, item: int) -> Problem:
         """The problem, looked at.
@@ -210,7 +204,7 @@ class TaskSource(ABC):
         except UserError:
             raise
         except Exception as error:
-            raise self._bad(item, f"{method}() raised {type(error).__name__}: {_line(error)}") from error
+            raise self._bad(item, f"{method}() raised {type(error).__name__}: {one_line(error)}") from error
 
     def _bad(self, item: int, problem: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")
@@ -233,11 +227,12 @@ def score_fault(score: Any) -> str | None:
 
 
 def _short(value: object) -> str:
-    text = _line(repr(value))
+    text = one_line(repr(value))
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _line(value: object) -> str:
+def one_line(value: object) -> str:
+    """Its text, on one line."""
     return " ".join(str(value).split())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -89,24 +88,19 @@ class VerifiersSource(TaskSource):
         nodes = [
             vf.MessageNode(
                 parent=index - 1 if index else None,
-                message=_message(message),
+                # As its message types want it: tool calls look different there, and there are none without tools.
+                message={"role": message["role"], "content": message["content"]},
                 sampled=index >= len(problem.messages) and message["role"] == "assistant",
             )
             for index, message in enumerate((*problem.messages, *turns))
         ]
         data = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=vf.AgentConfig())
-        return vf.Trace(
-            task=data, agent=agent, nodes=nodes, is_completed=True, ok=True, stop_condition="agent_completed"
-        )
+        ended = {"is_completed": True, "ok": True, "stop_condition": "agent_completed"}
+        return vf.Trace(task=data, agent=agent, nodes=nodes, **ended)
 
     def _refused(self, item: int, problem: str, remedy: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As its message types want it: tool calls look different there, and there are none without tools."""
-    return {"role": message["role"], "content": message["content"]}
 
 
 def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:
