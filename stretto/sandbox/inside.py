@@ -29,6 +29,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 from stretto.sandbox import walls
@@ -324,8 +325,9 @@ def _become_program(
         if not keeper.has_namespaces:
             walls.prctl("PDEATHSIG", signal.SIGKILL)  # cleared by a change of user, so it comes after
         os.chdir(work)
-        _, source, *contents = blobs
-        _write_files(job["files"], contents)
+        for name, content in zip(job["files"], blobs[2:], strict=True):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(content)
         _limit(job)
         walls.prctl("NO_NEW_PRIVS", 1)
         if not keeper.has_namespaces and walls.landlock_version():
@@ -341,7 +343,7 @@ def _become_program(
         os._exit(1)
     code = 1
     try:
-        code = run_source(source, work)
+        code = run_source(blobs[1], work)
     finally:
         os._exit(code)
 
@@ -350,15 +352,6 @@ def _set_user(program_id: int | None) -> None:
     if program_id is not None:
         os.setresgid(program_id, program_id, program_id)
         os.setresuid(program_id, program_id, program_id)
-
-
-def _write_files(names: Sequence[str], contents: Sequence[bytes]) -> None:
-    for name, content in zip(names, contents, strict=True):
-        folder = os.path.dirname(name)
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
 
 
 def _limit(job: Mapping[str, Any]) -> None:
@@ -395,7 +388,9 @@ def run_source(source: bytes, work: str) -> int:
     try:
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as exit:
-        code = _exit_code(exit)
+        code = exit.code & 0xFF if isinstance(exit.code, int) else int(exit.code is not None)
+        if not isinstance(exit.code, int | None):
+            print(exit.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
     except BaseException as error:
         code = 1
         trace = error.__traceback__
@@ -408,12 +403,3 @@ def run_source(source: bytes, work: str) -> int:
             if stream is not None and not stream.closed:
                 stream.flush()
     return code
-
-
-def _exit_code(exit: SystemExit) -> int:
-    if exit.code is None:
-        return 0
-    if isinstance(exit.code, int):
-        return exit.code & 0xFF
-    print(exit.code, file=sys.stderr)  # noqa: T201  # as the interpreter does
-    return 1

@@ -22,7 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -52,27 +52,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class NoIsolationError(Exception):
-    """A level that this machine does not give; the text is why."""
-
-
-class KeeperDiedError(Exception):
-    """The keeper is gone; the text is what it said last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What is to be run."""
-
-    source: bytes
-    """Python text; not used where ``argv`` is there."""
-    argv: Sequence[str] | None = None
-    stdin: bytes = b""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """By path in the work folder."""
-
-
-_PROBE = Program(b"print(6 * 7)")
+class KeeperError(Exception):
+    """A keeper that this machine does not give, or that is gone; the text is why."""
 
 
 class Sandbox:
@@ -122,7 +103,7 @@ class Sandbox:
         for level in sorted(Level, reverse=True) if wanted is None else [wanted]:
             try:
                 return self._start(level), tuple(missing)
-            except NoIsolationError as problem:
+            except KeeperError as problem:
                 missing.append(f"no {level.name.lower()}: {problem}")
         raise UserError(f"sandbox: isolation: {'; '.join(missing)}; allow user namespaces or install bubblewrap")
 
@@ -132,13 +113,13 @@ class Sandbox:
             _check_readable(self._room)
         keeper = Keeper(level, self._room, next(self._numbers))
         try:
-            finished = keeper.run(_PROBE, Limits(wall_s=30.0))
+            finished = keeper.run(b"print(6 * 7)", None, b"", {}, Limits(wall_s=30.0))
             if finished.stdout != b"42\n":
-                raise KeeperDiedError(finished.why or f"a program that prints 42 printed {finished.stdout[:80]!r}")
+                raise KeeperError(finished.why or f"a program that prints 42 printed {finished.stdout[:80]!r}")
             return keeper
-        except KeeperDiedError as error:
+        except KeeperError:
             keeper.close()
-            raise NoIsolationError(str(error)) from None
+            raise
 
     def run(
         self,
@@ -160,20 +141,16 @@ class Sandbox:
         for name in files or ():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
-                raise ValueError(
-                    f"sandbox: files: {name!r} does not lie in the work folder; use a relative path without '..'"
-                )
+                problem = f"{name!r} does not lie in the work folder"
+                raise ValueError(f"sandbox: files: {problem}; use a relative path without '..'")
         contents = {name: _bytes(content) for name, content in (files or {}).items()}
-        if isinstance(program, str | bytes):
-            job = Program(_bytes(program), None, _bytes(stdin), contents)
-        else:
-            job = Program(b"", program, _bytes(stdin), contents)
+        source, argv = (_bytes(program), None) if isinstance(program, str | bytes) else (b"", program)
         keeper = self._idle.get()
         try:
             if keeper is None:
                 keeper = self._start(self.isolation.level)
-            return keeper.run(job, limits or self.limits)
-        except (KeeperDiedError, NoIsolationError) as error:
+            return keeper.run(source, argv, _bytes(stdin), contents, limits or self.limits)
+        except KeeperError as error:
             if keeper is not None:
                 keeper.close()
                 keeper = None
@@ -216,12 +193,12 @@ class Keeper:
             number: of this keeper among those of this process; its programs' user id depends on it.
 
         Raises:
-            NoIsolationError: the machine does not give this level.
+            KeeperError: the machine does not give this level.
         """
         is_inside = level == Level.BUBBLEWRAP
         bwrap = shutil.which("bwrap") if is_inside else ""
         if bwrap is None:
-            raise NoIsolationError("bwrap is not installed")
+            raise KeeperError("bwrap is not installed")
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-sandbox-") if level == Level.LIMITS else None
         if self._folder is not None:
             os.chmod(self._folder.name, 0o711)  # programs of another user pass through, and list nothing
@@ -252,7 +229,7 @@ class Keeper:
         }
         try:
             self.isolation = Isolation(level, **self._introduce(plan))
-        except NoIsolationError:
+        except KeeperError:
             self.close()
             raise
         self.pid = self._process.pid
@@ -266,10 +243,10 @@ class Keeper:
         with contextlib.suppress(OSError):  # it died before it read, and its own words say why
             send(self._connection, plan)
             if not self._connection.poll(START_S):
-                raise NoIsolationError(f"not ready after {START_S:g} s")
+                raise KeeperError(f"not ready after {START_S:g} s")
             message = receive(self._connection)
         if message is None or "problem" in message[0]:
-            raise NoIsolationError(message[0]["problem"] if message else self._last_words())
+            raise KeeperError(message[0]["problem"] if message else self._last_words())
         return message[0]
 
     def _count_spare_tasks(self) -> int:
@@ -286,23 +263,22 @@ class Keeper:
                     total += len(os.listdir(folder / "task"))
         return total
 
-    def run(self, program: Program, limits: Limits) -> Finished:
-        """Run a program to its end.
+    def run(
+        self, source: bytes, argv: Sequence[str] | None, stdin: bytes, files: Mapping[str, bytes], limits: Limits
+    ) -> Finished:
+        """Run a program, Python text or else ``argv``, to its end.
 
         Raises:
-            KeeperDiedError: nothing is known of the program but that it does not run any more.
+            KeeperError: nothing is known of the program but that it does not run any more.
         """
-        job = asdict(limits) | {
-            "argv": program.argv,
-            "files": list(program.files),
-            "nproc": limits.processes + self._spare_tasks,
-        }
+        nproc = limits.processes + self._spare_tasks
+        job = asdict(limits) | {"argv": argv, "files": list(files), "nproc": nproc}
         start = time.monotonic()
         try:
-            send(self._connection, job, [program.stdin, program.source, *program.files.values()])
+            send(self._connection, job, [stdin, source, *files.values()])
             reply, (stdout, stderr) = self._await(start + limits.wall_s + LATE_S, limits)
         except OSError as error:
-            raise KeeperDiedError(f"{error.strerror}: {self._last_words()}") from None
+            raise KeeperError(f"{error.strerror}: {self._last_words()}") from None
         code = os.waitstatus_to_exitcode(reply["status"])
         outcome, why = _judge(reply, code, limits, stderr)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
@@ -312,14 +288,14 @@ class Keeper:
         was_stopped = False
         while not self._connection.poll(WATCH_S):
             if time.monotonic() > deadline:
-                raise KeeperDiedError(f"no answer {LATE_S:g} s after the program's time was up")
+                raise KeeperError(f"no answer {LATE_S:g} s after the program's time was up")
             if not was_stopped and (excess := self._find_excess(limits)):
                 outcome, why = excess
                 send(self._connection, {"outcome": outcome.value, "why": why})
                 was_stopped = True
         reply = receive(self._connection)
         if reply is None:
-            raise KeeperDiedError(self._last_words())
+            raise KeeperError(self._last_words())
         return reply
 
     def _find_excess(self, limits: Limits) -> tuple[Outcome, str] | None:
@@ -389,17 +365,12 @@ def _check_readable(room: walls.Room) -> None:
     Raises:
         UserError: it lies in a folder that is root's alone.
     """
-    if os.geteuid() != 0:
-        return
-    for path in map(Path, room.shown):
-        closed = [
-            each for each in (path, *path.parents) if not each.stat().st_mode & 0o005 & (5 if each == path else 1)
-        ]
-        if closed:
-            raise UserError(
-                f"{room.python}: sandbox: only root may read {closed[-1]}, and without namespaces programs run as another user; "
-                "use a Python that everyone can read, or run as a user"
-            )
+    for path in map(Path, room.shown if os.geteuid() == 0 else ()):
+        for each in (path, *path.parents):
+            if not each.stat().st_mode & (0o005 if each == path else 0o001):
+                problem = f"only root may read {each}, and without namespaces programs run as another user"
+                remedy = "use a Python that everyone can read, or run as a user"
+                raise UserError(f"{room.python}: sandbox: {problem}; {remedy}")
 
 
 # What a process's descendants use, read from /proc: the limits that the kernel does not keep for a whole tree.
