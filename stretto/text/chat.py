@@ -91,8 +91,7 @@ def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequ
     """
     if tokenizer.chat_template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
-    full = render(tokenizer.chat_template, messages, tools)
-    special = tokenizer.special_ids()
+    full, special = render(tokenizer.chat_template, messages, tools), tokenizer.special_ids()
     tokens: list[int] = []
     mask: list[bool] = []
     done = 0  # characters
@@ -104,9 +103,8 @@ def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequ
         prompt = render(tokenizer.chat_template, messages[:turn], tools, add_generation_prompt=True)
         through = render(tokenizer.chat_template, messages[: turn + 1], tools)
         if not (full.startswith(prompt) and full.startswith(through)) or len(prompt) > len(through):
-            raise UserError(
-                f"messages: message {turn}: the chat template rewrites earlier turns; split the conversation there"
-            )
+            problem = "the chat template rewrites earlier turns"
+            raise UserError(f"messages: message {turn}: {problem}; split the conversation there")
         context = tokenizer.encode_rendered(full[done : len(prompt)])
         answer = tokenizer.encode_rendered(full[len(prompt) : len(through)])
         num_written = max((end for end, token in enumerate(answer, start=1) if token in special), default=len(answer))

@@ -4,9 +4,8 @@ Two ways in. `Tokenizer.encode` takes text from the world: a document that happe
 like any other and decodes to itself. `Tokenizer.encode_rendered` takes text that a chat template rendered, where those
 spellings are the special tokens. Neither adds a token that is not in the text.
 
-A byte-level BPE encodes the words that its split pattern finds, each on its own, and text repeats its words. Splitting
-with the ``regex`` module and looking every word's ids up in a table is several times faster than the Rust pipeline,
-which merges most words again and tracks offsets nobody asked for. The ids must equal Rust's, always:
+The fast path of a byte-level BPE: text repeats its words, and each is encoded on its own. Splitting with the ``regex``
+module and looking every word's ids up in a table is several times faster than the Rust pipeline. The ids equal Rust's:
 
 - only pre-tokenizers in `_PATTERNS` qualify: `split_pattern` returns None for any other, and Rust encodes all;
 - the two regex engines carry different Unicode versions, so a text with a character outside `SETTLED_RANGES` (blocks
@@ -31,9 +30,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json, write_text
 
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Tried in this order where a bare tokenizer.json does not say which token ends a document."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -78,10 +75,9 @@ class Tokenizer:
         # Whether spellings of special tokens are parsed is a switch on the Rust object, so there is one object for each.
         self.rust.encode_special_tokens = True
         pattern = split_pattern(self.rust)
-        object.__setattr__(self, "vocab_size", max(self.rust.get_vocab().values()) + 1)
-        object.__setattr__(self, "eos_id", eos_id)
-        object.__setattr__(self, "_parsing", parsing)
-        object.__setattr__(self, "_words", WordEncoder(self.rust, pattern) if pattern else None)
+        words = WordEncoder(self.rust, pattern) if pattern else None
+        vocab_size = max(self.rust.get_vocab().values()) + 1
+        self.__dict__.update(vocab_size=vocab_size, eos_id=eos_id, _parsing=parsing, _words=words)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokenizer, (self.rust, self.eos_token, self.chat_template, dict(self.config))
@@ -146,8 +142,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     Raises:
         UserError: nothing there, not a fast tokenizer, or no token that ends a document.
     """
-    path = Path(path)
-    source = path / "tokenizer.json" if path.is_dir() else path
+    source = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not source.is_file():
         raise UserError(f"{source}: no such file; give a tokenizer.json or the folder of a transformers fast tokenizer")
     try:
@@ -174,7 +169,6 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | None = None) -> Tokenizer:
     """Train a byte-level BPE: all 256 bytes are tokens, so every text round-trips. The same texts give the same ids.
-
     Words are split as GPT-2 does, which every engine that reads our checkpoints knows by name.
 
     Args:
