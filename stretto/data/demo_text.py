@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -45,7 +44,10 @@ def demo_documents(max_code_chars: int = 8_000_000, max_exercise_chars: int = 3_
         max_code_chars: characters of library source; whole files are taken until the next would go over.
         max_exercise_chars: characters of generated questions and answers, shared evenly by the generators.
     """
-    return chain(_code(max_code_chars), _docs(), _exercises(max_exercise_chars))
+    yield from _code(max_code_chars)
+    for name in sorted(topics):  # chapters of the language reference that ``help()`` shows
+        yield Document(topics[name].strip() + "\n", "docs")
+    yield from _exercises(max_exercise_chars)
 
 
 def _code(max_chars: int) -> Iterator[Document]:
@@ -63,12 +65,6 @@ def _code(max_chars: int) -> Iterator[Document]:
         if num_chars > max_chars:
             return
         yield Document(text, "code")
-
-
-def _docs() -> Iterator[Document]:
-    """Chapters of the language reference that ``help()`` shows."""
-    for name in sorted(topics):
-        yield Document(topics[name].strip() + "\n", "docs")
 
 
 def _exercises(max_chars: int) -> Iterator[Document]:

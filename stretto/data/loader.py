@@ -179,13 +179,11 @@ class RowStream:
         num_tokens, end, size = 0, self._first, self.data.num_documents
         while num_tokens < self._window_tokens and end < size:
             block = permute(np.arange(end, min(end + _LOOK_AHEAD, size)), size, order_key)
-            for document, length in zip(block.tolist(), self.data.lengths(block).tolist(), strict=True):
-                chosen.append(document)
-                lengths.append(length)
-                num_tokens += length
-                end += 1
-                if num_tokens >= self._window_tokens:
-                    break
+            sizes = self.data.lengths(block)
+            num_taken = int(np.searchsorted(num_tokens + np.cumsum(sizes), self._window_tokens)) + 1
+            chosen += block[:num_taken].tolist()
+            lengths += sizes[:num_taken].tolist()
+            num_tokens, end = sum(lengths), self._first + len(chosen)
         rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
         row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
         self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
@@ -232,11 +230,6 @@ class Loader:
         rows = [self._streams[part].next() for part in parts_B]
         self._position += self._rows
         return _batch(rows, parts_B, self._datasets, self._seq_len, self._mine)
-
-    @property
-    def epochs(self) -> list[int]:
-        """Epoch of each part, counted from 0."""
-        return [stream.epoch for stream in self._streams]
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, as plain JSON; the same on every rank."""

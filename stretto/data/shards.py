@@ -17,13 +17,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -98,8 +99,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        problem = "no such file; the folder is not token data, or its writing was interrupted"
-        raise UserError(f"{path}: {problem}: tokenise again")
+        remedy = "the folder is not token data, or its writing was interrupted: tokenise again"
+        raise UserError(f"{path}: no such file; {remedy}")
     return validate(Manifest, read_json(path), str(path))
 
 
@@ -107,11 +108,9 @@ class TokenSet:
     """One split of a data folder, memory-mapped: documents by number, in the order of the sources."""
 
     def __init__(self, folder: Path | str, split: str = "train", verify: bool = False) -> None:
-        """Open a split.
-
+        """
         Args:
             folder: a data folder.
-            split: its name.
             verify: also read every byte and compare the hashes.
 
         Raises:
@@ -128,10 +127,8 @@ class TokenSet:
             if damage := _damage(folder, shard, settings, verify):
                 raise UserError(damage)
         self._tokens = [np.memmap(folder / f"{shard.name}{_TOKENS}", settings.token_dtype, "r") for shard in shards]
-        self._index = [
-            np.memmap(folder / f"{shard.name}{_INDEX}", _INDEX_DTYPE, "r").reshape(-1, _INDEX_FIELDS)
-            for shard in shards
-        ]
+        indexes = [np.memmap(folder / f"{shard.name}{_INDEX}", _INDEX_DTYPE, "r") for shard in shards]
+        self._index = [index.reshape(-1, _INDEX_FIELDS) for index in indexes]
         self._first = np.cumsum([0, *(shard.num_documents for shard in shards)])
         self.num_documents = int(self._first[-1])
         self.num_tokens = sum(shard.num_tokens for shard in shards)
@@ -195,12 +192,9 @@ class Encoder(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
     @property
     def eos_id(self) -> int: ...
-
     def fingerprint(self) -> str: ...
-
     def encode_batch(self, texts: Sequence[str], /) -> list[list[int]]: ...
 
 
@@ -273,27 +267,25 @@ def tokenise(
 def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
     """Records of the shards that an earlier call finished in ``out_dir``, which is marked unfinished again."""
     progress = out_dir / _PROGRESS
+    old = settings
+    finished: tuple[Shard, ...] = ()
     if (out_dir / MANIFEST).exists():
         manifest = read_manifest(out_dir)
-        _require_same(out_dir, manifest.settings, settings)
-        for shard in (shard for split in manifest.splits.values() for shard in split):
-            write_json(progress / f"{shard.name}.json", shard.model_dump())
+        old, finished = manifest.settings, tuple(chain.from_iterable(manifest.splits.values()))
     elif (progress / "settings.json").exists():
-        path = progress / "settings.json"
-        _require_same(out_dir, validate(Settings, read_json(path), str(path)), settings)
+        old = validate(Settings, read_json(progress / "settings.json"), str(progress / "settings.json"))
     elif out_dir.exists() and any(path.name != TOKENIZER for path in out_dir.iterdir()):
         raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
+    for name in Settings.model_fields:
+        was, now = getattr(old, name), getattr(settings, name)
+        if was != now:
+            raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
+    for shard in finished:
+        write_json(progress / f"{shard.name}.json", shard.model_dump())
     write_json(progress / "settings.json", settings.model_dump())
     (out_dir / MANIFEST).unlink(missing_ok=True)
     records = [path for path in progress.glob("*-*.json") if not path.name.startswith(".")]
     return {path.stem: validate(Shard, read_json(path), str(path)) for path in records}
-
-
-def _require_same(out_dir: Path, old: Settings, new: Settings) -> None:
-    for name in Settings.model_fields:
-        was, now = getattr(old, name), getattr(new, name)
-        if was != now:
-            raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
 
 
 @dataclass(slots=True)
@@ -311,7 +303,7 @@ def _units(
     sources: Mapping[str, Iterable[Document]], val_fraction: float, shard_bytes: int, domains: dict[str, int]
 ) -> Iterator[_Unit]:
     """Cut the documents into units; number the domains by first appearance."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     open_units: dict[str, _Unit] = {}
     for source_split, documents in sources.items():
         for document in documents:
@@ -322,7 +314,7 @@ def _units(
             is_val = source_split == "train" and int.from_bytes(digest[:8], "little") < val_fraction * 2**64
             split = "val" if is_val else source_split
             if split not in open_units:
-                open_units[split] = _Unit(f"{split}-{counts.setdefault(split, 0):05d}")
+                open_units[split] = _Unit(f"{split}-{counts[split]:05d}")
                 counts[split] += 1
             unit = open_units[split]
             domain = domains.setdefault(document.domain, len(domains))
@@ -342,8 +334,9 @@ def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) 
     ends: list[int] = []
     num_tokens = 0
     with replacing(out_dir / f"{unit.name}{_TOKENS}") as temporary, temporary.open("wb") as handle:
-        for batch in _batches(unit.texts):
-            for ids in tokenizer.encode_batch(batch):
+        sized = zip(unit.texts, accumulate(map(len, unit.texts)), strict=True)
+        for _, batch in groupby(sized, key=lambda each: each[1] // _BATCH_CHARS):
+            for ids in tokenizer.encode_batch([text for text, _ in batch]):
                 ids.append(tokenizer.eos_id)
                 block = np.array(ids, dtype).tobytes()
                 digest.update(block)
@@ -364,19 +357,6 @@ def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) 
     )
 
 
-def _batches(texts: list[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_chars = 0
-    for text in texts:
-        batch.append(text)
-        num_chars += len(text)
-        if num_chars >= _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
-
-
 def _finish(
     out_dir: Path, settings: Settings, shards: list[Shard], domains: tuple[str, ...], wanted: tuple[str, ...]
 ) -> Manifest:
@@ -389,9 +369,8 @@ def _finish(
         if split not in splits:
             raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower val_fraction")
     num_documents = sum(shard.num_documents for shard in shards)
-    if settings.val_fraction and "val" not in splits:
-        share = f"{settings.val_fraction} of {num_documents} documents"
-        raise UserError(f"val_fraction: {share} leaves val empty; raise it")
+    if (share := settings.val_fraction) and "val" not in splits:
+        raise UserError(f"val_fraction: {share} of {num_documents} documents leaves val empty; raise it")
     hashes = {split: [shard.sha256 for shard in held] for split, held in splits.items()}
     described = json.dumps([settings.model_dump(), domains, hashes], sort_keys=True)
     manifest = Manifest(
@@ -419,13 +398,9 @@ Result = TypeVar("Result")
 def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Unit]) -> Generator[Result, None, None]:
     """``work`` of each unit, in the order of the units; with one process, it is done in the caller's.
 
-    Not more than two units a process are under way, so that memory stays bounded. What ``work`` raises is raised here;
-    where that, an interrupt or ``close`` ends it early, the units in hand are finished and their results dropped.
-
-    Args:
-        processes: workers at most; they start as units come.
-        work: picklable; keeps what state it likes, once for each worker.
-        units: picklable; results should be small.
+    Both are pickled, ``work`` once for each worker; results should be small. Not more than two units a process are under
+    way, so that memory stays bounded. What ``work`` raises is raised here; where that, an interrupt or ``close`` ends it
+    early, the units in hand are finished and their results dropped.
 
     Raises:
         RuntimeError: a worker process died.
@@ -444,9 +419,8 @@ def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Uni
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise RuntimeError(
-            "a worker process died, perhaps for lack of memory; start again to go on where it was, with fewer processes"
-        ) from None
+        remedy = "start again to go on where it was, with fewer processes"
+        raise RuntimeError(f"a worker process died, perhaps for lack of memory; {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

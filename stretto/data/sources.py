@@ -72,9 +72,8 @@ def find_splits(path: Path | str) -> dict[str, list[Path]]:
         raise UserError(f"{path}: holds no file that can be read; known are {known}")
     splits: dict[str, list[Path]] = {}
     for file in chosen:
-        word = re.match(r"[a-z]+", file.name.lower())
-        split = _SPLITS.get(word.group() if word else "", "")
-        splits.setdefault(split, []).append(file)
+        word = re.split("[^a-z]", file.name.lower())[0]
+        splits.setdefault(_SPLITS.get(word, ""), []).append(file)
     if "" in splits:  # files without a split's name are training text
         splits["train"] = sorted(splits.pop("") + splits.get("train", []))
     return splits

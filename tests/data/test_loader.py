@@ -42,7 +42,7 @@ def test_an_epoch_gives_every_token_once(make_set: Make) -> None:
     for epoch in range(2):
         seen: Counter[int] = Counter()
         order = []
-        while loader.epochs == [epoch - 1] or not loader._streams[0].at_epoch_end:
+        while loader._streams[0].epoch == epoch - 1 or not loader._streams[0].at_epoch_end:
             batch = loader.next()
             seen.update(batch.tokens_BT[batch.documents_BT != PADDING].tolist())
             order.append(batch.tokens_BT.tobytes())
