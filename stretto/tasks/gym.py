@@ -1,6 +1,6 @@
 """Any generator of the reasoning-gym package.
 
-The prompt is the generator's question, then the line of the answer format (`stretto.tasks.answers`); the default format
+The prompt is the generator's question, then the line of the answer format (`stretto.tasks.task`); the default format
 is ``plain``: question in, bare answer out, what a small network with no habit of talking can do. Chat models: ``tags``.
 """
 
@@ -14,8 +14,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, ask, find_answer, write_answer
 
 _SEED_STRIDE = 1 << 24
 """Generators seed item i with seed + i: neighbouring seeds share all problems but one. Ours are this far apart, and

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.tasks.answers import find_answer
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, find_answer
 
 Operation = Literal["complement", "sort", "reverse"]
 
@@ -26,7 +25,7 @@ class StringsArgs(Config):
 
 
 class StringsSource(TaskSource):
-    """Prompt ``sort 5 3 1:``, answer ``1 3 5``, format ``plain`` (`stretto.tasks.answers`)."""
+    """Prompt ``sort 5 3 1:``, answer ``1 3 5``, format ``plain`` (`stretto.tasks.task`)."""
 
     args_kind = StringsArgs
     args: StringsArgs

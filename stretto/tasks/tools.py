@@ -18,9 +18,8 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import PythonTool, TableTool, calculate
-from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
 from stretto.tasks.math import as_number
-from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, ask, find_answer, write_answer
 
 ToolKind = Literal["calculator", "python", "database"]
 _FIELDS: Mapping[ToolKind, str] = {"calculator": "expression", "python": "code", "database": "query"}

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
-from stretto.tasks.checker import Checker
-from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, MathArgs, MathSource, as_number
+from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, Checker, MathArgs, MathSource, as_number
 from stretto.tasks.task import Answer
 
 RECORDS = [
