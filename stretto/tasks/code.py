@@ -94,7 +94,7 @@ class CodeSource(TaskSource):
         shown = "\n".join(tests)
         question = f"{record['text']}\nYour code must pass these tests:\n```python\n{shown}\n```"
         gold = "```python\n{}\n```".format(record["code"].replace("\r\n", "\n").strip())
-        return Problem(item, ({"role": "user", "content": question},), gold, {"tests": list(tests), "setup": setup})
+        return Problem.of(item, question, gold, "plain", tests=list(tests), setup=setup)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         code, is_marked = find_code(answer.text)

@@ -14,7 +14,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, ask, find_answer, write_answer
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, find_answer
 
 _SEED_STRIDE = 1 << 24
 """Generators seed item i with seed + i: neighbouring seeds share all problems but one. Ours are this far apart, and
@@ -59,8 +59,7 @@ class GymSource(TaskSource):
         if not isinstance(entry["answer"], str) or not entry["answer"].strip():
             problem = f"{self.args.dataset!r} gives item {item} no answer that can be written down"
             raise UserError(f"sources.{self.name}.args: dataset: {problem}; choose another, or another config")
-        question = ask(entry["question"], self.args.format)
-        return Problem(item, ({"role": "user", "content": question},), write_answer(entry["answer"], self.args.format))
+        return Problem.of(item, entry["question"], entry["answer"], self.args.format)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)

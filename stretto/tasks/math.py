@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,18 +32,7 @@ import stretto
 from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.task import (
-    Answer,
-    AnswerFormat,
-    Problem,
-    Range,
-    Score,
-    TaskSource,
-    ask,
-    find_answer,
-    read_records,
-    write_answer,
-)
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
@@ -79,11 +68,8 @@ class ArithmeticSource(TaskSource):
         draw = random.Random(f"arithmetic/{args.seed}/{item}")
         terms = [draw.randrange(10**args.digits) for _ in range(args.terms)]
         operators = [draw.choice(args.operators) for _ in terms[1:]]
-        question = " ".join(
-            [str(terms[0]), *(f"{op} {term}" for op, term in zip(operators, terms[1:], strict=True)), "="]
-        )
-        gold = write_answer(str(_value(terms, operators)), args.format)
-        return Problem(item, ({"role": "user", "content": ask(question, args.format)},), gold)
+        rest = "".join(f" {operator} {term}" for operator, term in zip(operators, terms[1:], strict=True))
+        return Problem.of(item, f"{terms[0]}{rest} =", str(_value(terms, operators)), args.format)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)
@@ -126,11 +112,9 @@ class MathSource(TaskSource):
     def problem(self, item: int) -> Problem:
         record = self._records[item]
         solution, answer = _split(record)
-        question = ask(record.get("question") or record["problem"], self.args.format)
-        gold = write_answer(answer, self.args.format)
-        if self.args.worked and solution:
-            gold = f"{solution}\n{gold}"
-        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": answer})
+        question = record.get("question") or record["problem"]
+        problem = Problem.of(item, question, answer, self.args.format, answer=answer)
+        return replace(problem, gold=f"{solution}\n{problem.gold}") if self.args.worked and solution else problem
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)

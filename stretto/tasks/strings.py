@@ -34,7 +34,7 @@ class StringsSource(TaskSource):
         args = self.args
         digits = random.Random(f"strings/{args.operation}/{args.seed}/{item}").choices("0123456789", k=args.length)
         prompt = f"{args.operation} {' '.join(digits)}:"
-        return Problem(item, ({"role": "user", "content": prompt},), " ".join(_apply(args.operation, digits)))
+        return Problem.of(item, prompt, " ".join(_apply(args.operation, digits)), "plain")
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         # Spaces are a matter of the tokenizer; digits are the answer.

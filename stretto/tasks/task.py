@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -39,6 +39,11 @@ class Problem:
     """The last turn of a right answer as the model should write it, marks included: what SFT trains on."""
     payload: Mapping[str, Any] = field(default_factory=dict)
     """What `TaskSource.score` needs besides; plain JSON values."""
+
+    @classmethod
+    def of(cls, item: int, question: str, answer: str, form: AnswerFormat, /, **payload: Any) -> Self:
+        """One question, and its answer in the format that it asks for."""
+        return cls(item, ({"role": "user", "content": ask(question, form)},), write_answer(answer, form), payload)
 
 
 @dataclass(frozen=True, slots=True)

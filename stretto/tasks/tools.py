@@ -19,7 +19,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import PythonTool, TableTool, calculate
 from stretto.tasks.math import as_number
-from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, ask, find_answer, write_answer
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
 
 ToolKind = Literal["calculator", "python", "database"]
 _FIELDS: Mapping[ToolKind, str] = {"calculator": "expression", "python": "code", "database": "query"}
@@ -68,9 +68,7 @@ class ToolsSource(TaskSource):
 
     def problem(self, item: int) -> Problem:
         task = self._task(item)
-        question = ask(task.question, self.args.format)
-        gold = write_answer(task.answer, self.args.format)
-        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": task.answer})
+        return Problem.of(item, task.question, task.answer, self.args.format, answer=task.answer)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         found = find_answer(answer.text, self.args.format)
