@@ -202,8 +202,7 @@ class Loader:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """Make a loader.
-
+        """
         Args:
             datasets: the parts of the mixture.
             weights: share of the rows that each part gives, relative to the others.
@@ -271,8 +270,7 @@ def eval_batches(
         seq_len: positions of a row.
         num_batches: at most so many; None takes the whole epoch.
         seed: chooses the documents where not all are taken.
-        rank: which share of the rows is read here.
-        world: number of ranks.
+        rank, world: as of `Loader`.
 
     Raises:
         UserError: ``rows`` that the ranks cannot share evenly.

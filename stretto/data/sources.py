@@ -13,7 +13,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,19 +237,13 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{file}: cannot be read: {_short(error)}; {remedy}") from None
 
 
-def _open(file: Path) -> io.BufferedIOBase:
-    match file.suffix.lower():
-        case ".gz":
-            return gzip.open(file)
-        case ".xz":
-            return lzma.open(file)
-        case ".bz2":
-            return bz2.open(file)
-        case ".zst":
-            import pyarrow  # slow to import; zstandard's own reader takes a truncated file for a whole one
+def _open(file: Path) -> Any:
+    if file.suffix.lower() == ".zst":
+        import pyarrow  # slow to import; zstandard's own reader takes a truncated file for a whole one
 
-            return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), 1 << 18)
-    return file.open("rb")
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), 1 << 18)
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+    return openers.get(file.suffix.lower(), open)(file, "rb")
 
 
 def _short(error: BaseException) -> str:

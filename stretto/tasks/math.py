@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -129,9 +129,7 @@ class MathSource(TaskSource):
             return Score.of(value == gold_value, parts)
         # An unmarked answer is a line of prose, in which math-verify looks for a formula; a marked one is the formula.
         checked = self._checker.same(f"${gold}$", f"${found.text}$" if found.is_marked else found.text)
-        if checked.outcome is not Outcome.OK:
-            return Score(0.0, checked.outcome, parts, checked.why)
-        return Score.of(checked.is_same, parts)
+        return replace(checked, parts=parts)
 
     def close(self) -> None:
         self._checker.close()
@@ -168,16 +166,6 @@ def _split(record: dict[str, Any]) -> tuple[str, str]:
     return str(record.get("solution", "")), answer.strip()
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Written by `Checker`."""
-
-    is_same: bool
-    outcome: Outcome
-    """OK: ``is_same`` says it. TIMEOUT or CRASH: the answer brought the comparison down."""
-    why: str = ""
-
-
 class Checker:
     """A process that compares formulas, started at the first question and again after one that brought it down."""
 
@@ -190,14 +178,17 @@ class Checker:
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock = threading.Lock()
 
-    def same(self, gold: str, answer: str) -> Checked:
+    def same(self, gold: str, answer: str) -> Score:
         """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose.
+
+        Returns:
+            TIMEOUT or CRASH where the answer brought the comparison down.
 
         Raises:
             RuntimeError: the process does not start or sleeps, which is no answer's fault.
         """
         if len(answer) > _MAX_CHARS:
-            return Checked(False, Outcome.OK, f"an answer of {len(answer)} characters")
+            return Score.of(False, detail=f"an answer of {len(answer)} characters")
         with self._lock:
             process, connection = self._running = self._running or _start()
             try:
@@ -208,15 +199,16 @@ class Checker:
             is_silent = not connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s)
             try:
                 if not is_silent:
-                    return Checked(bool(json.loads(connection.recv_bytes())), Outcome.OK)
+                    return Score.of(json.loads(connection.recv_bytes()))
             except (EOFError, OSError):
                 process.wait(_PATIENCE_S)  # its own end, not ours
             self._end()
         if is_silent:
             raise RuntimeError("math-verify's process neither answered nor used up its processor time")
         if process.returncode == -signal.SIGPROF:
-            return Checked(False, Outcome.TIMEOUT, f"comparing it took more than {self._limit_s:g} processor seconds")
-        return Checked(False, Outcome.CRASH, "comparing it ended the process that did")
+            why = f"comparing it took more than {self._limit_s:g} processor seconds"
+            return Score(0.0, Outcome.TIMEOUT, detail=why)
+        return Score(0.0, Outcome.CRASH, detail="comparing it ended the process that did")
 
     def close(self) -> None:
         with self._lock:

@@ -129,14 +129,12 @@ class _Generation(Extension):
 def _compile(template: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
+    # As transformers does it: Jinja's own filter would escape HTML.
+    environment.filters["tojson"] = lambda value, indent=None, ensure_ascii=False: json.dumps(
+        value, indent=indent, ensure_ascii=ensure_ascii
+    )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
     return environment.from_string(template)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """As transformers does it: Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -128,8 +128,7 @@ class Tokenizer:
         with replacing(folder / "tokenizer.json") as temporary:
             self.rust.save(str(temporary))
         write_json(folder / "tokenizer_config.json", dict(self.config))
-        named = {name: self.config[name] for name in _NAMED_TOKENS if self.config.get(name)}
-        write_json(folder / "special_tokens_map.json", named)
+        write_json(folder / "special_tokens_map.json", {n: self.config[n] for n in _NAMED_TOKENS if self.config.get(n)})
         if self.chat_template:
             write_text(folder / "chat_template.jinja", self.chat_template)
 
