@@ -242,15 +242,12 @@ def tokenise(
     domains: dict[str, int] = {}
     shards: list[Shard] = []
 
-    def collect(shard: Shard) -> None:
-        shards.append(shard)
-        advance(shard.num_bytes)
-
     def missing() -> Iterator[_Unit]:
         for unit in _units(sources, val_fraction, shard_bytes, domains):
             known = done.get(unit.name)
             if known and known.text_hash == unit.text_hash and _damage(out_dir, known, settings) is None:
-                collect(known)
+                shards.append(known)
+                advance(known.num_bytes)
             else:
                 yield unit
 
@@ -260,7 +257,8 @@ def tokenise(
     with closing(in_order(processes, work, missing())) as encoded:
         for shard in encoded:
             write_json(out_dir / _PROGRESS / f"{shard.name}.json", shard.model_dump())
-            collect(shard)
+            shards.append(shard)
+            advance(shard.num_bytes)
     return _finish(out_dir, settings, shards, tuple(domains), tuple(sources))
 
 

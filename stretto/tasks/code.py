@@ -24,7 +24,7 @@ from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_r
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """Enough to try a run with nothing downloaded."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
-_MARK = "\x1evalue "
+_VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
 # Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
 # written as the plain type that they are equal to.
 _HARNESS = """
@@ -105,7 +105,8 @@ class CodeSource(TaskSource):
         done = self._programs.run(_program(code, problem.payload["setup"], tests))
         if done.outcome is Outcome.INFRA:
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
-        values = _values(done.stdout, len(tests))
+        written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # of a test written twice, the last
+        values = [written.get(str(number)) for number in range(len(tests))]
         num_passed = sum(_equals(value, test.expected) for value, test in zip(values, tests, strict=True))
         parts["passed"] = num_passed / len(tests)
         if num_passed == len(tests):
@@ -148,16 +149,6 @@ def _take_apart(assertion: str) -> Check:
 def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
     shows = [f"_stretto_show({number}, lambda: ({test.call}))" for number, test in enumerate(tests)]
     return "\n".join([code, setup, _HARNESS, *shows, ""])
-
-
-def _values(stdout: bytes, num: int) -> list[str | None]:
-    """What the program wrote for each test; None: nothing."""
-    values: list[str | None] = [None] * num
-    for line in stdout.decode("utf-8", "replace").split("\n"):
-        number, _, value = line.removeprefix(_MARK).partition(" ")
-        if line.startswith(_MARK) and number.isdecimal() and int(number) < num:
-            values[int(number)] = value
-    return values
 
 
 def _equals(written: str | None, expected: Any) -> bool:

@@ -46,7 +46,21 @@ class GymSource(TaskSource):
 
     def __init__(self, name: str, args: GymArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._dataset = _open(name, args)
+        import reasoning_gym  # takes seconds
+
+        where, known = f"sources.{name}.args", reasoning_gym.factory.DATASETS
+        if args.dataset not in known:
+            near = nearest(args.dataset, known)
+            raise UserError(f"{where}: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
+        if reserved := {"seed", "size"} & set(args.config):
+            raise UserError(f"{where}: config.{min(reserved)}: it has a field of its own; set it beside config")
+        size = {} if args.size is None else {"size": args.size}
+        seed = (args.seed + 1) * _SEED_STRIDE
+        try:
+            self._dataset = reasoning_gym.create_dataset(args.dataset, seed=seed, **size, **args.config)
+        except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
+            problem = f"{args.dataset!r} refuses it: {error}"
+            raise UserError(f"{where}: config: {problem}; see that generator's own fields") from None
 
     @property
     def num_items(self) -> int | None:
@@ -79,20 +93,3 @@ class GymSource(TaskSource):
         except IndexError:
             problem = f"{self.args.dataset!r} draws from a list that has no item {item}"
             raise UserError(f"sources.{self.name}.args: size: {problem}; set size to what it has") from None
-
-
-def _open(name: str, args: GymArgs) -> Any:
-    import reasoning_gym  # takes seconds
-
-    known = reasoning_gym.factory.DATASETS
-    if args.dataset not in known:
-        near = nearest(args.dataset, known)
-        raise UserError(f"sources.{name}.args: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
-    if reserved := {"seed", "size"} & set(args.config):
-        raise UserError(f"sources.{name}.args: config.{min(reserved)}: it has a field of its own; set it beside config")
-    size = {} if args.size is None else {"size": args.size}
-    try:
-        return reasoning_gym.create_dataset(args.dataset, seed=(args.seed + 1) * _SEED_STRIDE, **size, **args.config)
-    except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
-        problem = f"{args.dataset!r} refuses it: {error}"
-        raise UserError(f"sources.{name}.args: config: {problem}; see that generator's own fields") from None

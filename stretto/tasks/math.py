@@ -24,7 +24,7 @@ from dataclasses import replace
 from fractions import Fraction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -111,7 +111,8 @@ class MathSource(TaskSource):
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]
-        solution, answer = _split(record)
+        solution, mark, answer = map(str.strip, str(record["answer"]).rpartition("####"))
+        solution = _WORKINGS.sub("", solution).strip() if mark else str(record.get("solution", ""))
         question = record.get("question") or record["problem"]
         problem = Problem.of(item, question, answer, self.args.format, answer=answer)
         return replace(problem, gold=f"{solution}\n{problem.gold}") if self.args.worked and solution else problem
@@ -156,14 +157,6 @@ def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
         else:
             summands.append(term if operator == "+" else -term)
     return sum(summands)
-
-
-def _split(record: dict[str, Any]) -> tuple[str, str]:
-    """Worked solution (may be empty) and answer."""
-    solution, mark, answer = str(record["answer"]).rpartition("####")
-    if mark:
-        return _WORKINGS.sub("", solution).strip(), answer.strip()
-    return str(record.get("solution", "")), answer.strip()
 
 
 class Checker:

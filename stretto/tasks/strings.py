@@ -33,8 +33,10 @@ class StringsSource(TaskSource):
     def problem(self, item: int) -> Problem:
         args = self.args
         digits = random.Random(f"strings/{args.operation}/{args.seed}/{item}").choices("0123456789", k=args.length)
-        prompt = f"{args.operation} {' '.join(digits)}:"
-        return Problem.of(item, prompt, " ".join(_apply(args.operation, digits)), "plain")
+        complement = [str(9 - int(digit)) for digit in digits]
+        answers = {"complement": complement, "sort": sorted(digits), "reverse": digits[::-1]}
+        question = f"{args.operation} {' '.join(digits)}:"
+        return Problem.of(item, question, " ".join(answers[args.operation]), "plain")
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         # Spaces are a matter of the tokenizer; digits are the answer.
@@ -42,8 +44,3 @@ class StringsSource(TaskSource):
         share = sum(map(str.__eq__, written, gold)) / max(len(written), len(gold))
         score = Score.of(written == gold, {"places": share})
         return Score(share, score.outcome, score.parts) if self.args.graded else score
-
-
-def _apply(operation: Operation, digits: list[str]) -> list[str]:
-    complement = [str(9 - int(digit)) for digit in digits]
-    return {"complement": complement, "sort": sorted(digits), "reverse": digits[::-1]}[operation]

@@ -337,7 +337,6 @@ def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> li
             if not isinstance(record, dict) or not any(name in record for name in names):
                 raise UserError(f"{path}: line {number}: no field {' or '.join(names)}; give one")
         records.append(record)
-    stop = None if part.limit is None else part.first + part.limit
-    if not records[part.first : stop]:
+    if len(records) <= part.first:
         raise UserError(f"{path}: first: no records from {part.first} on, of {len(records)}; lower it")
-    return records[part.first : stop]
+    return records[part.first :][: part.limit]

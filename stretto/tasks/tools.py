@@ -121,7 +121,11 @@ class ToolsSource(TaskSource):
                 run = PythonTool(self.sandbox)
                 text, what = "Runs a Python program and gives what it prints.", "the whole program"
             case "database":
-                run = TableTool(_script(self._cities))
+                rows = ", ".join(
+                    f"('{name}', '{country}', {people}, {area})" for name, country, people, area in self._cities
+                )
+                table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
+                run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
                 text, what = "Reads the table cities(name, country, population, area) with SQL.", "one SELECT"
         field = _FIELDS[kind]
         fields = {field: {"type": "string", "description": what}}
@@ -180,12 +184,4 @@ def _cities(rows: int, seed: int) -> tuple[_City, ...]:
     return tuple(
         _City(name, draw.choice(_COUNTRIES), 1000 * people + draw.randrange(1000), draw.randrange(10, 500))
         for name, people in zip(names, populations, strict=True)
-    )
-
-
-def _script(cities: tuple[_City, ...]) -> str:
-    rows = ", ".join(f"('{city.name}', '{city.country}', {city.population}, {city.area})" for city in cities)
-    return (
-        "CREATE TABLE cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER); "
-        f"INSERT INTO cities VALUES {rows};"
     )

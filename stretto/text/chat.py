@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.base.errors import UserError
@@ -120,7 +118,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[Node]:
+    def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
