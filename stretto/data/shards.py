@@ -329,8 +329,7 @@ def _units(
 def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) -> Shard:
     """Write a unit's two files."""
     digest, dtype = hashlib.sha256(), settings.token_dtype
-    ends: list[int] = []
-    num_tokens = 0
+    lengths: list[int] = []
     with replacing(out_dir / f"{unit.name}{_TOKENS}") as temporary, temporary.open("wb") as handle:
         sized = zip(unit.texts, accumulate(map(len, unit.texts)), strict=True)
         for _, batch in groupby(sized, key=lambda each: each[1] // _BATCH_CHARS):
@@ -339,9 +338,9 @@ def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) 
                 block = np.array(ids, dtype).tobytes()
                 digest.update(block)
                 handle.write(block)
-                num_tokens += len(ids)
-                ends.append(num_tokens)
-    index = np.stack([np.array(ends, _INDEX_DTYPE), np.array(unit.domains, _INDEX_DTYPE)], axis=1).tobytes()
+                lengths.append(len(ids))
+    columns = np.cumsum(lengths, dtype=_INDEX_DTYPE), np.array(unit.domains, _INDEX_DTYPE)
+    index = np.stack(columns, axis=1).tobytes()
     digest.update(index)
     with replacing(out_dir / f"{unit.name}{_INDEX}") as temporary:
         temporary.write_bytes(index)
@@ -349,8 +348,8 @@ def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) 
         name=unit.name,
         text_hash=unit.text_hash,
         sha256=digest.hexdigest(),
-        num_tokens=num_tokens,
-        num_documents=len(ends),
+        num_tokens=sum(lengths),
+        num_documents=len(lengths),
         num_bytes=unit.num_bytes,
     )
 

@@ -107,18 +107,13 @@ def read_files(files: Sequence[Path | str], fields: Fields = Fields()) -> Iterat
     for file in map(Path, files):
         if not file.is_file():
             raise UserError(f"{file}: no such file; check the path")
-        is_empty = True
-        for document in _read(file, fields):
+        kind, is_empty = _kind(file), True
+        read = _read_parquet if kind == ".parquet" else _read_jsonl if kind in _JSONL else _read_text
+        for document in read(file, fields):
             is_empty = False
             yield document
         if is_empty:
             raise UserError(f"{file}: empty; remove it or fill it")
-
-
-def _read(file: Path, fields: Fields) -> Iterator[Document]:
-    if _kind(file) == ".parquet":
-        return _read_parquet(file, fields)
-    return _read_jsonl(file, fields) if _kind(file) in _JSONL else _read_text(file)
 
 
 def _read_jsonl(file: Path, fields: Fields) -> Iterator[Document]:
@@ -136,10 +131,10 @@ def _read_jsonl(file: Path, fields: Fields) -> Iterator[Document]:
         yield _document(record, fields, f"{file}: line {number}")
 
 
-def _read_text(file: Path) -> Iterator[Document]:
+def _read_text(file: Path, _: Fields) -> Iterator[Document]:
     held: list[str] = []
     num_chars = 0
-    for _, line in _lines(file):
+    for _number, line in _lines(file):
         held.append(line)
         num_chars += len(line)
         if num_chars >= MAX_TEXT_CHARS:

@@ -82,7 +82,7 @@ class CodeSource(TaskSource):
         self._programs = sandbox
         self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
         for record in self._records:
-            _tests(tuple(record["test_list"]))  # refuses what is no assertion, before a run starts
+            list(map(_take_apart, record["test_list"]))  # refuses what is no assertion, before a run starts
 
     @property
     def num_items(self) -> int:
@@ -101,7 +101,7 @@ class CodeSource(TaskSource):
         parts = {"marked": float(is_marked), "passed": 0.0}
         if not code.strip():
             return Score.of(False, parts, "no code")
-        tests = _tests(tuple(problem.payload["tests"]))
+        tests = list(map(_take_apart, problem.payload["tests"]))
         done = self._programs.run(_program(code, problem.payload["setup"], tests))
         if done.outcome is Outcome.INFRA:
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
@@ -125,11 +125,7 @@ def find_code(text: str) -> tuple[str, bool]:
     return (blocks[-1], True) if blocks else (text, False)
 
 
-@lru_cache(maxsize=4096)
-def _tests(assertions: tuple[str, ...]) -> tuple[Check, ...]:
-    return tuple(_take_apart(assertion) for assertion in assertions)
-
-
+@lru_cache(maxsize=1 << 14)
 def _take_apart(assertion: str) -> Check:
     try:
         body = ast.parse(assertion.strip()).body

@@ -163,10 +163,7 @@ class Checker:
     """A process that compares formulas, started at the first question and again after one that brought it down."""
 
     def __init__(self, limit_s: float) -> None:
-        """
-        Args:
-            limit_s: processor seconds of one comparison.
-        """
+        """``limit_s``: processor seconds of one comparison."""
         self._limit_s = limit_s
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock = threading.Lock()

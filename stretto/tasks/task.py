@@ -255,7 +255,6 @@ right or wrong, and have nothing to learn from. That marks are missing is report
 """
 
 _INSTRUCTIONS = {
-    "plain": "",
     "line": "Write the answer alone on the last line.",
     "tags": "Write the answer between <answer> and </answer>.",
     "boxed": "Write the answer inside \\boxed{}.",
@@ -275,7 +274,7 @@ class Found:
 
 def ask(question: str, form: AnswerFormat) -> str:
     """A user message: the question, and the line that asks for the format."""
-    return f"{question}\n\n{_INSTRUCTIONS[form]}" if _INSTRUCTIONS[form] else question
+    return question if form == "plain" else f"{question}\n\n{_INSTRUCTIONS[form]}"
 
 
 def write_answer(answer: str, form: AnswerFormat) -> str:

@@ -101,13 +101,10 @@ class ToolsSource(TaskSource):
 
     def _task(self, item: int) -> _Task:
         draw = random.Random(f"tools/{self.args.seed}/{item}")
-        match self._kind(item):
-            case "calculator":
-                return _calculation(draw, self.args.digits)
-            case "python":
-                return _counting(draw)
-            case "database":
-                return _lookup(draw, self._cities)
+        kind = self._kind(item)
+        if kind == "calculator":
+            return _calculation(draw, self.args.digits)
+        return _counting(draw) if kind == "python" else _lookup(draw, self._cities)
 
     def _tool(self, kind: ToolKind) -> Tool:
         run: Callable[[str], ToolResult]

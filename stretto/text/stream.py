@@ -57,9 +57,8 @@ class Detokenizer:
         if self._utf8 is not None:
             return self._utf8.decode(b"".join(map(self._bytes, visible)))
         self._pending += [i for i in visible if self._rust.id_to_token(i) is not None]
-        if not self._pending or self._is_byte(self._pending[-1]):
-            return ""
-        return self._flush(is_last=False)
+        is_open = not self._pending or self._is_byte(self._pending[-1])
+        return "" if is_open else self._flush(is_last=False)
 
     def finish(self) -> str:
         """What was held back; bytes that never became a character are U+FFFD."""

@@ -74,8 +74,7 @@ class Tokenizer:
         parsing = tokenizers.Tokenizer.from_str(self.rust.to_str())
         # Whether spellings of special tokens are parsed is a switch on the Rust object, so there is one object for each.
         self.rust.encode_special_tokens = True
-        pattern = split_pattern(self.rust)
-        words = WordEncoder(self.rust, pattern) if pattern else None
+        words = WordEncoder(self.rust, pattern) if (pattern := split_pattern(self.rust)) else None
         vocab_size = max(self.rust.get_vocab().values()) + 1
         self.__dict__.update(vocab_size=vocab_size, eos_id=eos_id, _parsing=parsing, _words=words)
 
