@@ -118,9 +118,7 @@ class ToolsSource(TaskSource):
                 run = PythonTool(self.sandbox)
                 text, what = "Runs a Python program and gives what it prints.", "the whole program"
             case "database":
-                rows = ", ".join(
-                    f"('{name}', '{country}', {people}, {area})" for name, country, people, area in self._cities
-                )
+                rows = ", ".join(str(tuple(city)) for city in self._cities)
                 table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
                 run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
                 text, what = "Reads the table cities(name, country, population, area) with SQL.", "one SELECT"
