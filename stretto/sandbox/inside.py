@@ -28,6 +28,7 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,19 +51,20 @@ _PIECE = 1 << 16
 
 
 def send(connection: Connection, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Write one message, a JSON header and bytes; raises OSError where the other side is gone."""
-    connection.send_bytes(json.dumps({**header, "num_blobs": len(blobs)}).encode())
-    for blob in blobs:
-        connection.send_bytes(blob)
+    """Write one message, a line of JSON and then bytes; raises OSError where the other side is gone."""
+    text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
+    connection.send_bytes(b"".join((text, b"\n", *blobs)))
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]] | None:
     """The next message, waited for; None where the other side is gone, in the midst of a message too."""
     try:
-        header = json.loads(connection.recv_bytes())
-        return header, [connection.recv_bytes() for _ in range(header.pop("num_blobs"))]
+        text, _, rest = connection.recv_bytes().partition(b"\n")
     except (EOFError, OSError):
         return None
+    header = json.loads(text)
+    ends = [0, *accumulate(header.pop("sizes"))]
+    return header, [rest[start:end] for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
