@@ -29,8 +29,7 @@ from bench.common.measure import wide_console
 from stretto.base.track import progress
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader, eval_batches
-from stretto.data.shards import TokenSet
-from stretto.data.tokenise import tokenise
+from stretto.data.shards import TokenSet, tokenise
 from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import join
 from stretto.text.tokenizer import train_tokenizer

@@ -30,8 +30,8 @@ from rich.console import Console
 from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
 from bench.common.measure import table
 from stretto.base.track import progress
-from stretto.sandbox import tree, walls
-from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox import walls
+from stretto.sandbox.isolate import Sandbox, descendants
 from stretto.sandbox.outcome import Level, Limits, Outcome
 
 LIMITS = Limits(wall_s=1.0, cpu_s=1.0, memory_bytes=256 << 20, output_bytes=1 << 16, processes=16, file_bytes=8 << 20)
@@ -119,7 +119,7 @@ class Hostilities:
     def _leaked(self) -> int:
         """Processes below the keepers, now that nothing runs."""
         keepers = self.sandbox.idle_pids
-        return sum(len(list(tree.descendants(pid))) for pid in keepers)
+        return sum(len(list(descendants(pid))) for pid in keepers)
 
 
 def compare(sandbox: Sandbox, num_turns: int, console: Console) -> None:

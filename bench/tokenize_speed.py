@@ -26,8 +26,8 @@ from rich.table import Table
 
 from bench.common.measure import wide_console
 from stretto.data.demo_text import demo_documents
+from stretto.data.shards import tokenise
 from stretto.data.sources import Document, open_sources, read_files
-from stretto.data.tokenise import tokenise
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 
 SAMPLE_S = 0.05

@@ -26,8 +26,7 @@ from bench.common.measure import wide_console
 from stretto.base.track import Tracker, progress
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader
-from stretto.data.shards import TokenSet
-from stretto.data.tokenise import tokenise
+from stretto.data.shards import TokenSet, tokenise
 from stretto.model.parallel import Ranks, join
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from stretto.train.loop import Job, pretrain

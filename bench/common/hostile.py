@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.trajectory import Outcome
-from stretto.sandbox.filter import ARCHITECTURES, REFUSED
+from stretto.sandbox.walls import ARCHITECTURES, REFUSED
 
 PREAMBLE = """
 import ctypes, errno, json, os, signal, socket, struct, sys, threading, time

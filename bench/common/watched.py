@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stretto.base.errors import UserError
 from stretto.base.track import METRICS_FILE
-from stretto.sandbox.tree import usage
+from stretto.sandbox.isolate import usage
 
 POLL_S = 0.02
 _MARK = b'"reward/mean"'

@@ -20,10 +20,9 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, read_json, write_json
 from stretto.base.track import progress
-from stretto.data.mixture import Mixture, Part
-from stretto.data.shards import Manifest, read_manifest
+from stretto.data.loader import Mixture, Part
+from stretto.data.shards import TOKENIZER, Manifest, read_manifest, tokenise
 from stretto.data.sources import Document, open_sources
-from stretto.data.tokenise import TOKENIZER, tokenise
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.recipe import HealRecipe, Recipe
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -17,21 +16,9 @@ from stretto.data.sources import Document
 SEED = 1234
 """Of the generated exercises; whoever evaluates on them takes another."""
 EXERCISES = (
-    "basic_arithmetic",
-    "chain_sum",
-    "gcd",
-    "lcm",
-    "leg_counting",
-    "count_bits",
-    "letter_counting",
-    "spell_backward",
-    "base_conversion",
-    "products",
-    "calendar_arithmetic",
-    "syllogism",
-    "family_relationships",
-    "count_primes",
-)
+    "basic_arithmetic", "chain_sum", "gcd", "lcm", "leg_counting", "count_bits", "letter_counting", "spell_backward",
+    "base_conversion", "products", "calendar_arithmetic", "syllogism", "family_relationships", "count_primes",
+)  # fmt: skip
 """reasoning-gym generators with short answers, none of which depends on the hash seed of the process."""
 TEMPLATE = """\
 {%- for message in messages %}
@@ -57,7 +44,10 @@ def demo_documents(max_code_chars: int = 8_000_000, max_exercise_chars: int = 3_
         max_code_chars: characters of library source; whole files are taken until the next would go over.
         max_exercise_chars: characters of generated questions and answers, shared evenly by the generators.
     """
-    return chain(_code(max_code_chars), _docs(), _exercises(max_exercise_chars))
+    yield from _code(max_code_chars)
+    for name in sorted(topics):  # chapters of the language reference that ``help()`` shows
+        yield Document(topics[name].strip() + "\n", "docs")
+    yield from _exercises(max_exercise_chars)
 
 
 def _code(max_chars: int) -> Iterator[Document]:
@@ -75,12 +65,6 @@ def _code(max_chars: int) -> Iterator[Document]:
         if num_chars > max_chars:
             return
         yield Document(text, "code")
-
-
-def _docs() -> Iterator[Document]:
-    """Chapters of the language reference that ``help()`` shows."""
-    for name in sorted(topics):
-        yield Document(topics[name].strip() + "\n", "docs")
 
 
 def _exercises(max_chars: int) -> Iterator[Document]:

@@ -4,38 +4,132 @@ Each data set is a stream of rows: its documents in an order shuffled anew every
 within the window, the window's rows shuffled. A window follows from (seed, epoch, first document) alone, so a stream's
 state is three numbers. Every rank plans all rows, which reads document lengths only, and reads the tokens of its own.
 
+Randomness is a function of counters: nothing to store, nothing to restore, the same on every machine. (numpy's own
+generators may change their streams between versions, and a stored permutation grows with the data.)
+
 Shapes: B rows of this rank, T positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
+from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.data.mixture import pick_parts
-from stretto.data.pack import Row, cut, fill_rows, plan_rows
+from stretto.data.pack import PackedRows, Row, cut, fill_rows, plan_rows
 from stretto.data.shards import TokenSet
-from stretto.data.shuffle import key_of, mix, permute
 
 WINDOW_ROWS = 8192
 """Rows packed together: enough for a tight fit, and for the rows of one long document to lie far apart."""
 _LOOK_AHEAD = 256
 """Documents whose lengths are read at once."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio: multiples of it, modulo 2^64, fill the circle as evenly as any sequence can."""
+_ROUNDS = 4
+"""Feistel rounds: four make a permutation that no order statistics tell from random (Luby and Rackoff, 1988)."""
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash each value: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit numbers."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def key_of(*numbers: int) -> int:
+    """One 64-bit key from several counters (seed, epoch, …), all of whose orders and values matter."""
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = mix(key ^ np.array([number % 2**64], np.uint64))
+    return int(key[0])
+
+
+def permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+    """Where ``positions`` of a shuffled order of ``range(size)`` point to: a bijection chosen by ``key``.
+
+    A balanced Feistel network over the next even number of bits; values outside ``size`` are sent through it again
+    until they fall inside (cycle walking, Black and Rogaway 2002), less than four times on average.
+    """
+    assert positions.size == 0 or (positions.min() >= 0 and positions.max() < size), f"positions outside {size}"
+    half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = mix(np.arange(_ROUNDS, dtype=np.uint64) ^ np.uint64(key))
+    values = positions.astype(np.uint64)
+    outside = np.arange(len(values))
+    while len(outside):
+        left, right = values[outside] >> half, values[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
+        values[outside] = (left << half) | right
+        outside = outside[values[outside] >= size]
+    return values.astype(np.int64)
+
+
+class Part(Config):
+    """One data set of a mixture."""
+
+    name: str
+    path: Path
+    """A data folder (written by ``tokenise``)."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Share of the rows, relative to the other parts' weights."""
+
+
+class Mixture(Config):
+    """Data sets and their shares."""
+
+    parts: tuple[Part, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        name, num = Counter(part.name for part in self.parts).most_common(1)[0]
+        if num > 1:
+            raise ValueError(f"two parts have the name {name!r}; give each its own")
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(part.weight for part in self.parts)
+
+    def open(self, split: str = "train") -> list[TokenSet]:
+        """The parts' data.
+
+        Raises:
+            UserError: data that is missing or damaged, or parts that another tokenizer encoded.
+        """
+        opened = [TokenSet(part.path, split) for part in self.parts]
+        for part, data in zip(self.parts, opened, strict=True):
+            if data.manifest.settings.tokenizer != opened[0].manifest.settings.tokenizer:
+                other = self.parts[0].path
+                raise UserError(f"{part.path}: encoded with another tokenizer than {other}; tokenise both with one")
+        return opened
+
+
+def pick_parts(positions: NDArray[np.int64], weights: Sequence[float], seed: int) -> NDArray[np.int64]:
+    """Which part gives the row at each of ``positions``.
+
+    A Weyl sequence with a start chosen by ``seed``: after any number of rows every part's share is within a few rows of
+    its weight, where independent draws would be off by the square root of the number.
+    """
+    assert len(weights) > 0 and min(weights) > 0, f"weights {weights}"
+    points = np.uint64(key_of(seed, len(weights))) + positions.astype(np.uint64) * _GOLDEN
+    borders = np.cumsum(np.asarray(weights, np.float64))
+    return np.searchsorted(borders[:-1] / borders[-1], points / 2.0**64, side="right").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """This rank's rows of a global batch; `stretto.data.pack.PackedRows` describes the arrays."""
+class Batch(PackedRows):
+    """This rank's rows of a global batch."""
 
-    tokens_BT: NDArray[np.int64]
-    targets_BT: NDArray[np.int64]
-    documents_BT: NDArray[np.int64]
-    positions_BT: NDArray[np.int64]
     parts_B: NDArray[np.int64]
     """Which data set of the mixture each row comes from; -1 for a row of padding."""
     num_target_tokens: int
@@ -85,13 +179,11 @@ class RowStream:
         num_tokens, end, size = 0, self._first, self.data.num_documents
         while num_tokens < self._window_tokens and end < size:
             block = permute(np.arange(end, min(end + _LOOK_AHEAD, size)), size, order_key)
-            for document, length in zip(block.tolist(), self.data.lengths(block).tolist(), strict=True):
-                chosen.append(document)
-                lengths.append(length)
-                num_tokens += length
-                end += 1
-                if num_tokens >= self._window_tokens:
-                    break
+            sizes = self.data.lengths(block)
+            num_taken = int(np.searchsorted(num_tokens + np.cumsum(sizes), self._window_tokens)) + 1
+            chosen += block[:num_taken].tolist()
+            lengths += sizes[:num_taken].tolist()
+            num_tokens, end = sum(lengths), self._first + len(chosen)
         rows = plan_rows(cut(chosen, lengths, self._seq_len), self._seq_len)
         row_keys = mix(np.arange(len(rows), dtype=np.uint64) ^ np.uint64(key_of(order_key, self._first)))
         self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
@@ -110,8 +202,7 @@ class Loader:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """Make a loader.
-
+        """
         Args:
             datasets: the parts of the mixture.
             weights: share of the rows that each part gives, relative to the others.
@@ -126,12 +217,8 @@ class Loader:
         """
         assert len(datasets) == len(weights) > 0, f"{len(datasets)} data sets, {len(weights)} weights"
         self._rows, self._mine = rows, _share(rows, rank, world)
-        self._datasets, self._weights, self._seq_len, self._seed = (
-            list(datasets),
-            [float(w) for w in weights],
-            seq_len,
-            seed,
-        )
+        self._datasets, self._weights = list(datasets), [float(weight) for weight in weights]
+        self._seq_len, self._seed = seq_len, seed
         self._position = 0
         self._streams = [RowStream(data, seq_len, key_of(seed, part)) for part, data in enumerate(datasets)]
 
@@ -142,11 +229,6 @@ class Loader:
         rows = [self._streams[part].next() for part in parts_B]
         self._position += self._rows
         return _batch(rows, parts_B, self._datasets, self._seq_len, self._mine)
-
-    @property
-    def epochs(self) -> list[int]:
-        """Epoch of each part, counted from 0."""
-        return [stream.epoch for stream in self._streams]
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, as plain JSON; the same on every rank."""
@@ -160,9 +242,8 @@ class Loader:
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
-                raise UserError(
-                    f"loader state: {name}: was {state.get(name)}, is now {value}; resume with the same data and recipe"
-                )
+                change = f"was {state.get(name)}, is now {value}"
+                raise UserError(f"loader state: {name}: {change}; resume with the same data and recipe")
         self._position = state["position"]
         for stream, saved in zip(self._streams, state["streams"], strict=True):
             stream.restore(saved)
@@ -189,8 +270,7 @@ def eval_batches(
         seq_len: positions of a row.
         num_batches: at most so many; None takes the whole epoch.
         seed: chooses the documents where not all are taken.
-        rank: which share of the rows is read here.
-        world: number of ranks.
+        rank, world: as of `Loader`.
 
     Raises:
         UserError: ``rows`` that the ranks cannot share evenly.
@@ -219,12 +299,5 @@ def _batch(
     my_parts_B = parts_B[mine]
     packed = fill_rows(rows[mine], seq_len, lambda row, document: datasets[my_parts_B[row]].document(document))
     num_targets = [sum(piece.num_targets for piece in row) for row in rows]
-    return Batch(
-        tokens_BT=packed.tokens_BT,
-        targets_BT=packed.targets_BT,
-        documents_BT=packed.documents_BT,
-        positions_BT=packed.positions_BT,
-        parts_B=my_parts_B,
-        num_target_tokens=sum(num_targets[mine]),
-        global_target_tokens=sum(num_targets),
-    )
+    arrays = packed.tokens_BT, packed.targets_BT, packed.documents_BT, packed.positions_BT
+    return Batch(*arrays, my_parts_B, sum(num_targets[mine]), sum(num_targets))

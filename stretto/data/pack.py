@@ -97,18 +97,16 @@ def fill_rows(rows: Sequence[Row], seq_len: int, read: Callable[[int, int], NDAr
         seq_len: positions of a row.
         read: gives all tokens of a document; called with the row and the document's number.
     """
-    shape = (len(rows), seq_len)
-    tokens_BT, positions_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    targets_BT, documents_BT = np.full(shape, IGNORED, np.int64), np.full(shape, PADDING, np.int64)
+    tokens_BT, targets_BT, documents_BT, positions_BT = (
+        np.full((len(rows), seq_len), value, np.int64) for value in (0, IGNORED, PADDING, 0)
+    )
     for index, row in enumerate(rows):
         at = 0
         for number, piece in enumerate(row):
             tokens = read(index, piece.document)
             here = slice(at, at + piece.length)
             tokens_BT[index, here] = tokens[piece.start : piece.start + piece.length]
-            targets_BT[index, at : at + piece.num_targets] = tokens[
-                piece.start + 1 : piece.start + 1 + piece.num_targets
-            ]
+            targets_BT[index, at : at + piece.num_targets] = tokens[piece.start + 1 :][: piece.num_targets]
             documents_BT[index, here] = number
             positions_BT[index, here] = np.arange(piece.length)
             at += piece.length

@@ -1,29 +1,52 @@
-"""Token shards: documents on disk as numbers, written once (tokenise.py) and memory-mapped ever after.
+"""Token shards: documents on disk as numbers, written once and memory-mapped ever after.
 
 A data folder holds, for each split, ``{split}-00000.tokens`` (little-endian uint16, or uint32 for a large vocabulary)
 and ``{split}-00000.index`` (little-endian int64 pairs a document: end offset in the shard, domain number), and one
 ``data.json`` over all of them, written last: a folder without it is unfinished.
+
+A shard is one unit of work: about ``shard_bytes`` of text, encoded by one process. Which documents it holds follows
+from the order of the documents alone, so the bytes do not depend on the number of processes, and a run that was killed
+reads its sources again but encodes only the shards that are missing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, chain, groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json
+from stretto.base.paths import read_json, remove, replacing, write_json
+from stretto.data.sources import Document
 
 MANIFEST = "data.json"
-TOKENS = ".tokens"
-INDEX = ".index"
-INDEX_DTYPE = np.dtype("<i8")
-INDEX_FIELDS = 2
+TOKENIZER = "tokenizer"
+"""Folder beside the shards where callers keep the tokenizer that made them."""
+_TOKENS, _INDEX = ".tokens", ".index"
+_INDEX_DTYPE = np.dtype("<i8")
+_INDEX_FIELDS = 2
 """Columns of the index: end offset of the document in tokens, domain number."""
+_PROGRESS = "unfinished"
+"""Folder of the records of shards that are done while others are not."""
+_BATCH_CHARS = 1 << 19
+"""Text encoded between two writes: bounds what a process holds as Python integers."""
 
 
 class Shard(Config):
@@ -50,6 +73,10 @@ class Settings(Config):
     val_fraction: float
     shard_bytes: int
 
+    @property
+    def token_dtype(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype("<u2" if self.dtype == "uint16" else "<u4")
+
 
 class Manifest(Config):
     """``data.json``."""
@@ -64,16 +91,6 @@ class Manifest(Config):
     splits: dict[str, tuple[Shard, ...]]
 
 
-def token_dtype(settings: Settings) -> np.dtype[np.unsignedinteger]:
-    return np.dtype("<u2" if settings.dtype == "uint16" else "<u4")
-
-
-def file_sizes(shard: Shard, settings: Settings) -> dict[str, int]:
-    """Bytes that each of a shard's files must have, by suffix."""
-    index_row = INDEX_FIELDS * INDEX_DTYPE.itemsize
-    return {TOKENS: shard.num_tokens * token_dtype(settings).itemsize, INDEX: shard.num_documents * index_row}
-
-
 def read_manifest(folder: Path | str) -> Manifest:
     """``data.json`` of a data folder.
 
@@ -82,9 +99,8 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        raise UserError(
-            f"{path}: no such file; the folder is not token data, or its writing was interrupted: tokenise again"
-        )
+        remedy = "the folder is not token data, or its writing was interrupted: tokenise again"
+        raise UserError(f"{path}: no such file; {remedy}")
     return validate(Manifest, read_json(path), str(path))
 
 
@@ -92,83 +108,338 @@ class TokenSet:
     """One split of a data folder, memory-mapped: documents by number, in the order of the sources."""
 
     def __init__(self, folder: Path | str, split: str = "train", verify: bool = False) -> None:
-        """Open a split.
-
+        """
         Args:
             folder: a data folder.
-            split: its name.
             verify: also read every byte and compare the hashes.
 
         Raises:
             UserError: no such split, or a shard that is missing, truncated or changed.
         """
-        self.folder = Path(folder)
+        folder = Path(folder)
         self.split = split
         self.manifest = read_manifest(folder)
         if split not in self.manifest.splits:
-            known = ", ".join(self.manifest.splits)
-            raise UserError(
-                f"{folder}: split {split!r} is not there; it has {known}: tokenise again with val_fraction or a val file"
-            )
-        shards = self.manifest.splits[split]
-        settings = self.manifest.settings
+            problem = f"split {split!r} is not there; it has {', '.join(self.manifest.splits)}"
+            raise UserError(f"{folder}: {problem}: tokenise again with val_fraction or a val file")
+        shards, settings = self.manifest.splits[split], self.manifest.settings
         for shard in shards:
-            _check_files(self.folder, shard, settings, verify)
-        dtype = token_dtype(settings)
-        self._tokens = [np.memmap(self.folder / f"{shard.name}{TOKENS}", dtype, "r") for shard in shards]
-        self._index = [
-            np.memmap(self.folder / f"{shard.name}{INDEX}", INDEX_DTYPE, "r").reshape(-1, INDEX_FIELDS)
-            for shard in shards
-        ]
+            if damage := _damage(folder, shard, settings, verify):
+                raise UserError(damage)
+        self._tokens = [np.memmap(folder / f"{shard.name}{_TOKENS}", settings.token_dtype, "r") for shard in shards]
+        indexes = [np.memmap(folder / f"{shard.name}{_INDEX}", _INDEX_DTYPE, "r") for shard in shards]
+        self._index = [index.reshape(-1, _INDEX_FIELDS) for index in indexes]
         self._first = np.cumsum([0, *(shard.num_documents for shard in shards)])
         self.num_documents = int(self._first[-1])
         self.num_tokens = sum(shard.num_tokens for shard in shards)
 
     def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document, its eos included."""
-        start, end = self._bounds(documents)
-        return end - start
+        shards = np.searchsorted(self._first, documents, side="right") - 1
+        rows = documents - self._first[shards]
+        lengths = np.zeros(len(documents), np.int64)
+        for shard in np.unique(shards):
+            here = shards == shard
+            ends, own = self._index[shard][:, 0], rows[here]
+            lengths[here] = ends[own] - np.where(own > 0, ends[own - 1], 0)
+        return lengths
 
     def document(self, number: int) -> NDArray[np.unsignedinteger]:
         """All tokens of one document, as a view of the file."""
-        start, end = self._bounds(np.array([number]))
-        return self._tokens[self._shard(number)][int(start[0]) : int(end[0])]
+        shard, row = self._place(number)
+        ends = self._index[shard][:, 0]
+        return self._tokens[shard][int(ends[row - 1]) if row else 0 : int(ends[row])]
 
     def domain(self, number: int) -> str:
         """Domain of one document, empty where it has none."""
-        shard = self._shard(number)
-        return self.manifest.domains[int(self._index[shard][number - self._first[shard], 1])]
+        shard, row = self._place(number)
+        return self.manifest.domains[int(self._index[shard][row, 1])]
 
-    def _shard(self, number: int) -> int:
+    def _place(self, number: int) -> tuple[int, int]:
+        """Shard of a document, and its number in it."""
         assert 0 <= number < self.num_documents, f"document {number} of {self.num_documents}"
-        return int(np.searchsorted(self._first, number, side="right")) - 1
-
-    def _bounds(self, documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and end of each document within its shard."""
-        shards = np.searchsorted(self._first, documents, side="right") - 1
-        start, end = np.zeros(len(documents), np.int64), np.zeros(len(documents), np.int64)
-        for shard in np.unique(shards):
-            here = np.flatnonzero(shards == shard)
-            rows = documents[here] - self._first[shard]
-            ends = self._index[shard][:, 0]
-            end[here] = ends[rows]
-            start[here] = np.where(rows > 0, ends[rows - 1], 0)
-        return start, end
+        shard = int(np.searchsorted(self._first, number, side="right")) - 1
+        return shard, int(number - self._first[shard])
 
 
-def _check_files(folder: Path, shard: Shard, settings: Settings, verify: bool) -> None:
+def _files(folder: Path, shard: Shard, settings: Settings) -> dict[Path, int]:
+    """A shard's files, and the bytes that each must have."""
+    return {
+        folder / f"{shard.name}{_TOKENS}": shard.num_tokens * settings.token_dtype.itemsize,
+        folder / f"{shard.name}{_INDEX}": shard.num_documents * _INDEX_FIELDS * _INDEX_DTYPE.itemsize,
+    }
+
+
+def _damage(folder: Path, shard: Shard, settings: Settings, verify: bool = False) -> str | None:
+    """What is wrong with a shard's files: as far as their sizes tell, or ``verify`` by every byte."""
     digest = hashlib.sha256()
-    for suffix, size in file_sizes(shard, settings).items():
-        path = folder / f"{shard.name}{suffix}"
+    for path, size in _files(folder, shard, settings).items():
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             problem = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise UserError(f"{path}: {problem}; the shard is damaged: tokenise into this folder again to mend it")
-        if verify:
-            with path.open("rb") as handle:
-                while block := handle.read(1 << 20):
-                    digest.update(block)
+            return f"{path}: {problem}; the shard is damaged: tokenise into this folder again to mend it"
+        with path.open("rb") as handle:
+            while verify and (block := handle.read(1 << 20)):
+                digest.update(block)
     if verify and digest.hexdigest() != shard.sha256:
-        raise UserError(
-            f"{folder / shard.name}{TOKENS}: content does not match its hash in {MANIFEST}; delete it and tokenise again"
-        )
+        place = f"{folder / shard.name}{_TOKENS}"
+        return f"{place}: content does not match its hash in {MANIFEST}; delete it and tokenise again"
+    return None
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer here, which lies in a sibling package; `stretto.text.tokenizer.Tokenizer` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+    def fingerprint(self) -> str: ...
+    def encode_batch(self, texts: Sequence[str], /) -> list[list[int]]: ...
+
+
+def tokenise(
+    sources: Mapping[str, Iterable[Document]],
+    tokenizer: Encoder,
+    out_dir: Path | str,
+    *,
+    processes: int | None = None,
+    val_fraction: float = 0.0,
+    shard_bytes: int = 8 << 20,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Manifest:
+    """Encode documents into token shards; each document ends with the tokenizer's eos token.
+
+    Memory is bounded by ``shard_bytes`` times the processes, whatever the input. Called again after a kill, or after
+    documents were appended, it encodes only what is missing.
+
+    Args:
+        sources: documents of each split; names are ``train``, ``val`` or others.
+        tokenizer: encodes; special tokens spelled in a document are ordinary text.
+        out_dir: the data folder.
+        processes: workers; None takes the cores this process may use, 1 works in this process.
+        val_fraction: share of the ``train`` documents that go to ``val``, chosen by a hash of the text: a document
+            stays on its side when others come or go, and copies of it never end up on both.
+        shard_bytes: UTF-8 bytes of text in a shard.
+        advance: called with the bytes of text that were encoded, or found done.
+
+    Raises:
+        UserError: bad input, a folder that holds other data, or a full disk.
+    """
+    out_dir = Path(out_dir)
+    if not 0 <= val_fraction < 1:
+        raise UserError(f"val_fraction: {val_fraction} lies outside 0 <= x < 1")
+    if val_fraction and "val" in sources:
+        raise UserError("val_fraction: the sources have a val split of their own; set it to 0")
+    settings = Settings(
+        tokenizer=tokenizer.fingerprint(),
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        val_fraction=val_fraction,
+        shard_bytes=shard_bytes,
+    )
+    done = _reopen(out_dir, settings)
+    domains: dict[str, int] = {}
+    shards: list[Shard] = []
+
+    def missing() -> Iterator[_Unit]:
+        for unit in _units(sources, val_fraction, shard_bytes, domains):
+            known = done.get(unit.name)
+            if known and known.text_hash == unit.text_hash and _damage(out_dir, known, settings) is None:
+                shards.append(known)
+                advance(known.num_bytes)
+            else:
+                yield unit
+
+    if processes is None:
+        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    work = partial(_encode, tokenizer=tokenizer, out_dir=out_dir, settings=settings)
+    with closing(in_order(processes, work, missing())) as encoded:
+        for shard in encoded:
+            write_json(out_dir / _PROGRESS / f"{shard.name}.json", shard.model_dump())
+            shards.append(shard)
+            advance(shard.num_bytes)
+    return _finish(out_dir, settings, shards, tuple(domains), tuple(sources))
+
+
+def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
+    """Records of the shards that an earlier call finished in ``out_dir``, which is marked unfinished again."""
+    progress = out_dir / _PROGRESS
+    old = settings
+    finished: tuple[Shard, ...] = ()
+    if (out_dir / MANIFEST).exists():
+        manifest = read_manifest(out_dir)
+        old, finished = manifest.settings, tuple(chain.from_iterable(manifest.splits.values()))
+    elif (progress / "settings.json").exists():
+        old = validate(Settings, read_json(progress / "settings.json"), str(progress / "settings.json"))
+    elif out_dir.exists() and any(path.name != TOKENIZER for path in out_dir.iterdir()):
+        raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
+    for name in Settings.model_fields:
+        was, now = getattr(old, name), getattr(settings, name)
+        if was != now:
+            raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
+    for shard in finished:
+        write_json(progress / f"{shard.name}.json", shard.model_dump())
+    write_json(progress / "settings.json", settings.model_dump())
+    (out_dir / MANIFEST).unlink(missing_ok=True)
+    records = [path for path in progress.glob("*-*.json") if not path.name.startswith(".")]
+    return {path.stem: validate(Shard, read_json(path), str(path)) for path in records}
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Documents of a shard to be, on their way to a worker."""
+
+    name: str
+    texts: list[str] = field(default_factory=list)
+    domains: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    text_hash: str = ""
+
+
+def _units(
+    sources: Mapping[str, Iterable[Document]], val_fraction: float, shard_bytes: int, domains: dict[str, int]
+) -> Iterator[_Unit]:
+    """Cut the documents into units; number the domains by first appearance."""
+    counts: Counter[str] = Counter()
+    open_units: dict[str, _Unit] = {}
+    for source_split, documents in sources.items():
+        for document in documents:
+            if not document.text:
+                continue
+            text = document.text.encode()
+            digest = hashlib.blake2b(text, digest_size=16).digest()
+            is_val = source_split == "train" and int.from_bytes(digest[:8], "little") < val_fraction * 2**64
+            split = "val" if is_val else source_split
+            if split not in open_units:
+                open_units[split] = _Unit(f"{split}-{counts[split]:05d}")
+                counts[split] += 1
+            unit = open_units[split]
+            domain = domains.setdefault(document.domain, len(domains))
+            chained = unit.text_hash.encode() + digest + domain.to_bytes(4, "little")
+            unit.text_hash = hashlib.blake2b(chained, digest_size=16).hexdigest()
+            unit.texts.append(document.text)
+            unit.domains.append(domain)
+            unit.num_bytes += len(text)
+            if unit.num_bytes >= shard_bytes:
+                yield open_units.pop(split)
+    yield from open_units.values()
+
+
+def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) -> Shard:
+    """Write a unit's two files."""
+    digest, dtype = hashlib.sha256(), settings.token_dtype
+    lengths: list[int] = []
+    with replacing(out_dir / f"{unit.name}{_TOKENS}") as temporary, temporary.open("wb") as handle:
+        sized = zip(unit.texts, accumulate(map(len, unit.texts)), strict=True)
+        for _, batch in groupby(sized, key=lambda each: each[1] // _BATCH_CHARS):
+            for ids in tokenizer.encode_batch([text for text, _ in batch]):
+                ids.append(tokenizer.eos_id)
+                block = np.array(ids, dtype).tobytes()
+                digest.update(block)
+                handle.write(block)
+                lengths.append(len(ids))
+    columns = np.cumsum(lengths, dtype=_INDEX_DTYPE), np.array(unit.domains, _INDEX_DTYPE)
+    index = np.stack(columns, axis=1).tobytes()
+    digest.update(index)
+    with replacing(out_dir / f"{unit.name}{_INDEX}") as temporary:
+        temporary.write_bytes(index)
+    return Shard(
+        name=unit.name,
+        text_hash=unit.text_hash,
+        sha256=digest.hexdigest(),
+        num_tokens=sum(lengths),
+        num_documents=len(lengths),
+        num_bytes=unit.num_bytes,
+    )
+
+
+def _finish(
+    out_dir: Path, settings: Settings, shards: list[Shard], domains: tuple[str, ...], wanted: tuple[str, ...]
+) -> Manifest:
+    """Write ``data.json`` and remove what does not belong to it."""
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for shard in sorted(shards, key=lambda shard: (len(shard.name), shard.name)):
+        split = shard.name.rpartition("-")[0]
+        splits[split] = (*splits.get(split, ()), shard)
+    for split in wanted:
+        if split not in splits:
+            raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower val_fraction")
+    num_documents = sum(shard.num_documents for shard in shards)
+    if (share := settings.val_fraction) and "val" not in splits:
+        raise UserError(f"val_fraction: {share} of {num_documents} documents leaves val empty; raise it")
+    hashes = {split: [shard.sha256 for shard in held] for split, held in splits.items()}
+    described = json.dumps([settings.model_dump(), domains, hashes], sort_keys=True)
+    manifest = Manifest(
+        settings=settings,
+        data_hash=hashlib.sha256(described.encode()).hexdigest(),
+        num_tokens=sum(shard.num_tokens for shard in shards),
+        num_documents=num_documents,
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        domains=domains,
+        splits=dict(sorted(splits.items())),
+    )
+    kept = {path for shard in shards for path in _files(out_dir, shard, settings)}
+    for path in out_dir.iterdir():
+        if (path.suffix in (_TOKENS, _INDEX) and path not in kept) or path.name.endswith(".partial"):
+            remove(path)
+    write_json(out_dir / MANIFEST, manifest.model_dump(mode="json"))
+    remove(out_dir / _PROGRESS)
+    return manifest
+
+
+Unit = TypeVar("Unit")
+Result = TypeVar("Result")
+
+
+def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Unit]) -> Generator[Result, None, None]:
+    """``work`` of each unit, in the order of the units; with one process, it is done in the caller's.
+
+    Both are pickled, ``work`` once for each worker; results should be small. Not more than two units a process are under
+    way, so that memory stays bounded. What ``work`` raises is raised here; where that, an interrupt or ``close`` ends it
+    early, the units in hand are finished and their results dropped.
+
+    Raises:
+        RuntimeError: a worker process died.
+    """
+    if processes == 1:
+        yield from map(work, units)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the caller hold
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for unit in units:
+            while waiting and (waiting[0].done() or len(waiting) == 2 * processes):
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(_work, unit))
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        remedy = "start again to go on where it was, with fewer processes"
+        raise RuntimeError(f"a worker process died, perhaps for lack of memory; {remedy}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: list[Callable[[Any], Any]] = []
+"""In a worker process, its ``work``: a pool offers no other place for what is sent once and not with every unit."""
+
+
+def _start_worker(work: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker.append(work)
+
+
+def _end_with_parent() -> None:
+    """A pool's workers outlive a parent that was killed, for they hold both ends of its queue."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "no worker process"
+    parent.join()
+    os._exit(1)
+
+
+def _work(unit: Any) -> Any:
+    return _worker[0](unit)

@@ -20,8 +20,8 @@ from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
 from stretto.base.track import progress
 from stretto.base.trajectory import Task
+from stretto.data.loader import key_of
 from stretto.data.pack import IGNORED, PADDING
-from stretto.data.shuffle import key_of
 from stretto.model.parallel import Ranks, device_name, join, shard
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers, set_learning_rate

@@ -12,7 +12,7 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task
-from stretto.data.shuffle import key_of, permute
+from stretto.data.loader import key_of, permute
 from stretto.rl.recipe import RlRecipe
 
 # A source without end has at least 2^24 problems: a quarter for the run, a quarter for supervised training, half held out.

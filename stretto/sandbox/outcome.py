@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, Self
+from typing import Any, Self
 
 from stretto.base.trajectory import Outcome as Outcome
-
-
-class LimitsLike(Protocol):
-    """What a recipe's sandbox table says; `Limits.of` completes it."""
-
-    @property
-    def wall_s(self) -> float: ...
-    @property
-    def cpu_s(self) -> float: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def output_bytes(self) -> int: ...
-    @property
-    def processes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +32,9 @@ class Limits:
             assert getattr(self, name) > 0, f"limit {name} is {getattr(self, name)}"
 
     @classmethod
-    def of(cls, limits: LimitsLike) -> Self:
-        if isinstance(limits, cls):
-            return limits
-        shared = ("wall_s", "cpu_s", "memory_bytes", "output_bytes", "processes")
-        return cls(**{name: getattr(limits, name) for name in shared})
+    def of(cls, table: Any) -> Self:
+        """From `Limits`, or a recipe's table, which has fields of some of these names."""
+        return cls(**{name: getattr(table, name) for name in cls.__slots__ if hasattr(table, name)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +108,8 @@ class Isolation:
         if self.level == Level.LIMITS:
             walls = "process limits only, NOT full isolation"
         else:
-            walls = "user, pid, network, mount, ipc and uts namespaces, read-only root"
-            walls += " (bubblewrap)" if self.level == Level.BUBBLEWRAP else " (own helper)"
-        extras = [
-            "seccomp filter" if self.has_filter else "no seccomp filter",
-            *(["Landlock"] if self.has_landlock else []),
-            *(["own user id"] if self.own_uid else []),
-        ]
-        return f"sandbox: {walls}; " + ", ".join(extras) + "".join(f"; {line}" for line in self.missing)
+            maker = "bubblewrap" if self.level == Level.BUBBLEWRAP else "own helper"
+            walls = f"user, pid, network, mount, ipc and uts namespaces, read-only root ({maker})"
+        extras = "seccomp filter" if self.has_filter else "no seccomp filter"
+        extras += ", Landlock" * self.has_landlock + ", own user id" * self.own_uid
+        return "; ".join((f"sandbox: {walls}", extras, *self.missing))

@@ -7,11 +7,10 @@ import math
 import operator
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.outcome import Finished, Outcome, ToolResult
+from stretto.sandbox.outcome import Outcome, ToolResult
 
 MAX_EXPRESSION = 500
 """Characters; also bounds the depth that the parser sees."""
@@ -37,16 +36,10 @@ _SQL_FUNCTIONS = frozenset({
 """Not those that make a long text of a short one before the limit on values is looked at, such as printf."""
 
 _Number = int | float
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], _Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_UNARY: Mapping[type[ast.unaryop], Callable[[Any], _Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATORS: Mapping[type[ast.AST], Callable[..., _Number]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
 _FUNCTIONS: Mapping[str, Callable[..., _Number]] = {
     **{each.__name__: each for each in (math.sqrt, math.exp, math.log, math.log2, math.log10, math.gcd, math.lcm)},
     **{each.__name__: each for each in (math.sin, math.cos, math.tan, math.floor, math.ceil, abs, min, max, round)},
@@ -73,26 +66,21 @@ def _value(node: ast.expr) -> _Number:
             return _bounded(number)
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             first, second = _value(left), _value(right)
-            if isinstance(op, ast.Pow):
-                _check_power(first, second)
-            return _bounded(_BINARY[type(op)](first, second))
+            is_whole_power = isinstance(op, ast.Pow) and isinstance(first, int) and isinstance(second, int)
+            if is_whole_power and int(first).bit_length() * abs(second) > MAX_BITS:  # it may be too large to wait for
+                raise ValueError(f"the power has more than {MAX_BITS} bits")
+            return _bounded(_OPERATORS[type(op)](first, second))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")
 
 
-def _check_power(base: _Number, exponent: _Number) -> None:
-    """Before it is computed: a whole power can be too large to wait for."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise ValueError(f"the power has more than {MAX_BITS} bits")
-
-
 def _bounded(value: _Number) -> _Number:
-    if isinstance(value, complex) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         raise ValueError("the result is no real number")
     if not math.isfinite(value):
         raise ValueError("the result is not finite")
@@ -109,12 +97,7 @@ class PythonTool:
         self._max_text = max_text
 
     def __call__(self, code: str) -> ToolResult:
-        return self._result(self._sandbox.run(code))
-
-    async def call_async(self, code: str) -> ToolResult:
-        return self._result(await self._sandbox.run_async(code))
-
-    def _result(self, finished: Finished) -> ToolResult:
+        finished = self._sandbox.run(code)
         text = finished.stdout.decode("utf-8", "replace")
         if finished.outcome != Outcome.OK:
             text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
@@ -124,7 +107,7 @@ class PythonTool:
 class TableTool:
     """A data base in memory that can be read but not changed; every call sees the fixture."""
 
-    def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0, max_text: int = MAX_TEXT) -> None:
+    def __init__(self, script: str, *, max_rows: int = 50, wall_s: float = 1.0) -> None:
         """
         Args:
             script: SQL that makes and fills the tables; trusted.
@@ -132,7 +115,6 @@ class TableTool:
         """
         self._max_rows = max_rows
         self._wall_s = wall_s
-        self._max_text = max_text
         filled = sqlite3.connect(":memory:")
         filled.executescript(script)
         self._image = filled.serialize()
@@ -151,23 +133,18 @@ class TableTool:
             base.set_progress_handler(lambda: time.perf_counter() > deadline, _TABLE_STEPS)
             cursor = base.execute(query)
             rows = cursor.fetchmany(self._max_rows + 1)
-            text, outcome = self._table([column[0] for column in cursor.description or ()], rows), Outcome.OK
+            lines = [" | ".join(column[0] for column in cursor.description or ())]
+            for row in rows[: self._max_rows]:
+                lines.append(" | ".join("NULL" if value is None else str(value) for value in row))
+            lines += [f"(more than {self._max_rows} rows)"] * (len(rows) > self._max_rows)
+            text, outcome = "\n".join(lines), Outcome.OK
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
             late = time.perf_counter() > deadline
             text = f"error: took longer than {self._wall_s:g} s" if late else f"error: {error}"
             outcome = Outcome.TIMEOUT if late else Outcome.WRONG
         finally:
             base.close()
-        return ToolResult(shorten(text, self._max_text), outcome, time.perf_counter() - start)
-
-    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-        lines = [" | ".join(columns)]
-        lines += [
-            " | ".join("NULL" if value is None else str(value) for value in row) for row in rows[: self._max_rows]
-        ]
-        if len(rows) > self._max_rows:
-            lines.append(f"(more than {self._max_rows} rows)")
-        return "\n".join(lines)
+        return ToolResult(shorten(text), outcome, time.perf_counter() - start)
 
 
 def _authorise(action: int, _: str | None, name: str | None, *__: str | None) -> int:
@@ -178,6 +155,6 @@ def _authorise(action: int, _: str | None, name: str | None, *__: str | None) ->
     return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
 
 
-def shorten(text: str, max_text: int) -> str:
+def shorten(text: str, max_text: int = MAX_TEXT) -> str:
     """The beginning, and a mark where something was left out."""
     return text if len(text) <= max_text else text[:max_text] + f"\n({len(text) - max_text} more characters)"

@@ -1,21 +1,24 @@
-"""What a sandboxed program can see, and the outer namespaces that the keeper shuts itself into.
+"""The walls: what a sandboxed program can see, the namespaces it is in, and the system calls that it does not get.
 
 Two ways lead to the same room: bubblewrap's arguments, or `enter` with our own calls. In both, the room holds the
 interpreter's files and the C library read-only, five device files, and an empty work folder; no /proc, no /etc, no
-network. `enter` is called by the keeper, whose imports are limited to the standard library.
+network. Read by the driver and by the keeper, which has nothing but the standard library: no import here goes beyond it.
+
+Numbers are those of the kernel's user headers; system calls without a C wrapper have one number on every architecture here.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
+import struct
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
-from typing import Any, Self
-
-from stretto.sandbox import linux
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Self
 
 WORK = "/box"
 """The program's folder, in its own mount namespace; also called /tmp, unless something else is shown there."""
@@ -23,9 +26,30 @@ KEEPER = "/keeper"
 """Where bubblewrap shows the keeper its own code. Programs can read it; it holds no secret."""
 PROGRAM_ID = 1
 """User and group id of programs inside, where we may give them one of their own; the keeper is 0."""
+DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))
 _OLD = "/tmp/old"
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MS_RDONLY, _MNT_DETACH = 1, 2
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_SYS_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PRCTL = {"PDEATHSIG": 1, "DUMPABLE": 4, "SECCOMP": 22, "CHILD_SUBREAPER": 36, "NO_NEW_PRIVS": 38}
+_PR_CAPBSET_DROP, _SECCOMP_MODE_FILTER, _CAPABILITY_VERSION_3 = 24, 2, 0x20080522
+_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_READ_FILES = 0b101  # execute, read
+_LANDLOCK_READ_FOLDERS = _LANDLOCK_READ_FILES | 0b1000
+_LANDLOCK_DEVICE = 0b110  # read, write
+_LANDLOCK_FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""By ABI version: rights known; the later ones have 16."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +58,31 @@ class Room:
 
     python: str
     """The interpreter, without a virtual environment around it."""
-    shown: tuple[str, ...]
+    shown: Sequence[str]
     """Folders and files, read-only; none lies in another."""
-    links: tuple[tuple[str, str], ...]
+    links: Sequence[tuple[str, str]]
     """Symbolic links: where, and what to."""
-    import_paths: tuple[str, ...]
-    """Put on ``sys.path``; part of ``shown``, or in one of them."""
 
     @classmethod
-    def of(cls, python: str, import_paths: Iterable[str] = ()) -> Self:
+    def of(cls, python: str) -> Self:
         """The room for the interpreter file ``python``, whose libraries lie beside its ``bin`` folder."""
         prefix = os.path.dirname(os.path.dirname(python))
         libraries = [path for path in _LIBRARIES if os.path.exists(path)]
         links = [(path, os.readlink(path)) for path in libraries if os.path.islink(path)] + [("/dev/shm", WORK)]
         wanted = [path for path in libraries if not os.path.islink(path)]
         wanted += [f"{prefix}/{name}" for name in ("lib", "lib64") if os.path.isdir(f"{prefix}/{name}")]
-        paths = tuple(os.path.realpath(path) for path in import_paths)
         shown: list[str] = []
-        for path in sorted({os.path.realpath(each) for each in [*wanted, python, *paths]}):
+        for path in sorted({os.path.realpath(each) for each in [*wanted, python]}):
             if not any(path.startswith(each + "/") for each in shown):
                 shown.append(path)
         if not any(path.startswith("/tmp/") for path in shown):
             links.append(("/tmp", WORK))
-        return cls(python=python, shown=tuple(shown), links=tuple(links), import_paths=paths)
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, tree: dict[str, Any]) -> Self:
-        links = tuple((path, target) for path, target in tree["links"])
-        return cls(tree["python"], tuple(tree["shown"]), links, tuple(tree["import_paths"]))
+        return cls(python, shown, links)
 
 
 def base_python() -> str:
     """This process's interpreter without its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-
-
-def device_paths() -> tuple[str, ...]:
-    return tuple(f"/dev/{name}" for name in _DEVICES)
 
 
 def bubblewrap_arguments(bwrap: str, room: Room, code: str) -> list[str]:
@@ -87,7 +96,7 @@ def bubblewrap_arguments(bwrap: str, room: Room, code: str) -> list[str]:
     else:
         arguments += ["--unshare-user"]
     arguments += ["--new-session", "--proc", "/proc", "--dir", WORK, "--dir", "/dev"]
-    for path in device_paths():
+    for path in DEVICES:
         arguments += ["--dev-bind", path, path]
     for path in room.shown:
         for parent in reversed(PurePosixPath(path).parents[:-1]):
@@ -110,34 +119,34 @@ def enter(room: Room, is_inside: bool, outer_id: int | None) -> bool:
     Returns:
         Whether programs have that id.
     """
-    flags = linux.CLONE_NEWUSER | linux.CLONE_NEWPID | linux.CLONE_NEWNS
+    flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS
     if not is_inside:
-        flags |= linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
-    own_uid = _enter_user_namespace(flags, outer_id)
+        flags |= CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    _enter_user_namespace(flags, outer_id)
     child = os.fork()
     if child:
         os.closerange(3, 256)  # the socket must be the keeper's alone
         os.waitpid(child, 0)
         os._exit(0)
-    linux.set_death_signal(signal.SIGKILL)
+    prctl("PDEATHSIG", signal.SIGKILL)
     if is_inside:
-        linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-        linux.mount("none", "/proc", "tmpfs", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV)
+        mount("none", "/", "", MS_REC | MS_PRIVATE)
+        mount("none", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV)
     else:
         _build(room)
-    return own_uid
+    return outer_id is not None
 
 
-def _enter_user_namespace(flags: int, outer_id: int | None) -> bool:
+def _enter_user_namespace(flags: int, outer_id: int | None) -> None:
     """Unshare and become user 0 of the new namespace, with PROGRAM_ID beside it where ``outer_id`` may be mapped."""
     if outer_id is None:
         uid, gid = os.geteuid(), os.getegid()
-        linux.unshare(flags)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"0 {uid} 1\n")
-        _write("/proc/self/gid_map", f"0 {gid} 1\n")
-        return False
-    # The maps of two ids must be written by one who stays outside.
+        unshare(flags)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1\n")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1\n")
+        return
+    # The maps of two ids must be written by one who stays outside, and a map in one call: the kernel takes no second.
     ready, told = os.pipe()
     parent = os.getpid()
     writer = os.fork()
@@ -146,12 +155,12 @@ def _enter_user_namespace(flags: int, outer_id: int | None) -> bool:
             os.close(told)
             os.read(ready, 1)
             for kind in ("uid", "gid"):
-                _write(f"/proc/{parent}/{kind}_map", f"0 0 1\n{PROGRAM_ID} {outer_id} 1\n")
+                Path(f"/proc/{parent}/{kind}_map").write_text(f"0 0 1\n{PROGRAM_ID} {outer_id} 1\n")
             os._exit(0)
         except OSError as error:
             os._exit(error.errno or 1)
     try:
-        linux.unshare(flags)
+        unshare(flags)
     finally:
         os.close(told)
         os.close(ready)
@@ -160,38 +169,29 @@ def _enter_user_namespace(flags: int, outer_id: int | None) -> bool:
         number = os.waitstatus_to_exitcode(status)
         raise OSError(number, f"user map: {os.strerror(number)}")
     os.setgroups([])
-    return True
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())  # in one call: the kernel takes no second
-    finally:
-        os.close(fd)
 
 
 def _build(room: Room) -> None:
     """A new root on a tmpfs, filled by read-only binds; the old root is gone afterwards."""
-    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-    linux.mount("tmpfs", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir(_OLD)
-    linux.pivot_root("/tmp", _OLD)
+    _checked("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b"/tmp", _OLD.encode()))
     # From here the new root is /, and the old one /old, its own /tmp uncovered again.
     os.chdir("/")
     old = _OLD.removeprefix("/tmp")
     for path in room.shown:
-        _bind(old, path, linux.MS_REC)
-        linux.make_read_only(path, recursive=True)
-    for path in device_paths():
+        _bind(old, path, MS_REC)
+        _make_read_only(path, _AT_RECURSIVE)
+    for path in DEVICES:
         _bind(old, path, 0)
     for path, target in room.links:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
     os.mkdir(WORK)
-    linux.detach(old)
+    _checked(f"umount {old}", _libc.umount2(old.encode(), _MNT_DETACH))
     os.rmdir(old)
-    linux.make_read_only("/", recursive=False)
+    _make_read_only("/", 0)
 
 
 def _bind(old: str, path: str, flags: int) -> None:
@@ -200,12 +200,186 @@ def _bind(old: str, path: str, flags: int) -> None:
     else:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-    linux.mount(old + path, path, "", linux.MS_BIND | flags)
+    mount(old + path, path, "", MS_BIND | flags)
 
 
-def search_path(room: Room) -> Iterator[str]:
-    """``sys.path`` of a program: its folder's place is taken by the keeper's child, which knows it."""
-    for path in sys.path:
-        if any(path == each or path.startswith(each + "/") for each in room.shown) and path not in room.import_paths:
-            yield path
-    yield from room.import_paths
+def _make_read_only(target: str, flags: int) -> None:
+    """No writing, no set-uid and no device files below ``target``. Needs Linux 5.12."""
+    data = struct.pack("=QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, -100, target.encode(), flags, data, ctypes.c_size_t(len(data)))
+    _checked(f"mount_setattr {target}", result)
+
+
+def _checked(what: str, result: int) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return int(result)
+
+
+def unshare(flags: int) -> None:
+    _checked("unshare", _libc.unshare(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode())
+    _checked(f"mount {target}", result)
+
+
+def prctl(option: str, value: int, argument: int = 0) -> None:
+    """Set what this process is to the kernel: ``DUMPABLE`` for PR_SET_DUMPABLE, and so on."""
+    _checked(f"PR_SET_{option}", _libc.prctl(_PRCTL[option], value, argument, 0, 0))
+
+
+def drop_bounding_set() -> None:
+    """No later execve can give a capability back. Does nothing where we may not, which is where we have none."""
+    capability = 0
+    while _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
+        capability += 1
+
+
+def drop_capabilities() -> None:
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    _checked("capset", _libc.capset(header, bytes(24)))
+
+
+def landlock_version() -> int:
+    """ABI version; 0 where the kernel has no Landlock or it is switched off."""
+    return max(0, int(_libc.syscall(_SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
+
+
+def landlock(readable: Iterable[str], writable: str) -> None:
+    """Keep this process and its children from all files but these and the devices, from TCP, and from signalling others.
+
+    TCP needs ABI 4 and signals ABI 6; earlier kernels leave them open. Needs NO_NEW_PRIVS before.
+    """
+    version = landlock_version()
+    all_files = (1 << _LANDLOCK_FS_BITS.get(version, 16)) - 1
+    rules = struct.pack("=QQQ", all_files, 0b11, 0b11)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    created = _libc.syscall(_SYS_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
+    ruleset = _checked("landlock_create_ruleset", created)
+
+    def allow(path: str, rights: int) -> None:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", rights, fd)
+        _checked(f"landlock_add_rule {path}", _libc.syscall(_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0))
+        os.close(fd)
+
+    for path in readable:
+        allow(path, _LANDLOCK_READ_FOLDERS if os.path.isdir(path) else _LANDLOCK_READ_FILES)
+    for path in DEVICES:
+        allow(path, _LANDLOCK_DEVICE)
+    allow(writable, all_files & ~1)  # nothing there is to be executed
+    _checked("landlock_restrict_self", _libc.syscall(_SYS_LANDLOCK_RESTRICT, ruleset, 0))
+    os.close(ruleset)
+
+
+# The filter of system calls (seccomp, a program in BPF). A list of what is refused, not of what is allowed: the walls are
+# the namespaces, and this closes what is known to lead around them (new namespaces, mounts, tracing, keys, kernel
+# interfaces with a history) or hides memory from the limits (memfd, System V segments). Refused calls fail with EPERM,
+# and the program goes on.
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Audit numbers (linux/audit.h) of the machines whose call numbers are below."""
+
+# fmt: off
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264), "acct": (163, 89), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "syslog": (103, 116),
+    "lookup_dcookie": (212, 18), "personality": (135, 92), "vhangup": (153, 58), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "fanotify_init": (300, 262),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+}
+"""By name, the call's number on x86_64 and on aarch64; None: there is no such call."""
+REFUSED_AMONG_OTHERS: dict[str, tuple[int | None, int | None]] = {
+    "setsid": (112, 157), "setpgid": (109, 154), "tkill": (200, 130), "pidfd_send_signal": (424, 424),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+}
+"""Without a pid namespace: what would leave the process group, or reach processes that are not the program's."""
+# fmt: on
+_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+_KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
+_NEW_NAMESPACES = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
+_AF_UNIX = 1
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: put words into a terminal's mouth
+_X32_CALLS = 0x40000000
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument's low half comes first
+
+Line = tuple[int, int, int, int]
+"""Operation, jump if true, jump if false, operand."""
+_REFUSE: Line = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_LET_PASS: Line = (_RETURN, 0, 0, _ALLOW)
+
+
+def can_filter() -> bool:
+    return os.uname().machine in ARCHITECTURES
+
+
+def build_filter(is_alone: bool, own_pid: int) -> bytes:
+    """The filter's program.
+
+    Args:
+        is_alone: nothing but the program and its keeper is in the pid namespace; if not, it may signal its process
+            group and itself only.
+        own_pid: of the process that will install the filter; not used if it is alone.
+    """
+    machine = os.uname().machine
+    column = list(ARCHITECTURES).index(machine)
+    lines: list[Line] = [
+        (_LOAD, 0, 0, _ARCH),
+        (_EQUAL, 1, 0, ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32_CALLS),
+        _REFUSE,
+    ]
+
+    def add(numbers: tuple[int | None, int | None], *body: Line) -> None:
+        number = numbers[column]
+        if number is not None:
+            lines.extend([(_EQUAL, 0, len(body), number), *body])
+
+    def add_test(numbers: tuple[int, int], argument: int, *values: int) -> None:
+        """Allow the call where the argument is one of the values."""
+        tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+        add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, _REFUSE, _LET_PASS)
+
+    for numbers in (REFUSED if is_alone else REFUSED | REFUSED_AMONG_OTHERS).values():
+        add(numbers, _REFUSE)
+    add(_CLONE3, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # its flags lie in memory; the C library uses clone then
+    add(_CLONE, (_LOAD, 0, 0, _ARGUMENTS), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _REFUSE, _LET_PASS)
+    injects = [(_EQUAL, 1, 0, _TERMINAL_INPUT[0]), (_EQUAL, 0, 1, _TERMINAL_INPUT[1])]
+    add(_IOCTL, (_LOAD, 0, 0, _ARGUMENTS + 8), *injects, _REFUSE, _LET_PASS)
+    if is_alone:
+        add_test(_SOCKET, 0, _AF_UNIX)
+    else:
+        add(_SOCKET, _REFUSE)
+        add_test(_KILL, 0, 0, own_pid)
+        add_test(_TGKILL, 0, own_pid)
+    add_test(_PRLIMIT, 0, 0)  # its own only: the keeper may be of the same user
+    lines.append(_LET_PASS)
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def install_filter(program: bytes) -> None:
+    """Filter this process's system calls from now on; needs NO_NEW_PRIVS before."""
+    code = ctypes.create_string_buffer(program, len(program))
+    argument = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    prctl("SECCOMP", _SECCOMP_MODE_FILTER, ctypes.addressof(argument))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,12 @@ from typing import Any, Literal
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.builtin import BUILTIN
-from stretto.tasks.records import Range, read_records
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
 
+_BUILTIN = Path(__file__).with_name("builtin.jsonl")
+"""Enough to try a run with nothing downloaded."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
-_MARK = "\x1evalue "
+_VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
 # Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
 # written as the plain type that they are equal to.
 _HARNESS = """
@@ -73,19 +73,16 @@ class CodeSource(TaskSource):
     need not be closed, or the whole text where there is none."""
 
     args_kind = CodeArgs
+    args: CodeArgs
 
     def __init__(self, name: str, args: CodeArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
         if sandbox is None:
             raise UserError(f"sources.{name}: kind: code runs programs; open it with a sandbox")
         self._programs = sandbox
-        self._args = args
-        if args.path is None:
-            self._records: Sequence[Mapping[str, Any]] = BUILTIN[args.first :][: args.limit]
-        else:
-            self._records = read_records(args.path, args, [("text",), ("code",), ("test_list",)])
+        self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
         for record in self._records:
-            _tests(tuple(record["test_list"]))  # refuses what is no assertion, before a run starts
+            list(map(_take_apart, record["test_list"]))  # refuses what is no assertion, before a run starts
 
     @property
     def num_items(self) -> int:
@@ -93,31 +90,28 @@ class CodeSource(TaskSource):
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]
-        tests = "\n".join(record["test_list"])
-        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{tests}\n```"
-        code = record["code"].replace("\r\n", "\n").strip()
-        return Problem(
-            item,
-            ({"role": "user", "content": question},),
-            f"```python\n{code}\n```",
-            {"tests": list(record["test_list"]), "setup": record.get("test_setup_code", "")},
-        )
+        tests, setup = record["test_list"], record.get("test_setup_code", "")
+        shown = "\n".join(tests)
+        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{shown}\n```"
+        gold = "```python\n{}\n```".format(record["code"].replace("\r\n", "\n").strip())
+        return Problem.of(item, question, gold, "plain", tests=list(tests), setup=setup)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         code, is_marked = find_code(answer.text)
         parts = {"marked": float(is_marked), "passed": 0.0}
         if not code.strip():
             return Score.of(False, parts, "no code")
-        tests = _tests(tuple(problem.payload["tests"]))
+        tests = list(map(_take_apart, problem.payload["tests"]))
         done = self._programs.run(_program(code, problem.payload["setup"], tests))
         if done.outcome is Outcome.INFRA:
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
-        values = _values(done.stdout, len(tests))
+        written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # of a test written twice, the last
+        values = [written.get(str(number)) for number in range(len(tests))]
         num_passed = sum(_equals(value, test.expected) for value, test in zip(values, tests, strict=True))
         parts["passed"] = num_passed / len(tests)
         if num_passed == len(tests):
             return Score(1.0, Outcome.OK, parts, "", done.cpu_s)
-        reward = parts["passed"] if self._args.reward == "share" else 0.0
+        reward = parts["passed"] if self.args.reward == "share" else 0.0
         # All values written and some wrong: refused. Else the program never came so far, for the sandbox's reason.
         outcome = Outcome.WRONG if done.outcome is Outcome.OK or None not in values else done.outcome
         detail = done.why or f"{num_passed} of {len(tests)} tests passed"
@@ -126,15 +120,12 @@ class CodeSource(TaskSource):
 
 def find_code(text: str) -> tuple[str, bool]:
     """The program in ``text``, and whether a fence marked it."""
-    blocks = _FENCED.findall(text.rpartition("</think>")[2])
-    return (blocks[-1], True) if blocks else (text.rpartition("</think>")[2], False)
+    text = text.rpartition("</think>")[2]
+    blocks = _FENCED.findall(text)
+    return (blocks[-1], True) if blocks else (text, False)
 
 
-@lru_cache(maxsize=4096)
-def _tests(assertions: tuple[str, ...]) -> tuple[Check, ...]:
-    return tuple(_take_apart(assertion) for assertion in assertions)
-
-
+@lru_cache(maxsize=1 << 14)
 def _take_apart(assertion: str) -> Check:
     try:
         body = ast.parse(assertion.strip()).body
@@ -154,16 +145,6 @@ def _take_apart(assertion: str) -> Check:
 def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
     shows = [f"_stretto_show({number}, lambda: ({test.call}))" for number, test in enumerate(tests)]
     return "\n".join([code, setup, _HARNESS, *shows, ""])
-
-
-def _values(stdout: bytes, num: int) -> list[str | None]:
-    """What the program wrote for each test; None: nothing."""
-    values: list[str | None] = [None] * num
-    for line in stdout.decode("utf-8", "replace").split("\n"):
-        number, _, value = line.removeprefix(_MARK).partition(" ")
-        if line.startswith(_MARK) and number.isdecimal() and int(number) < num:
-            values[int(number)] = value
-    return values
 
 
 def _equals(written: str | None, expected: Any) -> bool:

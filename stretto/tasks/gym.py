@@ -1,6 +1,6 @@
 """Any generator of the reasoning-gym package.
 
-The prompt is the generator's question, then the line of the answer format (`stretto.tasks.answers`); the default format
+The prompt is the generator's question, then the line of the answer format (`stretto.tasks.task`); the default format
 is ``plain``: question in, bare answer out, what a small network with no habit of talking can do. Chat models: ``tags``.
 """
 
@@ -14,8 +14,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, find_answer
 
 _SEED_STRIDE = 1 << 24
 """Generators seed item i with seed + i: neighbouring seeds share all problems but one. Ours are this far apart, and
@@ -43,36 +42,48 @@ class GymSource(TaskSource):
     """Problems of one generator. The generator's own scorer judges what `find_answer` finds."""
 
     args_kind = GymArgs
+    args: GymArgs
 
     def __init__(self, name: str, args: GymArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
-        self._dataset = _open(name, args)
+        import reasoning_gym  # takes seconds
+
+        where, known = f"sources.{name}.args", reasoning_gym.factory.DATASETS
+        if args.dataset not in known:
+            near = nearest(args.dataset, known)
+            raise UserError(f"{where}: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
+        if reserved := {"seed", "size"} & set(args.config):
+            raise UserError(f"{where}: config.{min(reserved)}: it has a field of its own; set it beside config")
+        size = {} if args.size is None else {"size": args.size}
+        seed = (args.seed + 1) * _SEED_STRIDE
+        try:
+            self._dataset = reasoning_gym.create_dataset(args.dataset, seed=seed, **size, **args.config)
+        except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
+            problem = f"{args.dataset!r} refuses it: {error}"
+            raise UserError(f"{where}: config: {problem}; see that generator's own fields") from None
 
     @property
     def num_items(self) -> int | None:
-        return self._args.size
+        return self.args.size
 
     def problem(self, item: int) -> Problem:
-        assert 0 <= item < (self._args.size or _SEED_STRIDE), f"item {item} of {self._args.size or _SEED_STRIDE}"
+        size = self.args.size or _SEED_STRIDE
+        assert 0 <= item < size, f"item {item} of {size}"
         entry = self._entry(item)
         if not isinstance(entry["answer"], str) or not entry["answer"].strip():
-            raise UserError(
-                f"sources.{self.name}.args: dataset: {self._args.dataset!r} gives item {item} no answer that can be "
-                "written down; choose another, or another config"
-            )
-        question = ask(entry["question"], self._args.format)
-        return Problem(item, ({"role": "user", "content": question},), write_answer(entry["answer"], self._args.format))
+            problem = f"{self.args.dataset!r} gives item {item} no answer that can be written down"
+            raise UserError(f"sources.{self.name}.args: dataset: {problem}; choose another, or another config")
+        return Problem.of(item, entry["question"], entry["answer"], self.args.format)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         parts = {"marked": float(found.is_marked)}
         if not found.text:  # generators that give marks for trying give them for nothing, too
             return Score.of(False, parts, "no answer")
         # The entry is made again: its metadata holds sets, tuples and objects that no wire keeps.
         marks = self._dataset.score_answer(found.text, self._entry(problem.item))
         right = marks >= _RIGHT
-        if self._args.credit == "exact":
+        if self.args.credit == "exact":
             return Score.of(right, parts)
         return Score(marks, Outcome.OK if right else Outcome.WRONG, parts)
 
@@ -80,25 +91,5 @@ class GymSource(TaskSource):
         try:
             return self._dataset[item]
         except IndexError:
-            raise UserError(
-                f"sources.{self.name}.args: size: {self._args.dataset!r} draws from a list that has no item {item}; "
-                "set size to what it has"
-            ) from None
-
-
-def _open(name: str, args: GymArgs) -> Any:
-    import reasoning_gym  # takes seconds
-
-    known = reasoning_gym.factory.DATASETS
-    if args.dataset not in known:
-        near = nearest(args.dataset, known)
-        raise UserError(f"sources.{name}.args: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
-    if reserved := {"seed", "size"} & set(args.config):
-        raise UserError(f"sources.{name}.args: config.{min(reserved)}: it has a field of its own; set it beside config")
-    size = {} if args.size is None else {"size": args.size}
-    try:
-        return reasoning_gym.create_dataset(args.dataset, seed=(args.seed + 1) * _SEED_STRIDE, **size, **args.config)
-    except (TypeError, ValueError, AssertionError) as error:  # all three are how its configurations refuse
-        raise UserError(
-            f"sources.{name}.args: config: {args.dataset!r} refuses it: {error}; see that generator's own fields"
-        ) from None
+            problem = f"{self.args.dataset!r} draws from a list that has no item {item}"
+            raise UserError(f"sources.{self.name}.args: size: {problem}; set size to what it has") from None

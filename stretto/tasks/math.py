@@ -1,27 +1,49 @@
-"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K and MATH."""
+"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K and MATH.
+
+Whether two formulas are the same is for math-verify, in a process of its own: it bounds its own time with an alarm signal,
+which only a main thread may have, and which does not interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes
+all time or all memory there is. The process is started as a program: a spawned worker of `multiprocessing` would import
+the caller's main module, torch and all.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import multiprocessing
 import random
 import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+import stretto
 from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
-from stretto.tasks.checker import Checker
-from stretto.tasks.records import Range, read_records
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """GSM8K's notes for a calculator, inside its worked answers."""
+_START_S = 120.0
+"""Patience with a process that imports sympy on a busy machine."""
+_PATIENCE, _PATIENCE_S = 20, 60.0
+"""Wall seconds that we wait for an answer: this often the processor seconds that it may take, and these."""
+_MEMORY_BYTES = 2 << 30
+_MAX_CHARS = 2_000
+"""No answer is longer; a parser's time grows faster than its text."""
 
 
 class ArithmeticArgs(Config):
@@ -39,23 +61,19 @@ class ArithmeticSource(TaskSource):
     """Prompt ``17 + 4 =``, answer ``21``; scored as a number (`as_number`)."""
 
     args_kind = ArithmeticArgs
-
-    def __init__(self, name: str, args: ArithmeticArgs, sandbox: Sandbox | None = None) -> None:
-        super().__init__(name, args, sandbox)
-        self._args = args
+    args: ArithmeticArgs
 
     def problem(self, item: int) -> Problem:
-        args = self._args
+        args = self.args
         draw = random.Random(f"arithmetic/{args.seed}/{item}")
         terms = [draw.randrange(10**args.digits) for _ in range(args.terms)]
         operators = [draw.choice(args.operators) for _ in terms[1:]]
-        question = " ".join([str(terms[0]), *(f"{op} {term}" for op, term in zip(operators, terms[1:], strict=True))])
-        gold = write_answer(str(_value(terms, operators)), args.format)
-        return Problem(item, ({"role": "user", "content": ask(f"{question} =", args.format)},), gold)
+        rest = "".join(f" {operator} {term}" for operator, term in zip(operators, terms[1:], strict=True))
+        return Problem.of(item, f"{terms[0]}{rest} =", str(_value(terms, operators)), args.format)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
-        gold = as_number(find_answer(problem.gold, self._args.format).text)
+        found = find_answer(answer.text, self.args.format)
+        gold = as_number(find_answer(problem.gold, self.args.format).text)
         assert gold is not None, f"gold {problem.gold!r} is no number"
         return Score.of(as_number(found.text) == gold, {"marked": float(found.is_marked)})
 
@@ -80,10 +98,10 @@ class MathSource(TaskSource):
     """
 
     args_kind = MathArgs
+    args: MathArgs
 
     def __init__(self, name: str, args: MathArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         self._records = read_records(args.path, args, [("question", "problem"), ("answer",)])
         self._checker = Checker(args.check_s)
 
@@ -93,15 +111,14 @@ class MathSource(TaskSource):
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]
-        solution, answer = _split(record)
-        question = ask(record.get("question") or record["problem"], self._args.format)
-        gold = write_answer(answer, self._args.format)
-        if self._args.worked and solution:
-            gold = f"{solution}\n{gold}"
-        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": answer})
+        solution, mark, answer = map(str.strip, str(record["answer"]).rpartition("####"))
+        solution = _WORKINGS.sub("", solution).strip() if mark else str(record.get("solution", ""))
+        question = record.get("question") or record["problem"]
+        problem = Problem.of(item, question, answer, self.args.format, answer=answer)
+        return replace(problem, gold=f"{solution}\n{problem.gold}") if self.args.worked and solution else problem
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         parts = {"marked": float(found.is_marked)}
         if not found.text:
             return Score.of(False, parts, "no answer")
@@ -113,9 +130,7 @@ class MathSource(TaskSource):
             return Score.of(value == gold_value, parts)
         # An unmarked answer is a line of prose, in which math-verify looks for a formula; a marked one is the formula.
         checked = self._checker.same(f"${gold}$", f"${found.text}$" if found.is_marked else found.text)
-        if checked.outcome is not Outcome.OK:
-            return Score(0.0, checked.outcome, parts, checked.why)
-        return Score.of(checked.is_same, parts)
+        return replace(checked, parts=parts)
 
     def close(self) -> None:
         self._checker.close()
@@ -135,18 +150,104 @@ def as_number(text: str) -> Fraction | None:
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
     """By the usual precedence."""
-    total, product, sign = 0, terms[0], 1
+    summands = [terms[0]]
     for operator, term in zip(operators, terms[1:], strict=True):
         if operator == "*":
-            product *= term
+            summands[-1] *= term
         else:
-            total, product, sign = total + sign * product, term, 1 if operator == "+" else -1
-    return total + sign * product
+            summands.append(term if operator == "+" else -term)
+    return sum(summands)
 
 
-def _split(record: dict[str, Any]) -> tuple[str, str]:
-    """Worked solution (may be empty) and answer."""
-    solution, mark, answer = str(record["answer"]).rpartition("####")
-    if mark:
-        return _WORKINGS.sub("", solution).strip(), answer.strip()
-    return str(record.get("solution", "")), answer.strip()
+class Checker:
+    """A process that compares formulas, started at the first question and again after one that brought it down."""
+
+    def __init__(self, limit_s: float) -> None:
+        """``limit_s``: processor seconds of one comparison."""
+        self._limit_s = limit_s
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._lock = threading.Lock()
+
+    def same(self, gold: str, answer: str) -> Score:
+        """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose.
+
+        Returns:
+            TIMEOUT or CRASH where the answer brought the comparison down.
+
+        Raises:
+            RuntimeError: the process does not start or sleeps, which is no answer's fault.
+        """
+        if len(answer) > _MAX_CHARS:
+            return Score.of(False, detail=f"an answer of {len(answer)} characters")
+        with self._lock:
+            process, connection = self._running = self._running or _start()
+            try:
+                connection.send_bytes(json.dumps([self._limit_s, gold, answer]).encode())
+            except OSError:
+                self._end()
+                raise RuntimeError("math-verify's process was gone before it was asked") from None
+            is_silent = not connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s)
+            try:
+                if not is_silent:
+                    return Score.of(json.loads(connection.recv_bytes()))
+            except (EOFError, OSError):
+                process.wait(_PATIENCE_S)  # its own end, not ours
+            self._end()
+        if is_silent:
+            raise RuntimeError("math-verify's process neither answered nor used up its processor time")
+        if process.returncode == -signal.SIGPROF:
+            why = f"comparing it took more than {self._limit_s:g} processor seconds"
+            return Score(0.0, Outcome.TIMEOUT, detail=why)
+        return Score(0.0, Outcome.CRASH, detail="comparing it ended the process that did")
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._running is not None:
+            process, connection = self._running
+            process.kill()
+            process.wait()
+            connection.close()
+            self._running = None
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
+    command = [sys.executable, "-m", "stretto.tasks.math", str(theirs.fileno())]
+    folder, mute = Path(stretto.__file__).parents[1], subprocess.DEVNULL
+    with theirs:
+        process = subprocess.Popen(command, stdin=mute, stdout=mute, cwd=folder, pass_fds=[theirs.fileno()])
+    with contextlib.suppress(EOFError, OSError):
+        if ours.poll(_START_S) and ours.recv_bytes() == b"ready":
+            return process, ours
+    process.kill()
+    raise RuntimeError(f"math-verify's process did not start (exit {process.wait()})")
+
+
+def _serve(connection: Connection) -> None:
+    """Answers ``true`` or ``false`` to each ``[limit_s, gold, answer]``, until the other side is gone."""
+    from math_verify import parse, verify
+
+    logging.disable(logging.WARNING)  # it warns at length that its own time limits are off
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            limit_s, *texts = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        # Processor time, so that a busy machine refuses no right answer; nothing handles the signal, so that it ends
+        # the process inside C code too.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        gold, answer = (parse(text, parsing_timeout=None) for text in texts)
+        is_same = verify(gold, answer, timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(json.dumps(bool(is_same)).encode())
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from stretto.base.config import validate
@@ -17,21 +16,19 @@ from stretto.tasks.code import CodeSource
 from stretto.tasks.gym import GymSource
 from stretto.tasks.math import ArithmeticSource, MathSource
 from stretto.tasks.strings import StringsSource
-from stretto.tasks.task import TaskSource
+from stretto.tasks.task import TaskSource, one_line
 from stretto.tasks.tools import ToolsSource
 from stretto.tasks.verifiers import VerifiersSource
 
-KINDS: Final[Mapping[str, type[TaskSource]]] = MappingProxyType(
-    {
-        "arithmetic": ArithmeticSource,
-        "code": CodeSource,
-        "gym": GymSource,
-        "math": MathSource,
-        "strings": StringsSource,
-        "tools": ToolsSource,
-        "verifiers": VerifiersSource,
-    }
-)
+KINDS: Final[Mapping[str, type[TaskSource]]] = {
+    "arithmetic": ArithmeticSource,
+    "code": CodeSource,
+    "gym": GymSource,
+    "math": MathSource,
+    "strings": StringsSource,
+    "tools": ToolsSource,
+    "verifiers": VerifiersSource,
+}
 """What a recipe's ``kind`` may be, besides ``module:Class`` and ``path/to/file.py:Class``."""
 
 
@@ -60,9 +57,8 @@ def open_source(name: str, source: SourceLike, sandbox: Sandbox | None = None) -
     except UserError:
         raise
     except Exception as error:  # a task is code of others, and this is where it opens its files
-        raise UserError(
-            f"sources.{name}: kind: {source.kind!r} cannot be made: {_line(error)}; correct its constructor"
-        ) from error
+        problem = f"{source.kind!r} cannot be made: {_line(error)}"
+        raise UserError(f"sources.{name}: kind: {problem}; correct its constructor") from error
 
 
 def source_kind(name: str, kind: str) -> type[TaskSource]:
@@ -75,9 +71,8 @@ def source_kind(name: str, kind: str) -> type[TaskSource]:
         return KINDS[kind]
     place, colon, attribute = kind.rpartition(":")
     if not colon:
-        raise UserError(
-            f"sources.{name}: kind: no kind {kind!r}{nearest(kind, KINDS)}; one of {', '.join(KINDS)}, or file.py:Class"
-        )
+        problem, known = f"no kind {kind!r}{nearest(kind, KINDS)}", ", ".join(KINDS)
+        raise UserError(f"sources.{name}: kind: {problem}; one of {known}, or file.py:Class")
     found = getattr(_module(name, place), attribute, None)
     if not (isinstance(found, type) and issubclass(found, TaskSource)):
         raise UserError(f"sources.{name}: kind: {kind!r} is no class made from TaskSource; name one after the colon")
@@ -98,12 +93,11 @@ def _module(name: str, place: str) -> Any:
         spec.loader.exec_module(module)
         return module
     except Exception as error:  # it is code of others, which runs when it is imported
-        raise UserError(
-            f"sources.{name}: kind: cannot import {place!r}: {_line(error)}; check the name and what the file imports"
-        ) from error
+        problem = f"cannot import {place!r}: {_line(error)}"
+        raise UserError(f"sources.{name}: kind: {problem}; check the name and what the file imports") from error
 
 
 def _line(error: Exception) -> str:
     """What went wrong, by its class too where that is not about names and files."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return text if isinstance(error, ImportError | OSError | SyntaxError) else f"{type(error).__name__}: {text}"

@@ -8,9 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.answers import find_answer
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, find_answer
 
 Operation = Literal["complement", "sort", "reverse"]
 
@@ -27,33 +25,22 @@ class StringsArgs(Config):
 
 
 class StringsSource(TaskSource):
-    """Prompt ``sort 5 3 1:``, answer ``1 3 5``, format ``plain`` (`stretto.tasks.answers`)."""
+    """Prompt ``sort 5 3 1:``, answer ``1 3 5``, format ``plain`` (`stretto.tasks.task`)."""
 
     args_kind = StringsArgs
-
-    def __init__(self, name: str, args: StringsArgs, sandbox: Sandbox | None = None) -> None:
-        super().__init__(name, args, sandbox)
-        self._args = args
+    args: StringsArgs
 
     def problem(self, item: int) -> Problem:
-        args = self._args
+        args = self.args
         digits = random.Random(f"strings/{args.operation}/{args.seed}/{item}").choices("0123456789", k=args.length)
-        prompt = f"{args.operation} {' '.join(digits)}:"
-        return Problem(item, ({"role": "user", "content": prompt},), " ".join(_apply(args.operation, digits)))
+        complement = [str(9 - int(digit)) for digit in digits]
+        answers = {"complement": complement, "sort": sorted(digits), "reverse": digits[::-1]}
+        question = f"{args.operation} {' '.join(digits)}:"
+        return Problem.of(item, question, " ".join(answers[args.operation]), "plain")
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         # Spaces are a matter of the tokenizer; digits are the answer.
         written, gold = find_answer(answer.text, "plain").text.split(), problem.gold.split()
         share = sum(map(str.__eq__, written, gold)) / max(len(written), len(gold))
         score = Score.of(written == gold, {"places": share})
-        return Score(share, score.outcome, score.parts) if self._args.graded else score
-
-
-def _apply(operation: Operation, digits: list[str]) -> list[str]:
-    match operation:
-        case "complement":
-            return [str(9 - int(digit)) for digit in digits]
-        case "sort":
-            return sorted(digits)
-        case "reverse":
-            return digits[::-1]
+        return Score(share, score.outcome, score.parts) if self.args.graded else score

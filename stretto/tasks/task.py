@@ -1,15 +1,21 @@
 """What a task set is: problems by number, and a verdict on an answer. No torch, and quick to import.
 
-A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts.
+A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts. What
+several sets share is at the end: where in a text the answer is, and problems from JSONL files.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -33,6 +39,11 @@ class Problem:
     """The last turn of a right answer as the model should write it, marks included: what SFT trains on."""
     payload: Mapping[str, Any] = field(default_factory=dict)
     """What `TaskSource.score` needs besides; plain JSON values."""
+
+    @classmethod
+    def of(cls, item: int, question: str, answer: str, form: AnswerFormat, /, **payload: Any) -> Self:
+        """One question, and its answer in the format that it asks for."""
+        return cls(item, ({"role": "user", "content": ask(question, form)},), write_answer(answer, form), payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,7 @@ class TaskSource(ABC):
             sandbox: where programs run; sources that run none ignore it.
         """
         self.name = name
+        self.args = args
         self.sandbox = sandbox
 
     @property
@@ -146,33 +158,27 @@ class TaskSource(ABC):
         """
         if self.at_once < 1:
             raise UserError(f"sources.{self.name}: at_once: {self.at_once} answers at once; make it 1 or more")
-        problems = [self.tried(item) for item in self._probes(num)]
+        if self.num_items == 0:
+            raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
+        if self.num_items is None:
+            items = [*range(num - 1), _FAR_ITEM]
+        else:
+            items = sorted({index * self.num_items // num for index in range(num)})
+        problems = [self.tried(item) for item in items]
         for problem in problems:
             own = self._scored(problem, problem.gold)
             if not own.ok:
-                why = f": {own.detail}" if own.detail else ""
-                raise self._bad(
-                    problem.item, f"its own gold answer {_short(problem.gold)} is refused ({own.outcome.value}{why})"
-                )
+                why = own.outcome.value + (f": {own.detail}" if own.detail else "")
+                raise self._bad(problem.item, f"its own gold answer {_short(problem.gold)} is refused ({why})")
             for wrong in ("", " \n", _GARBAGE):
                 score = self._scored(problem, wrong)
                 if score.ok or score.reward >= own.reward:
                     kind = "an empty answer" if not wrong.strip() else f"the answer {_short(wrong)}"
                     raise self._bad(problem.item, f"{kind} is accepted (reward {score.reward:g})")
-        self._check_others(problems)
-
-    def _check_others(self, problems: list[Problem]) -> None:
         others = [(a, b) for a, b in zip(problems, problems[1:] + problems[:1], strict=True) if a.gold != b.gold]
         if others and all([self._scored(problem, other.gold).ok for problem, other in others]):
             problem, other = others[0]
             raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
-
-    def _probes(self, num: int) -> list[int]:
-        if self.num_items is None:
-            return [*range(num - 1), _FAR_ITEM]
-        if self.num_items == 0:
-            raise UserError(f"sources.{self.name}: it has no problems; check its path and limits")
-        return sorted({index * self.num_items // num for index in range(num)})
 
     def tried(self, item: int) -> Problem:
         """The problem, looked at.
@@ -205,7 +211,7 @@ class TaskSource(ABC):
         except UserError:
             raise
         except Exception as error:
-            raise self._bad(item, f"{method}() raised {type(error).__name__}: {_line(error)}") from error
+            raise self._bad(item, f"{method}() raised {type(error).__name__}: {one_line(error)}") from error
 
     def _bad(self, item: int, problem: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")
@@ -228,9 +234,108 @@ def score_fault(score: Any) -> str | None:
 
 
 def _short(value: object) -> str:
-    text = _line(repr(value))
+    text = one_line(repr(value))
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _line(value: object) -> str:
+def one_line(value: object) -> str:
+    """Its text, on one line."""
     return " ".join(str(value).split())
+
+
+AnswerFormat = Literal["plain", "line", "tags", "boxed"]
+"""Of the answer in what the model writes:
+
+``plain``: the whole text. ``line``: its last line that is not blank. ``tags``: inside the last ``<answer>``, which need
+not be closed. ``boxed``: inside the last ``\\boxed{}``, which must be. Without its marks, the last two are ``line``.
+In all, whatever is before the last ``</think>`` is not looked at, and white space around the answer does not count.
+
+A text without its marks still has an answer: a network that was never taught them would otherwise score 0 on everything,
+right or wrong, and have nothing to learn from. That marks are missing is reported beside it.
+"""
+
+_INSTRUCTIONS = {
+    "line": "Write the answer alone on the last line.",
+    "tags": "Write the answer between <answer> and </answer>.",
+    "boxed": "Write the answer inside \\boxed{}.",
+}
+_TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An answer in a text. Written by `find_answer`."""
+
+    text: str
+    """Stripped; may be empty."""
+    is_marked: bool
+    """The marks of the format were there; always, where it has none. Says nothing about the answer being right."""
+
+
+def ask(question: str, form: AnswerFormat) -> str:
+    """A user message: the question, and the line that asks for the format."""
+    return question if form == "plain" else f"{question}\n\n{_INSTRUCTIONS[form]}"
+
+
+def write_answer(answer: str, form: AnswerFormat) -> str:
+    """``answer`` with the format's marks."""
+    return {"tags": f"<answer>{answer}</answer>", "boxed": f"\\boxed{{{answer}}}"}.get(form, answer)
+
+
+def find_answer(text: str, form: AnswerFormat) -> Found:
+    """The answer in ``text`` by the rules of `AnswerFormat`."""
+    text = text.rpartition("</think>")[2].strip()
+    last_line = text.rpartition("\n")[2]
+    marked: str | None = text if form == "plain" else last_line
+    if form == "tags":
+        match = _TAGGED.search(text)
+        marked = match[1] if match else None
+    elif form == "boxed":
+        marked = _last_boxed(text)
+    return Found(last_line.strip(), False) if marked is None else Found(marked.strip(), True)
+
+
+def _last_boxed(text: str) -> str | None:
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for index, character in enumerate(rest if mark else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:index]
+    return None
+
+
+class Range(Config):
+    """Which records of a file. Two sources with ranges apart make a training and a held-out set."""
+
+    first: int = Field(default=0, ge=0)
+    """Records of the file that are left out at its start."""
+    limit: int | None = Field(default=None, gt=0)
+    """Records at most; None: all."""
+
+
+def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The chosen records, each with at least one of every group of ``fields``.
+
+    Raises:
+        UserError: no such file, a line that is no JSON object, or one without a field.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: path: cannot be read as UTF-8 text: {error}; give a JSONL file") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number}: not valid JSON: {error}; one object a line") from None
+        for names in fields:
+            if not isinstance(record, dict) or not any(name in record for name in names):
+                raise UserError(f"{path}: line {number}: no field {' or '.join(names)}; give one")
+        records.append(record)
+    if len(records) <= part.first:
+        raise UserError(f"{path}: first: no records from {part.first} on, of {len(records)}; lower it")
+    return records[part.first :][: part.limit]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,11 +18,12 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import PythonTool, TableTool, calculate
-from stretto.tasks.answers import AnswerFormat, ask, find_answer, write_answer
 from stretto.tasks.math import as_number
-from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
 
 ToolKind = Literal["calculator", "python", "database"]
+_FIELDS: Mapping[ToolKind, str] = {"calculator": "expression", "python": "code", "database": "query"}
+"""The one argument of each."""
 _COUNTRIES = ("Ardal", "Belmora", "Corvia", "Dunmar", "Estrel")
 _NAMES = ("Al", "Bri", "Cor", "Del", "Fen", "Gar", "Hol", "Is", "Jor", "Kel"), ("ford", "mere", "ton", "vik", "wick")
 
@@ -41,42 +41,37 @@ class ToolsArgs(Config):
     format: AnswerFormat = "tags"
 
 
-@dataclass(frozen=True, slots=True)
-class _City:
+class _City(NamedTuple):
     name: str
     country: str
     population: int
     area: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A question, its answer, and the call that finds it."""
-
+class _Task(NamedTuple):
     question: str
     answer: str
-    arguments: Mapping[str, str]
+    argument: str
+    """Of the call that finds the answer."""
 
 
 class ToolsSource(TaskSource):
     """One table of cities, made from the seed, serves all problems of the data base."""
 
     args_kind = ToolsArgs
+    args: ToolsArgs
 
     def __init__(self, name: str, args: ToolsArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         self._cities = _cities(args.rows, args.seed)
         self._tools = {kind: self._tool(kind) for kind in args.tools}
 
     def problem(self, item: int) -> Problem:
         task = self._task(item)
-        question = ask(task.question, self._args.format)
-        gold = write_answer(task.answer, self._args.format)
-        return Problem(item, ({"role": "user", "content": question},), gold, {"answer": task.answer})
+        return Problem.of(item, task.question, task.answer, self.args.format, answer=task.answer)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        found = find_answer(answer.text, self._args.format)
+        found = find_answer(answer.text, self.args.format)
         gold = problem.payload["answer"]
         value = as_number(gold)
         right = found.text.casefold() == gold.casefold() if value is None else as_number(found.text) == value
@@ -90,10 +85,11 @@ class ToolsSource(TaskSource):
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """One call, what the tool really answers, the answer."""
-        kind, task = self._kind(problem.item), self._task(problem.item)
-        result = self._tools[kind].call(task.arguments)
+        kind = self._kind(problem.item)
+        arguments = {_FIELDS[kind]: self._task(problem.item).argument}
+        result = self._tools[kind].call(arguments)
         assert result.outcome is Outcome.OK, f"{kind} on its own demonstration: {result}"
-        call = {"type": "function", "function": {"name": kind, "arguments": dict(task.arguments)}}
+        call = {"type": "function", "function": {"name": kind, "arguments": arguments}}
         return (
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": kind, "content": result.text},
@@ -101,38 +97,34 @@ class ToolsSource(TaskSource):
         )
 
     def _kind(self, item: int) -> ToolKind:
-        return self._args.tools[item % len(self._args.tools)]
+        return self.args.tools[item % len(self.args.tools)]
 
     def _task(self, item: int) -> _Task:
-        draw = random.Random(f"tools/{self._args.seed}/{item}")
-        match self._kind(item):
-            case "calculator":
-                return _calculation(draw, self._args.digits)
-            case "python":
-                return _counting(draw)
-            case "database":
-                return _lookup(draw, self._cities)
+        draw = random.Random(f"tools/{self.args.seed}/{item}")
+        kind = self._kind(item)
+        if kind == "calculator":
+            return _calculation(draw, self.args.digits)
+        return _counting(draw) if kind == "python" else _lookup(draw, self._cities)
 
     def _tool(self, kind: ToolKind) -> Tool:
+        run: Callable[[str], ToolResult]
         match kind:
             case "calculator":
-                run: Callable[[str], ToolResult] = calculate
-                text, field, what = "Evaluates an arithmetic expression.", "expression", "for example 12 * (3 + 4)"
+                run = calculate
+                text, what = "Evaluates an arithmetic expression.", "for example 12 * (3 + 4)"
             case "python":
                 if self.sandbox is None:
                     raise UserError(f"sources.{self.name}: tools: python runs programs; open it with a sandbox")
                 run = PythonTool(self.sandbox)
-                text, field, what = "Runs a Python program and gives what it prints.", "code", "the whole program"
+                text, what = "Runs a Python program and gives what it prints.", "the whole program"
             case "database":
-                run = TableTool(_script(self._cities))
-                text = "Reads the table cities(name, country, population, area) with SQL."
-                field, what = "query", "one SELECT"
-        schema = {
-            "type": "object",
-            "properties": {field: {"type": "string", "description": what}},
-            "required": [field],
-            "additionalProperties": False,
-        }
+                rows = ", ".join(str(tuple(city)) for city in self._cities)
+                table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
+                run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
+                text, what = "Reads the table cities(name, country, population, area) with SQL.", "one SELECT"
+        field = _FIELDS[kind]
+        fields = {field: {"type": "string", "description": what}}
+        schema = {"type": "object", "properties": fields, "required": [field], "additionalProperties": False}
 
         def call(arguments: Mapping[str, Any]) -> ToolResult:
             value = arguments.get(field)
@@ -148,7 +140,7 @@ def _calculation(draw: random.Random, digits: int) -> _Task:
     sign = draw.choice("+-")
     expression = f"{a} * {b} {sign} {c}"
     value = a * b + (c if sign == "+" else -c)
-    return _Task(f"What is {expression}?", str(value), {"expression": expression})
+    return _Task(f"What is {expression}?", str(value), expression)
 
 
 def _counting(draw: random.Random) -> _Task:
@@ -156,7 +148,7 @@ def _counting(draw: random.Random) -> _Task:
     question = f"How many of the integers from 1 to {last} are divisible by {divisor} or have the digit {digit}?"
     answer = sum(i % divisor == 0 or str(digit) in str(i) for i in range(1, last + 1))
     code = f"print(sum(i % {divisor} == 0 or '{digit}' in str(i) for i in range(1, {last} + 1)))"
-    return _Task(question, str(answer), {"code": code})
+    return _Task(question, str(answer), code)
 
 
 def _lookup(draw: random.Random, cities: tuple[_City, ...]) -> _Task:
@@ -177,7 +169,7 @@ def _lookup(draw: random.Random, cities: tuple[_City, ...]) -> _Task:
             question = f"Which city of {country} has the largest population?"
             answer = max(there, key=lambda city: city.population).name
             query = f"SELECT name FROM cities WHERE country = '{country}' ORDER BY population DESC LIMIT 1"
-    return _Task(question, answer, {"query": query})
+    return _Task(question, answer, query)
 
 
 def _cities(rows: int, seed: int) -> tuple[_City, ...]:
@@ -187,12 +179,4 @@ def _cities(rows: int, seed: int) -> tuple[_City, ...]:
     return tuple(
         _City(name, draw.choice(_COUNTRIES), 1000 * people + draw.randrange(1000), draw.randrange(10, 500))
         for name, people in zip(names, populations, strict=True)
-    )
-
-
-def _script(cities: tuple[_City, ...]) -> str:
-    rows = ", ".join(f"('{city.name}', '{city.country}', {city.population}, {city.area})" for city in cities)
-    return (
-        "CREATE TABLE cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER); "
-        f"INSERT INTO cities VALUES {rows};"
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -42,10 +41,10 @@ class VerifiersSource(TaskSource):
     """Prompt, system prompt and rewards are the task's own."""
 
     args_kind = VerifiersArgs
+    args: VerifiersArgs
 
     def __init__(self, name: str, args: VerifiersArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._args = args
         try:
             import verifiers.v1 as vf  # optional
         except ImportError as error:
@@ -66,20 +65,20 @@ class VerifiersSource(TaskSource):
             messages += [message.model_dump(exclude_none=True) for message in data.prompt or ()]
         if any(not isinstance(message.get("content"), str) for message in messages):
             raise self._refused(item, "its prompt is not text alone", "leave it out")
-        answer = getattr(data, self._args.gold_field, None)
+        answer = getattr(data, self.args.gold_field, None)
         if not isinstance(answer, (str, int, float)):
-            raise self._refused(item, f"its data has no answer in {self._args.gold_field!r}", "set gold_field")
-        return Problem(item, tuple(messages), self._args.gold_template.replace("{}", str(answer)))
+            raise self._refused(item, f"its data has no answer in {self.args.gold_field!r}", "set gold_field")
+        return Problem(item, tuple(messages), self.args.gold_template.replace("{}", str(answer)))
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         task = self._tasks[problem.item]
         trace = self._trace(task, problem, answer)
         asyncio.run(task.score(trace))
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
-            raise RuntimeError(f"reward {unscored[0]!r} of {self._args.id} gave nothing")
+            raise RuntimeError(f"reward {unscored[0]!r} of {self.args.id} gave nothing")
         parts = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         parts |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        right = trace.reward >= self._args.right_at
+        right = trace.reward >= self.args.right_at
         return Score(trace.reward, Outcome.OK if right else Outcome.WRONG, parts)
 
     def _trace(self, task: Any, problem: Problem, answer: Answer) -> Any:
@@ -89,24 +88,19 @@ class VerifiersSource(TaskSource):
         nodes = [
             vf.MessageNode(
                 parent=index - 1 if index else None,
-                message=_message(message),
+                # As its message types want it: tool calls look different there, and there are none without tools.
+                message={"role": message["role"], "content": message["content"]},
                 sampled=index >= len(problem.messages) and message["role"] == "assistant",
             )
             for index, message in enumerate((*problem.messages, *turns))
         ]
         data = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=vf.AgentConfig())
-        return vf.Trace(
-            task=data, agent=agent, nodes=nodes, is_completed=True, ok=True, stop_condition="agent_completed"
-        )
+        ended = {"is_completed": True, "ok": True, "stop_condition": "agent_completed"}
+        return vf.Trace(task=data, agent=agent, nodes=nodes, **ended)
 
     def _refused(self, item: int, problem: str, remedy: str) -> UserError:
-        return UserError(f"sources.{self.name}: item {item} of {self._args.id}: {problem}; {remedy}")
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As its message types want it: tool calls look different there, and there are none without tools."""
-    return {"role": message["role"], "content": message["content"]}
+        return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
 
 
 def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:

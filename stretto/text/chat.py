@@ -1,7 +1,7 @@
 """Chat templates: the only place that renders messages, and that says which of their tokens the model itself wrote.
 
-Templates are Jinja sources as in a checkpoint's ``chat_template.jinja``, rendered in a sandbox with the helpers that
-transformers offers them, so that what is rendered here is what other software renders.
+Templates are Jinja sources as in a checkpoint's ``chat_template.jinja``, rendered in Jinja's sandbox with the helpers that
+transformers offers them (without loading it, which takes seconds), so that it is what other software renders.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.base.errors import UserError
@@ -57,10 +55,7 @@ class Conversation:
 
 
 def render(
-    template: str,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-    add_generation_prompt: bool = False,
+    template: str, messages: Sequence[Message], tools: Sequence[Message] = (), add_generation_prompt: bool = False
 ) -> str:
     """Text of ``messages`` under a chat template.
 
@@ -75,17 +70,14 @@ def render(
     """
     if not messages:
         raise UserError("messages: the conversation is empty; give at least one message")
+    offered = list(tools) or None
     try:
-        return _compile(template).render(
-            messages=messages, tools=list(tools) or None, add_generation_prompt=add_generation_prompt
-        )
+        return _compile(template).render(messages=messages, tools=offered, add_generation_prompt=add_generation_prompt)
     except (jinja2.TemplateError, TypeError) as error:
         raise UserError(f"chat_template: cannot render these messages: {error}; check roles and contents") from None
 
 
-def tokenise_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-) -> Conversation:
+def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
     """Token ids of a conversation, and which of them the assistant wrote.
 
     Each turn is encoded apart from what precedes it, as it is when a model is sampled: a token never spans the border
@@ -97,30 +89,23 @@ def tokenise_chat(
     """
     if tokenizer.chat_template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
-    full = render(tokenizer.chat_template, messages, tools)
-    special = tokenizer.special_ids()
+    full, special = render(tokenizer.chat_template, messages, tools), tokenizer.special_ids()
     tokens: list[int] = []
     mask: list[bool] = []
-    done = 0
+    done = 0  # characters
     for turn, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         if turn == 0:
-            raise UserError(
-                "messages: message 0: the assistant cannot speak first; begin with a system or user message"
-            )
+            raise UserError("messages: message 0: the assistant cannot speak first; begin with a system or user turn")
         prompt = render(tokenizer.chat_template, messages[:turn], tools, add_generation_prompt=True)
         through = render(tokenizer.chat_template, messages[: turn + 1], tools)
         if not (full.startswith(prompt) and full.startswith(through)) or len(prompt) > len(through):
-            raise UserError(
-                f"messages: message {turn}: the chat template rewrites earlier turns; split the conversation there"
-            )
-        context, answer = (
-            tokenizer.encode_rendered(full[done : len(prompt)]),
-            tokenizer.encode_rendered(full[len(prompt) : len(through)]),
-        )
-        ends = [index for index, token in enumerate(answer) if token in special]
-        num_written = ends[-1] + 1 if ends else len(answer)
+            problem = "the chat template rewrites earlier turns"
+            raise UserError(f"messages: message {turn}: {problem}; split the conversation there")
+        context = tokenizer.encode_rendered(full[done : len(prompt)])
+        answer = tokenizer.encode_rendered(full[len(prompt) : len(through)])
+        num_written = max((end for end, token in enumerate(answer, start=1) if token in special), default=len(answer))
         tokens += context + answer
         mask += [False] * len(context) + [True] * num_written + [False] * (len(answer) - num_written)
         done = len(through)
@@ -133,25 +118,21 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[Node]:
+    def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    extensions = [_Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    # As transformers does it: Jinja's own filter would escape HTML.
+    environment.filters["tojson"] = lambda value, indent=None, ensure_ascii=False: json.dumps(
+        value, indent=indent, ensure_ascii=ensure_ascii
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
     return environment.from_string(template)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """As transformers does it: Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.data.shards import TokenSet
+from stretto.data.shards import TokenSet, tokenise
 from stretto.data.sources import Document
-from stretto.data.tokenise import tokenise
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,20 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.data import loader as module
-from stretto.data.loader import Batch, Loader, RowStream, eval_batches
+from stretto.data.loader import Batch, Loader, Mixture, RowStream, eval_batches, key_of, mix, permute, pick_parts
 from stretto.data.pack import IGNORED, PADDING
-from stretto.data.shards import TokenSet
+from stretto.data.shards import TokenSet, tokenise
+from tests.data.conftest import Bytes, texts
 
 Make = Callable[[str, int], TokenSet]
 T = 32
@@ -37,7 +42,7 @@ def test_an_epoch_gives_every_token_once(make_set: Make) -> None:
     for epoch in range(2):
         seen: Counter[int] = Counter()
         order = []
-        while loader.epochs == [epoch - 1] or not loader._streams[0].at_epoch_end:
+        while loader._streams[0].epoch == epoch - 1 or not loader._streams[0].at_epoch_end:
             batch = loader.next()
             seen.update(batch.tokens_BT[batch.documents_BT != PADDING].tolist())
             order.append(batch.tokens_BT.tobytes())
@@ -135,3 +140,71 @@ def test_resumes_on_another_number_of_ranks(make_set: Make) -> None:
     half = Loader([data], [1], rows=4, seq_len=T, seed=0, rank=1, world=2)
     half.restore(whole.state())
     assert np.array_equal(whole.next().tokens_BT[2:], half.next().tokens_BT)
+
+
+@given(st.lists(st.floats(0.05, 10), min_size=1, max_size=6), st.integers(0, 2**63), st.integers(0, 2**40))
+def test_shares_hold_over_any_stretch(weights: list[float], seed: int, start: int) -> None:
+    num = 2000
+    picked = pick_parts(np.arange(start, start + num), weights, seed)
+    shares = np.bincount(picked, minlength=len(weights))
+    # An interval's count under a golden-ratio rotation is off by O(log num); 12 is generous for 2,000.
+    assert (abs(shares - num * np.array(weights) / sum(weights)) < 12).all()
+
+
+def test_a_pick_depends_on_seed_and_position_only() -> None:
+    whole = pick_parts(np.arange(1000), [1, 2, 3], 7)
+    assert np.array_equal(pick_parts(np.arange(400, 600), [1, 2, 3], 7), whole[400:600])
+    assert not np.array_equal(pick_parts(np.arange(1000), [1, 2, 3], 8), whole)
+
+
+def test_opens_its_parts(make_set: Make, tmp_path: Path) -> None:
+    for name in "ab":
+        make_set(name, 5)
+    tree = {"parts": [{"name": "a", "path": tmp_path / "a", "weight": 2}, {"name": "b", "path": tmp_path / "b"}]}
+    mixture = validate(Mixture, tree, "recipe")
+    assert mixture.weights == (2, 1)
+    assert [data.num_documents for data in mixture.open()] == [5, 5]
+    tokenise({"train": texts(3)}, Bytes(vocab_size=300), tmp_path / "c", processes=1)
+    other = mixture.replace(parts=(*mixture.parts, mixture.parts[0].replace(name="c", path=tmp_path / "c")))
+    with pytest.raises(UserError, match="encoded with another tokenizer"):
+        other.open()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "parts"),
+        ([{"name": "a", "path": "x", "weight": 0}], r"parts\.0\.weight"),
+        ([{"name": "a", "path": "x", "weight": float("inf")}], r"parts\.0\.weight"),
+        ([{"name": "a", "path": "x"}, {"name": "a", "path": "y"}], "two parts have the name 'a'"),
+    ],
+)
+def test_impossible_mixtures_are_named(parts: list, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(Mixture, {"parts": parts}, "recipe")
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_permute_is_a_bijection_that_needs_no_neighbours(size: int, key: int) -> None:
+    whole = permute(np.arange(size), size, key)
+    assert sorted(whole) == list(range(size))
+    some = np.arange(size)[:: max(size // 7, 1)]
+    assert (permute(some, size, key) == whole[some]).all()
+
+
+def test_keys_give_unlike_orders() -> None:
+    size = 10_000
+    orders = [permute(np.arange(size), size, key_of(seed, epoch)) for seed in range(3) for epoch in range(3)]
+    orders.append(np.arange(size))
+    for index, one in enumerate(orders):
+        for other in orders[:index]:
+            # The correlation of independent orders has a standard deviation of 1/sqrt(size) = 0.01.
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+            assert (one == other).sum() < 12  # Poisson with mean 1
+
+
+def test_streams_never_change() -> None:
+    """Values in use: a change here would reshuffle every run that resumes."""
+    assert int(mix(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF  # SplitMix64's first output for seed 0
+    assert key_of(1, 2) != key_of(2, 1) != key_of(1, 2, 0)
+    assert permute(np.arange(8), 8, 0).tolist() == [4, 5, 7, 2, 0, 1, 3, 6]

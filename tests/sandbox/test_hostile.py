@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
-from stretto.sandbox import tree
+from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Outcome
 from tests.sandbox.conftest import LIMITS
@@ -40,7 +40,7 @@ def test_a_hostile_program_gets_nowhere(sandbox: Sandbox, laid: Bait, name: str)
     assert finished.outcome in (*hostile.ends, Outcome.TIMEOUT), finished
     assert not finished.stderr.startswith(b"Traceback") or b"SyntaxError" not in finished.stderr, finished.stderr
     (pid,) = sandbox.idle_pids
-    assert tree.children(pid) == []
+    assert children(pid) == []
     assert sandbox.run("print(1)").stdout == b"1\n"
 
 

@@ -9,7 +9,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Limits
-from stretto.tasks.code import CodeArgs, CodeSource, _program, _take_apart, _tests, find_code
+from stretto.tasks.code import CodeArgs, CodeSource, _program, _take_apart, find_code
 from stretto.tasks.task import Answer
 
 RIGHT = "def digit_sum(n):\n    return sum(int(digit) for digit in str(n))"
@@ -80,9 +80,9 @@ def test_the_answers_own_failures_are_named(source: CodeSource, sandbox: Sandbox
 
 
 def test_what_tests_expect_is_not_in_the_sandbox(source: CodeSource) -> None:
-    tests = tuple(source.problem(0).payload["tests"])
+    tests = source.problem(0).payload["tests"]
     assert "36" in tests[2]
-    assert "36" not in _program("", "", _tests(tests))
+    assert "36" not in _program("", "", [_take_apart(test) for test in tests])
 
 
 def test_shares_are_paid_only_where_the_recipe_says_so(sandbox: Sandbox) -> None:

@@ -10,13 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.text import words
+from stretto.text import tokenizer as module
 from stretto.text.chat import CHATML
-from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from stretto.text.words import SETTLED_RANGES, WordEncoder, split_pattern
+from stretto.text.tokenizer import (
+    SETTLED_RANGES,
+    Tokenizer,
+    WordEncoder,
+    load_tokenizer,
+    split_pattern,
+    train_tokenizer,
+)
 
 TEXT = [
-    Path(words.__file__).read_text(),
+    Path(module.__file__).read_text(),
     Path(pytest.__file__).read_text(),
     "Ελληνικά, 中文 and “quotes” … it's 1234 \r\n\n",
 ] * 2
@@ -41,7 +47,7 @@ def test_fast_path_equals_the_rust_library(tokenizer: Tokenizer, texts: list[str
 SETTLED = [chr(code) for low, high in SETTLED_RANGES for code in range(low, high + 1)]
 
 
-@pytest.mark.parametrize("pattern", words._PATTERNS)
+@pytest.mark.parametrize("pattern", module._PATTERNS)
 @pytest.mark.parametrize(
     "characters",
     [
@@ -64,7 +70,7 @@ def test_fast_path_splits_settled_characters_as_rust_does(characters: list[str],
 
 
 def test_fast_path_refuses_what_it_cannot_split(tokenizer: Tokenizer) -> None:
-    encoder = WordEncoder(tokenizer.rust, words._GPT2)
+    encoder = WordEncoder(tokenizer.rust, module._GPT2)
     assert encoder.accepts("plain, “quoted” and 中文")
     assert not encoder.accepts("newly assigned \u088f")
 

@@ -15,9 +15,8 @@ import torch
 
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader
-from stretto.data.shards import TokenSet
+from stretto.data.shards import TokenSet, tokenise
 from stretto.data.sources import Document
-from stretto.data.tokenise import tokenise
 from stretto.model.parallel import join
 from stretto.model.transformer import Transformer
 from stretto.train import loop

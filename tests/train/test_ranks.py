@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.data.shards import tokenise
 from stretto.data.sources import Document
-from stretto.data.tokenise import tokenise
 from stretto.model.parallel import join
 from stretto.train.recipe import Recipe
 

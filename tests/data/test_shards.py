@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
@@ -7,15 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.data.shards import MANIFEST, Manifest, TokenSet
+from stretto.data.shards import MANIFEST, Manifest, TokenSet, in_order, tokenise
 from stretto.data.sources import Document
-from stretto.data.tokenise import tokenise
 from stretto.text.tokenizer import train_tokenizer
 from tests.data.conftest import Bytes, texts
 
@@ -113,7 +114,7 @@ def test_only_what_is_missing_is_encoded(tmp_path: Path, monkeypatch: pytest.Mon
 
 KILLED = """
 import sys, time
-from stretto.data.tokenise import tokenise
+from stretto.data.shards import tokenise
 from tests.data.conftest import Bytes, texts
 def slow():
     for index, document in enumerate(texts(300)):
@@ -133,7 +134,7 @@ def test_a_killed_run_continues(tmp_path: Path, processes: int) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout and process.stdout.readline() == "far\n"
         process.send_signal(signal.SIGKILL)
-    time.sleep(0.2)  # workers finish the shard in hand and end when the pipe closes
+    time.sleep(0.2)  # workers end with their parent
     finished = list((tmp_path / "d" / "unfinished").glob("train-*.json"))
     assert finished
     stamp = {path: (tmp_path / "d" / f"{path.stem}.tokens").stat().st_mtime_ns for path in finished}
@@ -197,12 +198,62 @@ def test_damaged_shards_are_named_and_mended(tmp_path: Path) -> None:
         TokenSet(folder, "val")
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_results_come_in_the_order_of_the_work(processes: int) -> None:
+    assert list(in_order(processes, partial(operator.mul, 2), range(20))) == list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_a_worker_raises_is_raised_here(processes: int) -> None:
+    results: list[float] = []
+    with pytest.raises(ZeroDivisionError):
+        results.extend(in_order(processes, partial(operator.truediv, 2), (1, 2, 0)))
+    assert results == [2, 1]
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    with pytest.raises(RuntimeError, match="a worker process died"):
+        list(in_order(2, os._exit, [3]))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_more_is_under_way_than_memory_holds(processes: int) -> None:
+    num_taken = 0
+
+    def units() -> Iterator[int]:
+        nonlocal num_taken
+        while num_taken < 50:
+            num_taken += 1
+            yield num_taken
+
+    for num_done, _ in enumerate(in_order(processes, partial(operator.mul, 2), units()), start=1):
+        assert num_taken - num_done <= 2 * processes
+
+
+def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
+    script, root = tmp_path / "run.py", Path(__file__).parents[2]
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, str(script), str(tmp_path / "d"), "2"]
+    with subprocess.Popen(
+        command, stdout=-1, stderr=subprocess.DEVNULL, text=True, env=environment, process_group=0
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "far\n"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+        assert process.wait(30) == -signal.SIGINT
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     """Peak memory of a fresh process, for 8 MB and for 32 MB of text."""
     script = tmp_path / "run.py"
     script.write_text(
-        "import resource, sys\nfrom stretto.data.sources import Document\nfrom stretto.data.tokenise import tokenise\n"
+        "import resource, sys\nfrom stretto.data.sources import Document\nfrom stretto.data.shards import tokenise\n"
         "from tests.data.conftest import Bytes\n"
         "tokenise({'train': (Document(f'{n} ' * 2000) for n in range(int(sys.argv[2])))}, Bytes(), sys.argv[1], processes=1, shard_bytes=1 << 20)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
