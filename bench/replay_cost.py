@@ -28,7 +28,7 @@ from stretto.model.parallel import compute_dtype, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops.logprob import chosen_logprobs
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 from stretto.optim.build import build_optimizers
 from stretto.train.step import MicroBatch, optimisation_step
 

@@ -17,7 +17,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
-from stretto.engine.memory import free_bytes, least_bytes
+from stretto.engine.loading import free_bytes, least_bytes
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.count import count
 from stretto.model.elastic import extract
@@ -25,7 +25,7 @@ from stretto.model.hub import read_checkpoint
 from stretto.model.presets import named_subnets
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config
 from stretto.model.transformer import Transformer
-from stretto.ops.native.build import Library, load
+from stretto.ops.native import Library, load
 
 CONTEXT, TIMED_TOKENS = 64, 24
 """Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""

@@ -17,11 +17,10 @@ from stretto.apps.shape import best_subnet
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.engine.memory import cache_within, free_bytes
-from stretto.engine.open import OpenedEngine, generation_ends, open_engine
+from stretto.engine.loading import OpenedEngine, cache_within, free_bytes, generation_ends, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
-from stretto.engine.service import Service
 from stretto.evals.numbers import params, size_in_bytes
 from stretto.model.count import count
 from stretto.model.hub import read_config, read_presets

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from stretto.engine.engine import Engine
-from stretto.engine.open import open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig
 from stretto.rl.recipe import PrecisionConfig, RolloutConfig
 

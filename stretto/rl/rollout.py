@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from stretto.base.trajectory import WeightVersion
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed
 from stretto.rl.asking import Generated, GenerateRequest, Trouble, Unavailable
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.trajectory import WeightVersion
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.model.fp8_state import unpack_state
 from stretto.model.parallel import Ranks
 from stretto.model.tensorfile import write_file

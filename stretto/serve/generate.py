@@ -13,9 +13,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
 from stretto.base.errors import UserError
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Closed, EngineFailed, Stream
 from stretto.engine.request import Completion, Event, QueueFull, TokenEvent
-from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed, Stream
 from stretto.serve.elastic import LoadControl, Rung
 from stretto.serve.errors import ApiError, from_user_error, overloaded
 from stretto.serve.limits import CUT, Gate, GoneError, bounded, read_json, while_connected

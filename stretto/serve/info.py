@@ -11,9 +11,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from stretto.base.errors import nearest
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import EngineFailed
 from stretto.engine.request import EngineStats
-from stretto.engine.service import Service
-from stretto.engine.stream import EngineFailed
 from stretto.model.count import count
 from stretto.model.spec import Subnet, SubnetChoice
 from stretto.serve.bodies import DetokenizeBody, LoadWeightsBody, TokenizeBody, parse_body

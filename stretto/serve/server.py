@@ -19,9 +19,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from stretto.base.errors import UserError
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
-from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed
 from stretto.serve.door import Door, error_response
 from stretto.serve.errors import ApiError
 from stretto.serve.generate import Generate, Shared, Waiting, as_api_error

@@ -13,12 +13,11 @@ from stretto.apps.choose import Fit, fitting_subnet, parse_bytes
 from stretto.apps.shape import SEARCH_FILE, SearchRecord
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
-from stretto.engine.memory import cache_within, least_bytes
-from stretto.engine.open import open_engine
+from stretto.engine.loading import cache_within, least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.count import count
 from stretto.model.spec import Subnet, extracted_config
-from stretto.ops.native.build import Library
+from stretto.ops.native import Library
 from stretto.search.frontier import Correlations, SearchOptions, SearchResult
 from stretto.search.rank import Sensitivities
 from stretto.search.space import Candidate, Limits, SearchSpace

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.engine.naive import generate_naive
+from stretto.engine.reference import generate_naive
 from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request
 from tests.engine.engines import (
     CONFIG,
@@ -112,7 +112,7 @@ def test_an_error_of_one_request_is_its_own() -> None:
     subject = engine(text=True)
     for one in [*others, bad]:
         subject.add(one)
-    seq = next(seq for seq in subject._choices if seq.request.id == "bad")
+    (seq,) = subject._open["bad"]
     seq.grammar.mask = lambda: np.zeros(CONFIG.vocab_size // 32, np.int32)  # a dead end, made by hand
     done = run(subject)
     assert done["bad", 0].finish_reason == "error" and "grammar" in (done["bad", 0].error or "")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler, GrammarState
 from stretto.engine.request import Grammar, Sampling
-from stretto.engine.sampler import process, sample
+from stretto.engine.sampling import process, sample
 from stretto.text.stream import Detokenizer
 from stretto.text.tokenizer import TURN_END, Tokenizer, train_tokenizer
 

@@ -9,7 +9,9 @@ from tests.engine.scheduler_loop import (
     FULL,
     HALF,
     SMALL,
+    TABLE,
     THINKING_END,
+    abort,
     alone,
     chunk_sizes,
     make,
@@ -25,7 +27,7 @@ def test_decodes_come_first_and_prompts_share_what_is_left() -> None:
     assert chunk_sizes(loop.step()) == [("a", 3), ("b", 5)]
     assert chunk_sizes(loop.step()) == [("a", 1), ("b", 4), ("c", 3)]
     assert chunk_sizes(loop.step()) == [("a", 1), ("b", 1), ("c", 1)]
-    assert loop.scheduler.num_running == 3 and loop.scheduler.num_waiting == 0
+    assert len(loop.scheduler.running) == 3 and not loop.scheduler.waiting
 
 
 def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
@@ -33,7 +35,7 @@ def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
     loop.scheduler.add(sequence([0] * 20, name="a"))
     loop.scheduler.add(sequence([1] * 3, name="b"))
     assert chunk_sizes(loop.step()) == chunk_sizes(loop.step()) == [("a", 8)]
-    assert loop.scheduler.num_running == 1
+    assert len(loop.scheduler.running) == 1
     assert chunk_sizes(loop.step()) == [("a", 4), ("b", 3)]
 
 
@@ -64,7 +66,7 @@ def test_a_chunk_ends_where_the_subnet_changes() -> None:
         plan = loop.step()
         assert plan is not None
         seen.append(
-            (plan.chunks[0].start, len(plan.chunks[0].tokens), plan.chunks[0].subnet, plan.chunks[0].num_logits)
+            (plan.chunks[0].start, len(plan.chunks[0].tokens), TABLE[plan.chunks[0].subnet], plan.chunks[0].num_logits)
         )
     assert seen[:3] == [(0, 5, FULL, 0), (5, 3, HALF, 0), (8, 3, SMALL, 1)]
     assert seen[3][:2] == (11, 1)
@@ -99,7 +101,7 @@ def test_requests_with_one_prompt_compute_it_once() -> None:
     for seq in (first, *others, small):
         loop.scheduler.add(seq)
     assert chunk_sizes(loop.step()) == [("a", 9), ("d", 7)], "another Subnet's pages are others"
-    loop.scheduler.abort(first)
+    abort(loop, first)
     assert chunk_sizes(loop.step()) == [("d", 2), ("b", 1), ("c", 2)]
     again = sequence([*prompt, 4], name="e")
     loop.scheduler.add(again)
@@ -112,7 +114,7 @@ def test_the_next_one_computes_the_prompt_where_the_first_has_gone() -> None:
     for seq in queue:
         loop.scheduler.add(seq)
     assert chunk_sizes(loop.step()) == [("a", 8)]
-    loop.scheduler.abort(queue[0])
+    abort(loop, queue[0])
     assert chunk_sizes(loop.step()) == [("b", 8)] and queue[1].num_cached == 8
     assert chunk_sizes(loop.step()) == [("b", 1), ("c", 1)]
 
@@ -122,7 +124,7 @@ def test_choices_do_not_wait_for_one_that_is_gone_nor_without_a_cache() -> None:
     choices = [sequence([1] * 9, name="a", index=index) for index in range(2)]
     for seq in choices:
         loop.scheduler.add(seq)
-    loop.scheduler.abort(choices[0])
+    abort(loop, choices[0])
     assert chunk_sizes(loop.step()) == [("a", 8)] and loop.started == choices[1:]
     loop = make(max_step_tokens=32, prefix_cache=False)
     for index in range(2):
@@ -162,7 +164,7 @@ def test_aborting_frees_pages_wherever_the_sequence_is() -> None:
         loop.scheduler.add(seq)
     run_until_preemption(loop)
     for seq in (waiting, preempted, running, running):
-        loop.scheduler.abort(seq)
+        abort(loop, seq)
         loop.scheduler.allocator.check([other.pages for other in loop.scheduler.running])
         assert seq.finish_reason == "abort"
     assert loop.step() is None and loop.scheduler.allocator.num_used == 0

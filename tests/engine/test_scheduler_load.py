@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.engine.sequence import SequenceState
-from tests.engine.scheduler_loop import PHASES, Loop, alone, make, sequence
+from tests.engine.scheduler_loop import PHASES, Loop, abort, alone, make, sequence
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list
                     aborts.append((clock + each.abort_after, seq))
         for at, seq in aborts:
             if at == clock and seq.finish_reason is None and seq not in loop.finished:
-                loop.scheduler.abort(seq)
+                abort(loop, seq)
                 aborted.add(seq.order)
         if clock == swap_at:
             loop.scheduler.weights_changed(b"new", keep_cache=len(load) % 2 == 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.model.hub import weights_hash, write_checkpoint
 from tests.engine.engines import (
     CONFIG,
@@ -40,8 +40,8 @@ def test_weights_change_under_way(keep_cache: bool) -> None:
         subject.add(one)
     for _ in range(12):
         subject.step()
-    before = {choice.seq.request.id: list(choice.seq.tokens) for choice in subject._choices.values()}
-    log_probs = {choice.seq.request.id: list(choice.seq.log_probs) for choice in subject._choices.values()}
+    before = {name: list(seq.tokens) for name, (seq,) in subject._open.items()}
+    log_probs = {name: list(seq.log_probs) for name, (seq,) in subject._open.items()}
     subject.load_weights(3, other_weights(), keep_cache=keep_cache)
     done = run(subject)
     old, new = network(), network(1)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from stretto.engine.request import Sampling
-from stretto.engine.sampler import process, sample
-from stretto.ops.native.build import load
-from stretto.ops.native.choose import Chosen, choose
+from stretto.engine.sampling import process, sample
+from stretto.ops.native import Chosen, load
+from stretto.ops.native import choose_tokens as choose
 from tests.engine.chi_square import chi_square
 
 NUM = 10_000

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.native import NativeForward
-from stretto.engine.sequence import Chunk
+from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 
+TABLE = SubnetTable()
 PAGE = 4
 NO_EXPERT = 255
 
@@ -95,11 +96,11 @@ class Pools:
         self.routes_PZLK = torch.full((num_pages, PAGE, config.num_moe_layers, config.top_k), 77, dtype=torch.uint8)
         shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.tables = [tuple(shuffled[i * per_sequence : (i + 1) * per_sequence]) for i in range(num_sequences)]
-        self.native = NativeForward(library, model, self.keys_LPZGC, self.values_LPZGC, self.routes_PZLK)
+        self.native = NativeForward(library, model, TABLE, self.keys_LPZGC, self.values_LPZGC, self.routes_PZLK)
 
     def chunk(self, sequence: int, ids: list[int], start: int, end: int, subnet: Subnet) -> Chunk:
         pages = self.tables[sequence][: -(-end // PAGE)]
-        return Chunk(tuple(ids[start:end]), start, pages, subnet, num_logits=end - start)
+        return Chunk(tuple(ids[start:end]), start, pages, TABLE.number(subnet), num_logits=end - start)
 
     def routes(self, sequence: int, length: int) -> Tensor:
         return self.routes_PZLK[list(self.tables[sequence])].flatten(0, 1)[:length]

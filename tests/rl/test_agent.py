@@ -14,7 +14,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, WeightVersion
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.rl.agent import GROUPS, LOGS
 from stretto.rl.asking import Generated, GenerateRequest, GroupFailed, Trouble
 from stretto.rl.dialogue import Dialogue

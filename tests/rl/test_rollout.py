@@ -11,7 +11,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.rl.asking import Generated, GenerateRequest, Trouble
 from stretto.rl.rollout import EngineRole
 from tests.engine.engines import FULL, full_routes, network

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.engine.naive import generate_naive
+from stretto.engine.reference import generate_naive
 from stretto.engine.request import Sampling
-from stretto.engine.service import Service
 from stretto.model.count import count
 from stretto.model.hub import write_checkpoint
 from stretto.model.spec import ModelConfig

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for asyncio callers.
+"""An engine in a thread of its own, for asyncio callers, and the stream of events that each request gets.
 
 The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
 all tokens of a step.
@@ -11,9 +11,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Self, TypeVar
 
 from torch import Tensor
@@ -22,11 +23,118 @@ from stretto.base.errors import UserError
 from stretto.base.loops import from_thread, settle
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
-from stretto.engine.stream import Channel, Closed, EngineFailed, Stream
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _log = logging.getLogger(__name__)
+
+
+class EngineFailed(RuntimeError):  # noqa: N818 - says what happened
+    """The engine's thread has died, with what it died of; every open and every later request gets this."""
+
+
+class Closed(RuntimeError):  # noqa: N818 - a state, not a fault
+    """The engine is draining or closed and takes no new requests."""
+
+
+class Channel:
+    """Where the engine's thread leaves a request's events. It knows no `Stream`, so that a forgotten one can go."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int):
+        self.loop = loop
+        self.num_open = num_open
+        """Choices unfinished; the engine's thread counts."""
+        self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self.admitted: asyncio.Future[None] = loop.create_future()
+
+    def tell(self, error: Exception | None) -> None:
+        """From the engine's thread: taken, or what went wrong."""
+        from_thread(self.loop, self._tell, error)
+
+    def _tell(self, error: Exception | None) -> None:
+        if error is not None:
+            self.events.put_nowait(error)
+        if self.admitted.done():
+            return
+        if error is None:
+            self.admitted.set_result(None)
+        else:
+            self.admitted.set_exception(error)
+            self.admitted.exception()  # looked at: a caller that only iterates meets it there
+
+
+class Stream(AsyncIterator[Event]):
+    """Events of one request, in order; it ends after the `Completion` of each of its choices.
+
+    Left early - closed, its consumer cancelled, or forgotten - it aborts the request. A slow reader holds nobody back:
+    what waits for it is at most the request's own tokens.
+    """
+
+    def __init__(self, request: Request, channel: Channel, abandon: Callable[[], None]):
+        self.request = request
+        self._channel = channel
+        self._abandon = abandon
+        self._num_open = request.sampling.n
+
+    async def admitted(self) -> Self:
+        """Return once the engine has taken the request.
+
+        Raises:
+            UserError: it cannot be served. QueueFull: not now. EngineFailed: no more.
+        """
+        try:
+            await asyncio.shield(self._channel.admitted)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._num_open <= 0:
+            raise StopAsyncIteration
+        try:
+            event = await self._channel.events.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(event, Exception):
+            self._num_open = 0
+            raise event
+        self._num_open -= isinstance(event, Completion)
+        return event
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events, those together that have come together: a reader that fell behind catches up at once."""
+        async for event in self:
+            events = [event]
+            try:
+                while self._num_open > 0 and not self._channel.events.empty():
+                    events.append(await anext(self))
+            except Exception:
+                yield events  # what came before it failed
+                raise
+            yield events
+
+    def close(self) -> None:
+        """Abort what is unfinished; does nothing the second time."""
+        if self._num_open > 0:
+            self._num_open = 0
+            self._abandon()
+
+    async def aclose(self) -> None:
+        """`close`, as asynchronous generators spell it."""
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +146,7 @@ class _Command:
     """Called instead where the engine is dead."""
 
 
-class Service:
+class AsyncEngine:
     """Runs an `Engine` in one thread. `submit` belongs inside a running event loop, any number of loops may."""
 
     def __init__(self, engine: Engine):

@@ -8,7 +8,7 @@ Shape letters: T tokens, D hidden, V vocabulary, N tokens of one Subnet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engine.request import Phases, Sampling
-from stretto.engine.sampler import process, sample
+from stretto.engine.sampling import process, sample
 from stretto.model.layers import Geometry, SwiGlu
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops.attention import rotary_tables
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NaiveResult:
+class Generated(NamedTuple):
     """What `generate_naive` sampled."""
 
     tokens: tuple[int, ...]
@@ -41,7 +40,7 @@ def generate_naive(
     subnet: Subnet | Phases,
     *,
     end_ids: tuple[int, ...] = (),
-) -> NaiveResult:
+) -> Generated:
     """Complete ``prompt`` by at most ``sampling.max_tokens``; ``end_ids`` are the tokenizer's own ends.
 
     Reads of ``sampling`` what is about tokens: not ``n``, stop strings or a grammar. A seed of None counts as 0.
@@ -62,7 +61,7 @@ def generate_naive(
         logprobs.append(float(chosen.logp_M))
         if tokens[-1] in ends and len(logprobs) >= sampling.min_tokens:
             break
-    return NaiveResult(tuple(tokens[len(prompt) :]), np.array(logprobs, np.float32))
+    return Generated(tuple(tokens[len(prompt) :]), np.array(logprobs, np.float32))
 
 
 def subnets_by_position(tokens: Sequence[int], num_prompt: int, phases: Phases) -> list[Subnet]:

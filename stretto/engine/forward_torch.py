@@ -1,0 +1,482 @@
+"""The forward pass over paged sequences in torch: all tokens of a step in one flat list, each under a Subnet of its own.
+
+`Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network, by the operators
+of one arithmetic: `PlainOperators`, arranged for speed, or `SharedOperators`, the very ones that the trainer calls.
+
+Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
+heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,
+K chosen, L layers (of routes: MoE layers), P pages, Z tokens a page; in a layout: Q chunks, B chunks of a group, M pages of
+the longest chunk, T = M·Z keys, U Subnets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.layers import SwiGlu
+from stretto.model.moe import MoeLayer
+from stretto.model.spec import Subnet
+from stretto.model.transformer import Block, Transformer
+from stretto.ops import exact, grouped, matmul, paged
+from stretto.ops.attention import rotary_tables
+from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, prepare, rounded
+from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans, route_tokens
+from stretto.ops.route import MASKED, Routes
+
+_MAX_KNOWN = 1024
+"""Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a Subnet means in each MoE layer of the maximum network."""
+
+    layers: frozenset[int]
+    num_experts: tuple[int, ...]
+    """By MoE row; 0 where the layer is left out. So is ``top_k``."""
+    top_k: tuple[int, ...]
+    bias_LE: Tensor
+    """fp32, added to scores: the balance bias, `MASKED` where an expert may not be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring layers that compute the same tokens."""
+
+    layers: tuple[int, ...]
+    tokens_N: Tensor | None
+    """int64, which tokens of the step; None: all."""
+    spans: Spans
+    rules: dict[int, RouteRule]
+    """By MoE row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A whole step."""
+
+    ids_N: Tensor
+    slots_N: Tensor
+    """int64, place of each token in the cache."""
+    runs: tuple[Run, ...]
+    wanted_M: Tensor | None
+    """int64, tokens whose logits are wanted, by chunk as the caller ordered them; None: all, in order."""
+
+
+class Planner:
+    """Makes layouts for one network; remembers what Subnets mean. Made anew when weights change: it holds biases."""
+
+    def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, batch_invariant: bool):
+        config, device = model.config, model.embedding.weight.device
+        self._config, self._subnets, self._page_size, self._device = config, subnets, page_size, device
+        self._dtype = model.embedding.weight.dtype
+        self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+        if batch_invariant:
+            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
+        else:
+            positions = torch.arange(config.max_positions, device=device)
+            cos_PR, sin_PR = rotary_tables(positions, config.rotary_dim, config.rope_theta)
+        halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
+        self._rotary_P2R = torch.stack(halves, 1).to(device, self._dtype)
+        self._choices: dict[int, Choices] = {}
+        self._rules: dict[tuple[tuple[int, int], ...], dict[int, RouteRule]] = {}
+
+    def layout(self, chunks: Sequence[Chunk]) -> Layout:
+        """Tensors of a step over ``chunks``; tokens are reordered so that chunks of one length are neighbours."""
+        places = sorted(range(len(chunks)), key=lambda place: _group_key(chunks[place], self._page_size))
+        ordered = [chunks[place] for place in places]
+        layers = {number: self._choices_of(number).layers for number in dict.fromkeys(c.subnet for c in ordered)}
+        runs: list[Run] = []
+        parts: dict[tuple[int, ...], Run] = {}
+        for keep, members in groupby(
+            range(self._config.num_layers), lambda layer: tuple(number for number in layers if layer in layers[number])
+        ):
+            if keep:
+                if keep not in parts:
+                    parts[keep] = self._part(ordered, None if len(keep) == len(layers) else keep)
+                part = parts[keep]
+                runs.append(Run(tuple(members), part.tokens_N, part.spans, part.rules))
+        whole = next((run.spans for run in runs if run.tokens_N is None), None)
+        slots_N = self._spans(ordered).slots_N if whole is None else whole.slots_N
+        ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
+        return Layout(ids_N, slots_N, tuple(runs), self._wanted(chunks, places))
+
+    def _choices_of(self, number: int) -> Choices:
+        if number not in self._choices:
+            if len(self._choices) >= _MAX_KNOWN:
+                self._choices.clear()
+                self._rules.clear()
+            self._choices[number] = self._read(self._subnets[number])
+        return self._choices[number]
+
+    def _read(self, subnet: Subnet) -> Choices:
+        config = self._config
+        num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
+        kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+        bias_LE = torch.full((len(self._moe), config.num_experts), MASKED, device=self._device)
+        for row, experts, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+            num_experts[row], top_k[row], layer = experts, k, self._moe[row]
+            own_E = layer.bias_WE[config.branch(experts)].float() if config.selection_bias else torch.tensor(0.0)
+            allowed_E = layer.rank_E < experts
+            bias_LE[row, : len(allowed_E)] = torch.where(allowed_E, own_E.to(self._device), MASKED)
+        return Choices(frozenset(subnet.layers), tuple(num_experts), tuple(top_k), bias_LE)
+
+    def _part(self, chunks: list[Chunk], keep: tuple[int, ...] | None) -> Run:
+        """The tokens whose Subnet is in ``keep`` (None: all), for whatever layers."""
+        tokens_N = None
+        if keep is not None:
+            stays_Q = np.array([chunk.subnet in keep for chunk in chunks])
+            stays_N = np.repeat(stays_Q, [len(chunk.tokens) for chunk in chunks])
+            tokens_N = self._tensor(np.flatnonzero(stays_N))
+            chunks = [chunk for chunk in chunks if chunk.subnet in keep]
+        return Run((), tokens_N, self._spans(chunks), self._rules_of(chunks))
+
+    def _spans(self, chunks: list[Chunk]) -> Spans:
+        size = self._page_size
+        lengths_Q = np.array([len(chunk.tokens) for chunk in chunks])
+        starts_Q = np.array([chunk.start for chunk in chunks])
+        num_pages_Q = -(-(starts_Q + lengths_Q) // size)
+        table_QM = np.zeros((len(chunks), num_pages_Q.max()), np.int64)
+        for row, (chunk, num_pages) in enumerate(zip(chunks, num_pages_Q.tolist(), strict=True)):
+            assert len(chunk.pages) >= num_pages, f"{len(chunk.pages)} pages for {chunk.end} tokens"
+            # padded with its own first page: masked keys of somebody else's that are not finite would still spoil the sum
+            table_QM[row] = chunk.pages[0]
+            table_QM[row, :num_pages] = chunk.pages[:num_pages]
+        chunk_N = np.repeat(np.arange(len(chunks)), lengths_Q)
+        first_Q = np.cumsum(lengths_Q) - lengths_Q
+        positions_N = np.arange(len(chunk_N)) + (starts_Q - first_Q)[chunk_N]
+        assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is past the network's"
+        slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
+        rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
+        groups = []
+        for a, b in _neighbours(chunks, size):
+            num_pages, length = int(num_pages_Q[a:b].max()), int(lengths_Q[a])
+            mask_B1LT = None
+            if length == 1 or starts_Q[a:b].any():
+                visible_BL1 = starts_Q[a:b, None, None] + np.arange(1, length + 1)[:, None]
+                hidden_BLT = self._tensor(visible_BL1 <= np.arange(num_pages * size))
+                mask_B1LT = torch.zeros(hidden_BLT.shape, dtype=self._dtype, device=self._device)
+                mask_B1LT = mask_B1LT.masked_fill_(hidden_BLT, float("-inf")).unsqueeze(1)
+            pages = self._tensor(table_QM[a:b, :num_pages].reshape(-1))
+            groups.append(Group(int(first_Q[a]), b - a, length, pages, mask_B1LT))
+        return Spans(rotary_N2R[:, :1], rotary_N2R[:, 1:], self._tensor(slots_N), tuple(groups))
+
+    def _rules_of(self, chunks: list[Chunk]) -> dict[int, RouteRule]:
+        distinct = list(dict.fromkeys(chunk.subnet for chunk in chunks))
+        key: tuple[tuple[int, int], ...] = ((distinct[0], 0),)
+        if len(distinct) > 1:
+            key = tuple((chunk.subnet, len(chunk.tokens)) for chunk in chunks)
+        if key not in self._rules:
+            if len(self._rules) >= _MAX_KNOWN:
+                self._rules.clear()
+            subnet_Q = np.array([distinct.index(chunk.subnet) for chunk in chunks])
+            subnet_N = np.repeat(subnet_Q, [len(chunk.tokens) for chunk in chunks])
+            choices = [self._choices_of(number) for number in distinct]
+            self._rules[key] = dict(self._make_rules(choices, self._tensor(subnet_N)))
+        return self._rules[key]
+
+    def _make_rules(self, distinct: list[Choices], subnet_N: Tensor) -> Iterator[tuple[int, RouteRule]]:
+        """A rule for each MoE layer that all of ``distinct`` keep; token n belongs to ``distinct[subnet_N[n]]``."""
+        config, softmax = self._config, self._config.router == "softmax"
+        for row, (moe, own) in enumerate(zip(self._moe, config.experts_by_layer, strict=True)):
+            widths = {choice.num_experts[row] for choice in distinct}
+            ks = [choice.top_k[row] for choice in distinct]
+            if 0 in widths:
+                continue
+            bias = mask = dropped_NK = None
+            if config.selection_bias or widths != {own}:
+                bias_UE = torch.stack([choice.bias_LE[row, : len(moe.rank_E)] for choice in distinct])
+                bias = bias_UE[0] if len(widths) == 1 else bias_UE.index_select(0, subnet_N)
+                if softmax and widths != {own}:
+                    mask = torch.where(bias == MASKED, MASKED, 0.0)
+            if len(set(ks)) > 1:
+                k_N = torch.tensor(ks, device=self._device).index_select(0, subnet_N)
+                dropped_NK = torch.arange(max(ks), device=self._device) >= k_N[:, None]
+            scaling = config.routed_scaling
+            yield row, RouteRule(max(ks), softmax, config.normalize_gates, scaling, bias, mask, dropped_NK)
+
+    def _wanted(self, chunks: Sequence[Chunk], places: list[int]) -> Tensor | None:
+        first = 0
+        rows: list[range] = [range(0)] * len(chunks)
+        for place in places:
+            end = first + len(chunks[place].tokens)
+            rows[place] = range(end - chunks[place].num_logits, end)
+            first = end
+        wanted = list(chain.from_iterable(rows))
+        return None if wanted == list(range(first)) else self._tensor(np.array(wanted, np.int64))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _group_key(chunk: Chunk, page_size: int) -> tuple[int, bool, int]:
+    return len(chunk.tokens), chunk.start == 0 and len(chunk.tokens) > 1, chunk.end // page_size
+
+
+def _neighbours(chunks: list[Chunk], page_size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of ordered chunks that attend together: alike, and none gathers more than twice the pages it has."""
+    first = 0
+    for end in range(1, len(chunks) + 1):
+        if end < len(chunks):
+            (length, is_fresh, pages), start = _group_key(chunks[end], page_size), _group_key(chunks[first], page_size)
+            if (length, is_fresh) == start[:2] and pages <= 2 * start[2] + 4:
+                continue
+        yield first, end
+        first = end
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGluWeights:
+    """A dense or shared SwiGLU. Matrices are as the operators prepare them, here and below."""
+
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """Router, experts and shared experts."""
+
+    row: int
+    """Of the layer among the maximum network's MoE layers."""
+    gate: Weight
+    """fp32: routers decide on small differences."""
+    experts: Any
+    shared: SwiGluWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block."""
+
+    attention_norm_D: Tensor
+    qkv: Any
+    qkv_bias_X: Tensor | None
+    qk_norm_JC: Tensor | None
+    out: Any
+    mlp_norm_D: Tensor
+    mlp: SwiGluWeights | MoeWeights
+
+
+class PlainOperators:
+    """Torch's own operators: products that add to the stream by transposed matrices, sums in place."""
+
+    def __init__(self, eps: float, device: torch.device):
+        self._eps = torch.tensor(eps, device=device)
+
+    def matrix(self, weight_FD: Tensor) -> Tensor:
+        """``weight_FD`` as `linear` wants it."""
+        return weight_FD.detach()
+
+    def added_matrix(self, weight_FD: Tensor) -> Tensor:
+        """``weight_FD`` as `add_linear` wants it."""
+        return weight_FD.detach().t()
+
+    def experts(self, gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertWeights:
+        """As `add_experts` wants them."""
+        return ExpertWeights.of(gate_up_EFD.detach(), down_EDI.detach())
+
+    def rounded(self, x_ND: Tensor) -> Tensor:
+        """``x_ND`` as it is kept between operators."""
+        return x_ND
+
+    def norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        return paged.norm(x_ND, weight_D, self._eps)
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+        return F.linear(x_ND, weight_FD, bias_F)
+
+    def store(self, qkv_NX: Tensor, norm_JC: Tensor | None, spans: Spans, keys: Tensor, values: Tensor) -> Tensor:
+        """Norm, rotate and store as `stretto.ops.paged.store`; may overwrite ``qkv_NX``. Returns queries [N, H, C]."""
+        return paged.store(qkv_NX, norm_JC, self._eps, spans, keys, values)
+
+    def attend(self, q_NHC: Tensor, keys: Tensor, values: Tensor, groups: tuple[Group, ...]) -> Tensor:
+        return paged.attend(q_NHC, keys, values, groups)
+
+    def add_linear(self, x_ND: Tensor, y_NF: Tensor, weight_FD: Tensor) -> Tensor:
+        """``x_ND`` and the product."""
+        return torch.addmm(x_ND, y_NF, weight_FD)
+
+    def add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
+        """``x_ND`` and the block's output."""
+        return torch.addmm(x_ND, grouped.swiglu(F.linear(normed_ND, weights.gate_up)), weights.down)
+
+    def add_experts(self, x_ND: Tensor, normed_ND: Tensor, routes: Routes, moe: MoeWeights) -> Tensor:
+        """``x_ND`` and what the chosen and the shared experts say."""
+        x_ND = paged.chosen_experts(normed_ND, routes, moe.experts).add_(x_ND)
+        return x_ND if moe.shared is None else self.add_swiglu(x_ND, normed_ND, moe.shared)
+
+
+class SharedOperators:
+    """`PlainOperators` in an arithmetic that is not plain: each product through `stretto.ops.matmul`, so that a rollout
+    in bf16 or FP8 rounds as the trainer's forward pass does, and, batch-invariant, agrees with it to the bit."""
+
+    def __init__(self, eps: float, arithmetic: Arithmetic):
+        self._eps, self._arithmetic = eps, arithmetic
+
+    def matrix(self, weight_FD: Tensor) -> Weight:
+        return prepare(weight_FD, self._arithmetic)
+
+    added_matrix = matrix
+
+    def experts(self, gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertMatrices:
+        return ExpertMatrices.of(gate_up_EFD, down_EDI, self._arithmetic)
+
+    def rounded(self, x_ND: Tensor) -> Tensor:
+        return rounded(x_ND, self._arithmetic)
+
+    def norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        return matmul.norm(x_ND, weight_D, self._eps, self._arithmetic)
+
+    def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None) -> Tensor:
+        return matmul.linear(x_ND, weight, bias_F, self._arithmetic)
+
+    def store(self, qkv_NX: Tensor, norm_JC: Tensor | None, spans: Spans, keys: Tensor, values: Tensor) -> Tensor:
+        return paged.store_rounded(qkv_NX, norm_JC, self._eps, spans, keys, values, self._arithmetic)
+
+    def attend(self, q_NHC: Tensor, keys: Tensor, values: Tensor, groups: tuple[Group, ...]) -> Tensor:
+        return paged.attend(q_NHC, keys, values, groups, self._arithmetic.batch_invariant)
+
+    def add_linear(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
+        return self.rounded(x_ND + self.linear(y_NF, weight, None))
+
+    def add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
+        return self.rounded(x_ND + self._swiglu(normed_ND, weights))
+
+    def add_experts(self, x_ND: Tensor, normed_ND: Tensor, routes: Routes, moe: MoeWeights) -> Tensor:
+        y_ND = matmul.experts(normed_ND, routes.chosen_NK, routes.gates_NK, moe.experts, self._arithmetic)
+        if moe.shared is not None:
+            y_ND = self.rounded(y_ND + self._swiglu(normed_ND, moe.shared))
+        return self.rounded(x_ND + y_ND)
+
+    def _swiglu(self, x_ND: Tensor, weights: SwiGluWeights) -> Tensor:
+        inner_NI = matmul.swiglu(self.linear(x_ND, weights.gate_up, None), self._arithmetic)
+        return self.linear(inner_NI, weights.down, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What one MoE layer chose."""
+
+    row: int
+    """Of the layer among the maximum network's MoE layers."""
+    tokens_N: Tensor | None
+    """Which tokens of the step ran it; None: all."""
+    chosen_NK: Tensor
+    """Expert ids, int64; E for no expert."""
+    is_even: bool
+    """Every token has the same top-k, so E does not occur."""
+
+
+class TorchForward:
+    """The forward pass of one model over one pool. Made anew when weights change: some of what it holds are copies."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        subnets: SubnetTable,
+        keys_LPZGC: Tensor,
+        values_LPZGC: Tensor,
+        routes_PZLK: Tensor | None,
+        arithmetic: Arithmetic,
+    ):
+        eps = model.config.norm_eps
+        self._ops: PlainOperators | SharedOperators
+        self._ops = PlainOperators(eps, keys_LPZGC.device) if arithmetic.is_plain else SharedOperators(eps, arithmetic)
+        self._inner = arithmetic.inner
+        self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = keys_LPZGC, values_LPZGC, routes_PZLK
+        self._experts_by_layer = model.config.experts_by_layer
+        self._planner = Planner(model, subnets, keys_LPZGC.shape[2], arithmetic.batch_invariant)
+        rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
+        self._embedding_VD = model.embedding.weight.detach()
+        self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
+        self._norm_D = model.norm.weight.detach()
+        self._head = prepare(model.head_VD, self._inner)
+
+    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
+        """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
+        layout, ops = self._planner.layout(chunks), self._ops
+        routed: list[Routed] | None = [] if want_routes else None
+        x_ND = ops.rounded(self._embedding_VD.index_select(0, layout.ids_N))
+        for run in layout.runs:
+            part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
+            for place in run.layers:
+                part_ND = self._block(place, part_ND, run, routed)
+            x_ND = part_ND if run.tokens_N is None else x_ND.index_copy_(0, run.tokens_N, part_ND)
+        if routed is not None:
+            self._store_routes(layout.slots_N, routed)
+        if layout.wanted_M is not None:
+            x_ND = x_ND.index_select(0, layout.wanted_M)
+        return matmul.linear(ops.norm(x_ND, self._norm_D), self._head, None, self._inner).float()
+
+    def _block(self, place: int, x_ND: Tensor, run: Run, routed: list[Routed] | None) -> Tensor:
+        ops, layer = self._ops, self._layers[place]
+        keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
+        qkv_NX = ops.linear(ops.norm(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X)
+        q_NHC = ops.store(qkv_NX, layer.qk_norm_JC, run.spans, keys_PZGC, values_PZGC)
+        x_ND = ops.add_linear(x_ND, ops.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups), layer.out)
+        normed_ND, mlp = ops.norm(x_ND, layer.mlp_norm_D), layer.mlp
+        if isinstance(mlp, SwiGluWeights):
+            return ops.add_swiglu(x_ND, normed_ND, mlp)
+        rule = run.rules[mlp.row]
+        routes = route_tokens(normed_ND, mlp.gate, rule, self._inner)
+        if routed is not None:
+            routed.append(Routed(mlp.row, run.tokens_N, routes.chosen_NK, rule.dropped_NK is None))
+        return ops.add_experts(x_ND, normed_ND, routes, mlp)
+
+    def _store_routes(self, slots_N: Tensor, routed: list[Routed]) -> None:
+        """Write a step's routes to the pool, the sentinel where a token ran no such layer or has fewer choices."""
+        pool = self._routes_PZLK
+        assert pool is not None, "the pool has no room for routes"
+        num_layers, num_slots = pool.shape[2:]
+        is_whole = all([r.tokens_N is None and r.is_even and r.chosen_NK.shape[1] == num_slots for r in routed])
+        if routed and len(routed) == num_layers and is_whole:
+            routes_NLK = torch.stack([choice.chosen_NK for choice in routed], 1)
+        else:
+            sentinel = torch.iinfo(pool.dtype).max
+            routes_NLK = slots_N.new_full((len(slots_N), num_layers, num_slots), sentinel)
+            for choice in routed:
+                top_k = choice.chosen_NK.shape[1]
+                assert top_k <= num_slots, f"top-{top_k} does not fit a pool of {num_slots} choices"
+                tokens_N = slice(None) if choice.tokens_N is None else choice.tokens_N
+                absent_NK = choice.chosen_NK == self._experts_by_layer[choice.row]
+                routes_NLK[tokens_N, choice.row, :top_k] = choice.chosen_NK.masked_fill(absent_NK, sentinel)
+        # torch copies rows of int16 but not of uint16
+        narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
+        pool.view(narrow).flatten(0, 1).index_copy_(0, slots_N, routes_NLK.to(pool.dtype).view(narrow))
+
+    def _layer(self, block: nn.Module, row: int) -> LayerWeights:
+        assert isinstance(block, Block)
+        ops, attention, mlp = self._ops, block.attention, block.mlp
+        qk_norm_JC = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q_HC = attention.q_norm.expand(attention.num_heads, -1)
+            qk_norm_JC = torch.cat((q_HC, attention.k_norm.expand(attention.num_kv_heads, -1))).detach()
+        weights: SwiGluWeights | MoeWeights
+        if isinstance(mlp, MoeLayer):
+            shared = None if mlp.shared is None else self._swiglu(mlp.shared)
+            gate = prepare(mlp.gate.float(), self._inner)
+            weights = MoeWeights(row, gate, ops.experts(mlp.gate_up, mlp.down), shared)
+        else:
+            weights = self._swiglu(mlp)
+        return LayerWeights(
+            attention_norm_D=block.attention_norm.weight.detach(),
+            qkv=ops.matrix(attention.qkv.weight),
+            qkv_bias_X=None if attention.qkv.bias is None else attention.qkv.bias.detach(),
+            qk_norm_JC=qk_norm_JC,
+            out=ops.added_matrix(attention.out.weight),
+            mlp_norm_D=block.mlp_norm.weight.detach(),
+            mlp=weights,
+        )
+
+    def _swiglu(self, layer: SwiGlu) -> SwiGluWeights:
+        return SwiGluWeights(self._ops.matrix(layer.gate_up.weight), self._ops.added_matrix(layer.down.weight))

@@ -1,0 +1,618 @@
+"""Self-speculation: a Subnet of the same weights drafts, or the text so far does; the target verifies all in one pass.
+
+The draft Subnet's layers are among the target's. It reads the target's keys and values of the layers they share and
+writes its own at the drafted positions; verification computes those positions again with the target and so overwrites
+them. Drafts are accepted by rejection sampling on the processed distributions (Leviathan 2211.17192, Chen 2302.01318):
+what comes out is distributed exactly as without drafts, and greedy tokens are the same.
+
+Which random number decides a token depends on whether the token was drafted, which depends on the watch's clock. So a
+request that names a seed and samples is never drafted for: it gets the same tokens every time.
+
+Drafts that cost nothing are looked up: what followed the last time that the text's newest tokens stood in it. Code,
+quotations and lists repeat themselves, and small networks more so (prompt lookup, Saxena 2023; LLMA, 2304.04487).
+
+Whether drafting pays is watched while running. A cycle drafts γ tokens and verifies them with the target in one pass; its
+utility is the tokens it is expected to yield, over what it costs in plain steps (Cascade, 2506.20675, watches the same
+ratio): verifying several tokens of an MoE layer loads more experts than one token does, so it can lie below one.
+
+Shape letters: M rows of logits, V vocabulary, R rows to decide (drafted, of sampled requests), N drafting sequences,
+S drafting steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.request import Sampling
+from stretto.engine.runner import Runner
+from stretto.engine.sampling import (
+    SEED_MASK,
+    Purpose,
+    SamplerCache,
+    acceptance,
+    probabilities,
+    process,
+    residual,
+    sample,
+    uniform,
+)
+from stretto.engine.sequence import Chunk, SequenceState, StepPlan, SubnetTable
+from stretto.model.spec import ModelConfig, Subnet
+
+ORDER = 3
+"""Tokens that must be equal before the rest is looked at; of two, too many stand together by chance."""
+WARM_STEPS = 3
+"""Plain steps before the first draft: the first of a kind also allocates and compiles."""
+TRIALS = 6
+"""Cycles that each candidate is tried for; the output is exact meanwhile, so live requests can carry the trial."""
+PLAIN_EVERY = 96
+"""Cycles between two plain steps that keep the plain cost fresh; it grows with the context (costs about 1 %)."""
+FIRST_WAIT, LONGEST_WAIT = 32, 2048
+"""Plain steps before drafting that did not pay is tried again; the wait doubles each time."""
+COST_RATE = 0.1
+"""Weight of the newest measurement in a mean cost."""
+SETTLE = 6
+"""Measurements of which the least is taken before a mean begins: the first of a kind allocates and compiles."""
+OUTLIER = 0.5
+"""Plain steps by which a measurement may differ from the mean and count in full: the machine does other things too."""
+GROWTH = 0.75
+"""Verifying n drafts adds n to this power times what one adds: tokens share experts (5 and 9 tokens on a CPU: 0.7)."""
+MEMORY = 512.0
+"""Verified drafts that a mean acceptance looks back on."""
+LOOKUPS = (3, 8)
+"""Kinds of lookup, by the least number of equal tokens: a long match is right far more often than a short one."""
+
+
+class Match(NamedTuple):
+    """An earlier place that ends as the sequence does."""
+
+    length: int
+    """Equal tokens, counted up to a limit; 0: there is no such place."""
+    start: int
+    """Position of what followed them."""
+
+
+class Lookup:
+    """Where each run of `ORDER` tokens of one growing sequence stood last."""
+
+    __slots__ = ("_num_read", "_starts", "match")
+
+    def __init__(self) -> None:
+        self._starts: dict[tuple[int, ...], int] = {}
+        self._num_read = ORDER
+        self.match = Match(0, 0)
+        """What `find` found last."""
+
+    def find(self, tokens: Sequence[int], limit: int) -> Match:
+        """The newest earlier place; ``tokens`` are those of the last call and more. Counts ``limit`` equal tokens at most."""
+        for start in range(self._num_read, len(tokens)):
+            self._starts[tuple(tokens[start - ORDER : start])] = start
+        self._num_read = max(ORDER, len(tokens))
+        start, length = self._starts.get(tuple(tokens[-ORDER:]), 0), 0
+        if start:
+            length = ORDER
+            while length < min(limit, start) and tokens[start - 1 - length] == tokens[-1 - length]:
+                length += 1
+        self.match = Match(length, start)
+        return self.match
+
+
+def continuation(tokens: Sequence[int], start: int, num: int) -> list[int]:
+    """``num`` tokens as they went on from ``start``; where the sequence ends first, it goes on as it repeats itself."""
+    found = list(tokens[start : start + num])
+    period = len(tokens) - start
+    while len(found) < num:
+        found.append(found[len(found) - period])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What the next cycle drafts."""
+
+    subnet: int | None
+    """Its number; None: tokens are looked up in the sequence itself."""
+    num_tokens: int
+    min_match: int = 0
+    """Of a lookup: equal tokens that it takes, one of `LOOKUPS`."""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    subnet: int | None
+    min_match: int = 0
+    accepted: float = 0.0
+    rejected: float = 0.0
+    """Both decayed; a draft behind a rejected one was not tested."""
+
+    @property
+    def acceptance(self) -> float:
+        return (self.accepted + 0.5) / (self.accepted + self.rejected + 1.0)
+
+    def observe(self, num_accepted: int, num_rejected: int) -> None:
+        keep = max(0.0, 1.0 - (num_accepted + num_rejected) / MEMORY)
+        self.accepted = self.accepted * keep + num_accepted
+        self.rejected = self.rejected * keep + num_rejected
+
+
+@dataclass(slots=True)
+class _Pause:
+    """Drafting that did not pay waits, and is then tried again."""
+
+    wait: int = 0
+    """Plain steps left before the next attempt."""
+    next_wait: int = FIRST_WAIT
+    attempts: int = 0
+    """Cycles left of an attempt after a wait."""
+
+    def is_over(self) -> bool:
+        """One more step has come."""
+        if self.wait == 0:
+            return True
+        self.wait -= 1
+        self.attempts = TRIALS if self.wait == 0 else 0
+        return False
+
+    def allows(self, utility: float) -> bool:
+        """Whether to draft at this utility; begins to wait where it does not pay and no attempt is left."""
+        if utility > 1.0:
+            self.next_wait = FIRST_WAIT
+            return True
+        if self.attempts > 0:
+            self.attempts -= 1
+            return True
+        self.wait, self.next_wait = self.next_wait, min(2 * self.next_wait, LONGEST_WAIT)
+        return False
+
+
+@dataclass(slots=True)
+class _Cost:
+    """A mean of seconds that bad measurements hardly move."""
+
+    mean_s: float = 0.0
+    num: int = 0
+
+    def add(self, new_s: float, scale_s: float) -> None:
+        """Count one more measurement; ``scale_s``: differences beyond it are cut off."""
+        self.num += 1
+        if self.num <= SETTLE:
+            self.mean_s = new_s if self.num == 1 else min(self.mean_s, new_s)
+        else:
+            self.mean_s += COST_RATE * max(-scale_s, min(scale_s, new_s - self.mean_s))
+
+
+@dataclass(slots=True)
+class _Costs:
+    """Seconds at about one batch size."""
+
+    plain: _Cost = field(default_factory=_Cost)
+    since_plain: int = 0
+    draft: dict[int, _Cost] = field(default_factory=dict)
+    """By candidate: one drafting step."""
+    extra: _Cost = field(default_factory=_Cost)
+    """What verifying one draft adds to a plain step."""
+    pauses: dict[int, _Pause] = field(default_factory=dict)
+    """By the first candidate of a group."""
+
+    def num_trials(self, index: int) -> int:
+        return self.draft[index].num if index in self.draft else 0
+
+
+class Watch:
+    """Chooses draft Subnet and length for the next step from what earlier steps cost and yielded.
+
+    Costs are kept by batch size (in powers of two), acceptance by candidate. No clock in here: the engine measures.
+    """
+
+    def __init__(self, candidates: Sequence[int], max_draft: int, *, lookup: bool = False):
+        """``candidates`` are numbers of Subnets; ``lookup``: tokens found in the sequence itself are candidates too."""
+        assert (candidates or lookup) and max_draft > 0, f"{len(candidates)} candidates, {max_draft} drafts"
+        self.candidates = tuple(candidates)
+        self.lookups = LOOKUPS if lookup else ()
+        self._candidates = [_Candidate(subnet) for subnet in candidates]
+        self._candidates += [_Candidate(None, min_match) for min_match in self.lookups]
+        # Subnets are weighed against each other; a match is there or not, so each kind of lookup waits for itself
+        first = len(candidates)
+        self._groups = [range(first), *(range(index, index + 1) for index in range(first, len(self._candidates)))]
+        self._max_draft = max_draft
+        self._costs: dict[int, _Costs] = {}
+
+    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
+        """What to draft in a decoding step of ``num_rows`` sequences; None for a plain step.
+
+        Args:
+            shares: for each candidate, then for each kind of lookup, the share of rows it can draft for; None: all for
+                the candidates, nothing found. The others get one token a cycle.
+        """
+        costs = self._at(num_rows)
+        shares = [1.0] * len(self.candidates) + [0.0] * len(self.lookups) if shares is None else shares
+        assert len(shares) == len(self._candidates), f"{len(shares)} shares of {len(self._candidates)} candidates"
+        if not any(shares) or costs.plain.num < WARM_STEPS or costs.since_plain >= PLAIN_EVERY:
+            return None
+        for index, candidate in enumerate(self._candidates):
+            num_trials = costs.num_trials(index)
+            if shares[index] > 0 and num_trials < TRIALS:  # short and long, since costs need not grow in proportion
+                num_tokens = self._max_draft if num_trials % 2 else min(2, self._max_draft)
+                return Draft(candidate.subnet, num_tokens, candidate.min_match)
+        offers: list[tuple[float, Draft]] = []
+        for group in self._groups:
+            pause = costs.pauses.setdefault(group.start, _Pause())
+            if not any(shares[group.start : group.stop]) or not pause.is_over():
+                continue
+            offer = self._best(costs, group, shares)
+            if pause.allows(offer[0]):
+                offers.append(offer)
+        return max(offers, key=lambda offer: offer[0])[1] if offers else None
+
+    def plain(self, num_rows: int, seconds: float) -> None:
+        """A plain step of ``num_rows`` sequences took ``seconds``."""
+        costs = self._at(num_rows)
+        costs.since_plain = 0
+        costs.plain.add(seconds, OUTLIER * costs.plain.mean_s)
+
+    def cycle(
+        self, num_rows: int, draft: Draft, draft_s: float, verify_s: float, num_accepted: int, num_rejected: int
+    ) -> None:
+        """A cycle took ``draft_s`` for all its drafting steps together and ``verify_s``; counts are over all rows."""
+        costs, index = self._at(num_rows), self._index(draft)
+        plain_s = costs.plain.mean_s
+        costs.since_plain += 1
+        costs.draft.setdefault(index, _Cost()).add(draft_s / draft.num_tokens, OUTLIER * plain_s)
+        costs.extra.add(max(0.0, verify_s - plain_s) / draft.num_tokens**GROWTH, OUTLIER * plain_s)
+        self._candidates[index].observe(num_accepted, num_rejected)
+
+    def _at(self, num_rows: int) -> _Costs:
+        return self._costs.setdefault(num_rows.bit_length(), _Costs())
+
+    def _index(self, draft: Draft) -> int:
+        for index, candidate in enumerate(self._candidates):
+            if candidate.subnet == draft.subnet and candidate.min_match == draft.min_match:
+                return index
+        raise AssertionError(f"{draft} is not of this watch")
+
+    def _best(self, costs: _Costs, group: range, shares: Sequence[float]) -> tuple[float, Draft]:
+        """The best draft of those in ``group`` that can draft for any row, and its utility."""
+        best: tuple[float, int, int] | None = None
+        for index in group:
+            if not shares[index] or index not in costs.draft:
+                continue
+            acceptance, gain = self._candidates[index].acceptance, 0.0
+            for num_tokens in range(1, self._max_draft + 1):
+                gain = acceptance * (1.0 + gain)
+                draft_s = num_tokens * costs.draft[index].mean_s
+                verify_s = costs.plain.mean_s + num_tokens**GROWTH * costs.extra.mean_s
+                utility = (1.0 + shares[index] * gain) * costs.plain.mean_s / (draft_s + verify_s)
+                if best is None or utility > best[0]:
+                    best = utility, index, num_tokens
+        assert best is not None, f"none of {group} was tried"
+        candidate = self._candidates[best[1]]
+        return best[0], Draft(candidate.subnet, best[2], candidate.min_match)
+
+
+def draft_candidates(config: ModelConfig, named: Sequence[Subnet]) -> list[Subnet]:
+    """Subnets worth trying as a draft: the ``named`` ones, and small nested ones."""
+    half, quarter = max(1, config.num_layers // 2), max(1, config.num_layers // 4)
+    least = min(config.experts_by_layer, default=1)
+    own = (
+        config.subnet(top_k=1),
+        config.subnet(depth=half, top_k=1),
+        config.subnet(depth=quarter, top_k=1),
+        config.subnet(depth=half, experts=max(1, least // 4), top_k=1),
+    )
+    full = config.full()
+    return [subnet for subnet in dict.fromkeys((*named, *own)) if subnet != full]
+
+
+def can_draft(draft: Subnet, target: Subnet) -> bool:
+    """Whether ``draft`` finds its keys and values in the target's cache, and is another network at all."""
+    return draft != target and set(draft.layers) <= set(target.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target makes of the drafts of a step."""
+
+    ids: list[list[int]]
+    """Final tokens of each sequence: accepted drafts, then one of the target's own."""
+    logprobs: list[list[float]]
+    """Of those, under the target."""
+    logp: list[Tensor | None]
+    """Processed log-probabilities [M, V] of each sequence's rows; None where its settings are plain (no alternatives)."""
+
+
+class Speculator:
+    """Chooses what to draft, drafts and verifies. Changes nothing but the cache pages beyond each sequence's computed
+    tokens, and what the sequences keep of the drafts of one step."""
+
+    def __init__(
+        self, runner: Runner, subnets: SubnetTable, end_ids: tuple[int, ...], cache: SamplerCache, watch: Watch
+    ):
+        self.watch = watch
+        self._runner, self._subnets, self._end_ids, self._cache = runner, subnets, end_ids, cache
+        self._page_size = runner.pool.keys_LPZGC.shape[2]
+        self._able: dict[tuple[int, int], bool] = {}
+
+    def choose(self, running: Sequence[SequenceState]) -> Draft | None:
+        """What to draft in a step that decodes ``running``; None where it does not pay, or a prompt is under way."""
+        if not running or not all([seq.is_decoding for seq in running]):
+            return None
+        num, able = len(running), [seq for seq in running if seq.may_draft]
+        targets = Counter(seq.subnet for seq in able)
+        shares = [
+            sum(num for target, num in targets.items() if self._can_draft(draft, target)) / num
+            for draft in self.watch.candidates
+        ]
+        if self.watch.lookups:
+            lengths = []
+            for seq in able:
+                seq.lookup = seq.lookup or Lookup()
+                lengths.append(seq.lookup.find(seq.tokens, max(self.watch.lookups)).length)
+            shares += [sum([length >= least for length in lengths]) / num for least in self.watch.lookups]
+        return self.watch.choose(num, shares)
+
+    def prepare(self, plan: StepPlan, draft: Draft) -> bool:
+        """Make the sequences ready to be drafted for; False where the plan does more than decode, or nobody may draft."""
+        if plan.preempted or not all([seq.is_decoding for seq in plan.sequences]):
+            return False
+        for seq in plan.sequences:
+            seq.drafts, seq.draft_rows, seq.draft_masks = [], [], []
+            most = min(seq.limit - len(seq.tokens) - 1, draft.num_tokens) if seq.may_draft else 0
+            if draft.subnet is None:
+                is_able = seq.lookup is not None and seq.lookup.match.length >= draft.min_match
+            else:
+                is_able = self._can_draft(draft.subnet, seq.subnet)
+            seq.most_drafts = most if is_able else 0
+            if seq.grammar is not None:
+                try:
+                    seq.draft_masks.append(seq.grammar.mask())
+                except UserError:
+                    return False  # a plain step ends the sequence, and says why
+                if not seq.draft_masks[0].any():
+                    return False
+        return any([seq.most_drafts > 0 for seq in plan.sequences])
+
+    def draft(self, sequences: Sequence[SequenceState], draft: Draft) -> list[Tensor]:
+        """Draft for sequences that were prepared; returns the distributions [M, V] of each drafting step.
+
+        Grammars end where they began. A sequence stops early where it would end, where its thinking would (another
+        Subnet goes on there), and where its grammar allows nothing more.
+        """
+        if draft.subnet is None:
+            distributions = self._look_up(sequences)
+        elif self._runner.native is not None and all([seq.temperature is not None for seq in sequences]):
+            distributions = self._run(self._runner.native, sequences, draft.subnet)
+        else:
+            distributions = self._compute(sequences, draft.subnet, draft.num_tokens)
+        for seq in sequences:
+            if seq.grammar is not None and seq.drafts:
+                seq.grammar.rollback(len(seq.drafts))
+        return distributions
+
+    def _look_up(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
+        """Propose what was found. Such a draft was certain of itself: all its probability is on one token."""
+        found = {
+            seq: continuation(seq.tokens, seq.lookup.match.start, seq.most_drafts)
+            for seq in sequences
+            if seq.most_drafts > 0
+        }
+        distributions: list[Tensor] = []
+        for step in range(max(map(len, found.values()))):
+            active = [seq for seq in found if self._goes_on(seq, step)]
+            if not active:
+                break
+            ids = [found[seq][step] for seq in active]
+            for row, (seq, token) in enumerate(zip(active, ids, strict=True)):
+                _add(seq, token, (step, row))
+            if any([not seq.sampling.is_greedy for seq in active]):
+                ids_M = torch.tensor(ids, device=self._runner.pool.keys_LPZGC.device)
+                distributions.append(torch.nn.functional.one_hot(ids_M, self._runner.config.vocab_size).float())
+            else:
+                distributions.append(torch.empty(0))  # greedy rows are compared token by token
+        return distributions
+
+    def _run(self, native: NativeForward, sequences: Sequence[SequenceState], subnet: int) -> list[Tensor]:
+        """Let ``subnet`` decode in one call."""
+        active = [seq for seq in sequences if self._goes_on(seq, 0)]
+        if not active:
+            return []
+        ends = [seq.request.phases.thinking_end for seq in active]
+        drafted_NS, probs_SNV = native.draft(
+            [self._draft_chunk(seq, subnet, seq.most_drafts) for seq in active],
+            [seq.most_drafts for seq in active],
+            [-1 if end is None else end for end in ends],
+            self._end_ids,
+            [seq.temperature or 0.0 for seq in active],
+            [seq.seed & SEED_MASK for seq in active],
+        )
+        for row, (seq, tokens) in enumerate(zip(active, drafted_NS.tolist(), strict=True)):
+            seq.drafts = [token for token in tokens if token >= 0]
+            seq.draft_rows = [(step, row) for step in range(len(seq.drafts))]
+        num_steps = max([len(seq.drafts) for seq in active])
+        return [torch.empty(0)] * num_steps if probs_SNV is None else list(probs_SNV[:num_steps])
+
+    def _compute(self, sequences: Sequence[SequenceState], subnet: int, num_tokens: int) -> list[Tensor]:
+        """Let ``subnet`` decode, token by token."""
+        distributions: list[Tensor] = []
+        for step in range(num_tokens):
+            active = [seq for seq in sequences if self._goes_on(seq, step)]
+            if not active:
+                break
+            chunks = [self._draft_chunk(seq, subnet) for seq in active]
+            rows = [seq.sampling for seq in active]
+            logp_MV = self._process(self._runner.forward(chunks, False), [(seq, step) for seq in active])
+            drawn = sample(logp_MV, rows, [chunk.end for chunk in chunks], Purpose.DRAFT, cache=self._cache)
+            is_drawn = any([not row.is_greedy for row in rows])
+            distributions.append(probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV)
+            for row, (seq, token) in enumerate(zip(active, drawn.ids_M.tolist(), strict=True)):
+                _add(seq, token, (step, row))
+        return distributions
+
+    def verify(
+        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], want_routes: bool
+    ) -> Verified:
+        """Compute all drafts with their sequences' own Subnets, and decide how far each is right."""
+        chunks = [self._verify_chunk(seq) for seq in sequences]
+        logits_MV = self._runner.forward(chunks, want_routes)
+        native = self._runner.native
+        plain = [seq.temperature is not None and native is not None for seq in sequences]
+        if native is not None and all(plain):
+            return self._choose(native, sequences, distributions, logits_MV)
+        if not any(plain):
+            return self._judge(sequences, distributions, logits_MV)
+        # how a token is chosen depends on its own sequence's settings alone, or a seed would not be kept its promise
+        found = Verified([[]] * len(sequences), [[]] * len(sequences), [None] * len(sequences))
+        rows_of = torch.arange(len(logits_MV), device=logits_MV.device).split([len(chunk.tokens) for chunk in chunks])
+        for is_plain in (True, False):
+            places = [at for at, flag in enumerate(plain) if flag == is_plain]
+            part, own_MV = [sequences[at] for at in places], logits_MV[torch.cat([rows_of[at] for at in places])]
+            if is_plain and native is not None:
+                mine = self._choose(native, part, distributions, own_MV)
+            else:
+                mine = self._judge(part, distributions, own_MV)
+            for at, ids, logprobs, logp in zip(places, mine.ids, mine.logprobs, mine.logp, strict=True):
+                found.ids[at], found.logprobs[at], found.logp[at] = ids, logprobs, logp
+        return found
+
+    def _choose(
+        self,
+        native: NativeForward,
+        sequences: Sequence[SequenceState],
+        distributions: Sequence[Tensor],
+        logits_MV: Tensor,
+    ) -> Verified:
+        """Decide by the kernels, where nothing but a temperature is set."""
+        sizes = [0 if table.numel() == 0 else table.stride(0) * table.element_size() for table in distributions]
+        chosen = native.choose(
+            logits_MV,
+            [len(seq.tokens) for seq in sequences],
+            [seq.temperature or 0.0 for seq in sequences],
+            [seq.seed & SEED_MASK for seq in sequences],
+            [seq.drafts for seq in sequences],
+            [
+                distributions[step].data_ptr() + row * sizes[step] if sizes[step] and seq.temperature else 0
+                for seq in sequences
+                for step, row in seq.draft_rows
+            ],
+        )
+        return Verified(chosen.ids, chosen.logprobs, [None] * len(sequences))
+
+    def _judge(
+        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
+    ) -> Verified:
+        """Decide by torch, whatever the settings."""
+        places = [(seq, step) for seq in sequences for step in range(len(seq.drafts) + 1)]
+        logp_MV = self._process(logits_MV, places)
+        rows, positions = [seq.sampling for seq, _ in places], [len(seq.tokens) + step for seq, step in places]
+        own_ids = sample(logp_MV, rows, positions, cache=self._cache).ids_M.tolist()
+        replaced = self._replacements(places, distributions, logp_MV, rows)
+        found, first = Verified([], [], []), 0
+        for seq in sequences:
+            num = len(seq.drafts)
+            ids, own_MV = [*seq.drafts, own_ids[first + num]], logp_MV[first : first + num + 1]
+            for step, token in enumerate(seq.drafts):
+                # a greedy row keeps what it would have chosen; a sampled one has its verdict already
+                instead = own_ids[first + step] if seq.sampling.is_greedy else replaced.get(first + step, token)
+                if instead != token or first + step in replaced:
+                    ids = [*seq.drafts[:step], instead]
+                    break
+            ids_M1 = torch.tensor(ids, device=own_MV.device)[:, None]
+            found.ids.append(ids)
+            found.logprobs.append(own_MV[: len(ids)].gather(1, ids_M1)[:, 0].tolist())
+            found.logp.append(own_MV)
+            first += num + 1
+        return found
+
+    def _replacements(
+        self,
+        places: Sequence[tuple[SequenceState, int]],
+        distributions: Sequence[Tensor],
+        logp_MV: Tensor,
+        rows: Sequence[Sampling],
+    ) -> dict[int, int]:
+        """Row -> the token instead of its draft, for every rejected draft of a sampled request."""
+        found = [at for at, (seq, step) in enumerate(places) if step < len(seq.drafts) and not seq.sampling.is_greedy]
+        if not found:
+            return {}
+        drafted = [(places[at][0], places[at][1]) for at in found]
+        target_RV = probabilities(logp_MV[torch.tensor(found, device=logp_MV.device)], [rows[at] for at in found])
+        draft_RV = torch.stack(
+            [distributions[step][row] for step, row in (seq.draft_rows[step] for seq, step in drafted)]
+        )
+        drafted_R = torch.tensor([seq.drafts[step] for seq, step in drafted], device=logp_MV.device)
+        seeds_R = np.array([seq.seed & SEED_MASK for seq, _ in drafted], dtype=np.uint64)
+        positions_R = np.array([len(seq.tokens) + step for seq, step in drafted])
+        random_R = uniform(seeds_R, positions_R, Purpose.ACCEPT)
+        lost = np.flatnonzero(acceptance(target_RV, draft_RV, drafted_R).cpu().numpy() <= random_R)
+        if not len(lost):
+            return {}
+        lost_R = torch.from_numpy(lost).to(logp_MV.device)
+        other_RV = residual(target_RV[lost_R], draft_RV[lost_R]).log()
+        instead = sample(other_RV, [rows[found[at]] for at in lost], positions_R[lost], Purpose.RESIDUAL)
+        return {found[at]: token for at, token in zip(lost.tolist(), instead.ids_M.tolist(), strict=True)}
+
+    def _process(self, logits_MV: Tensor, places: Sequence[tuple[SequenceState, int]]) -> Tensor:
+        """`process` for sequences after so many of their drafts."""
+        return process(
+            logits_MV,
+            [seq.sampling for seq, _ in places],
+            [_history(seq, num_drafts) for seq, num_drafts in places],
+            [seq.num_prompt for seq, _ in places],
+            [seq.draft_masks[num_drafts] if seq.draft_masks else None for seq, num_drafts in places],
+            end_ids=self._end_ids,
+            counts=[seq.counts for seq, _ in places],
+            cache=self._cache,
+        )
+
+    def _can_draft(self, draft: int, target: int) -> bool:
+        if (draft, target) not in self._able:
+            self._able[draft, target] = can_draft(self._subnets[draft], self._subnets[target])
+        return self._able[draft, target]
+
+    def _goes_on(self, seq: SequenceState, step: int) -> bool:
+        if step >= seq.most_drafts or (seq.draft_masks and not seq.draft_masks[step].any()):
+            return False
+        last = seq.drafts[-1] if step else seq.tokens[-1]
+        # the token that ends thinking is computed by the thinking Subnet, what follows it by another
+        return last not in self._end_ids and last != seq.request.phases.thinking_end
+
+    def _draft_chunk(self, seq: SequenceState, subnet: int, ahead: int = 1) -> Chunk:
+        """The newest token, with pages for ``ahead`` positions from its own on."""
+        start = seq.num_computed + len(seq.drafts)
+        token = seq.drafts[-1] if seq.drafts else seq.tokens[-1]
+        return Chunk((token,), start, self._table(seq, start + ahead), subnet, 1)
+
+    def _verify_chunk(self, seq: SequenceState) -> Chunk:
+        tokens, start = (seq.tokens[-1], *seq.drafts), seq.num_computed
+        return Chunk(tokens, start, self._table(seq, start + len(tokens)), seq.subnet, len(tokens))
+
+    def _table(self, seq: SequenceState, end: int) -> tuple[int, ...]:
+        num_pages = -(-end // self._page_size)
+        assert num_pages <= len(seq.table), f"drafts up to {end} need {num_pages} pages, {len(seq.table)} are there"
+        return seq.table[:num_pages]
+
+
+def _add(seq: SequenceState, token: int, row: tuple[int, int]) -> None:
+    """Draft ``token``; one that the grammar cannot go on from is left out."""
+    if seq.grammar is not None:
+        if not seq.grammar.accept(token):
+            seq.most_drafts = len(seq.drafts)
+            return
+        seq.draft_masks.append(seq.grammar.mask())
+    seq.drafts.append(token)
+    seq.draft_rows.append(row)
+
+
+def _history(seq: SequenceState, num_drafts: int) -> Sequence[int]:
+    """Tokens before the one to choose. Copied only for settings that read them."""
+    if num_drafts and (seq.sampling.has_penalties or seq.sampling.min_tokens):
+        return [*seq.tokens, *seq.drafts[:num_drafts]]
+    return seq.tokens
