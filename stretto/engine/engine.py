@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,36 +17,27 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
-from stretto.engine.forward_cpu import NativeForward
-from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request, TopLogprob
+from stretto.engine.request import (
+    Completion,
+    EngineConfig,
+    EngineStats,
+    Event,
+    QueueFull,
+    Request,
+    TokenEvent,
+    TopLogprob,
+)
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
-from stretto.engine.sampling import SEED_MASK, SamplerCache, process, sample, top_log_probs
+from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import Admission, SequenceState, StepPlan, SubnetTable, draw_seed
-from stretto.engine.speculation import Draft, Speculator, Watch, draft_candidates
+from stretto.engine.speculation import Draft, Speculator, Verdict, Watch, draft_candidates
 from stretto.model.count import count
 from stretto.model.spec import Subnet, check_subnet, executed
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import Arithmetic
 from stretto.ops.native import Library
 from stretto.text.tokenizer import Tokenizer
-
-
-class Yield(NamedTuple):
-    """What a step found for one sequence."""
-
-    seq: SequenceState
-    num_computed: int
-    """Tokens that were computed, drafts included."""
-    ids: Sequence[int] = ()
-    """Tokens chosen; none while a prompt is unfinished, or where nothing could be chosen and the sequence has failed."""
-    logprobs: Sequence[float] = ()
-    tops: Sequence[tuple[TopLogprob, ...]] = ()
-    """One for each token where the request asks for alternatives, else empty."""
-
-
-Found = tuple[Sequence[int], Sequence[float], Sequence[tuple[TopLogprob, ...]]]
-"""The last three of `Yield`."""
 
 
 class Engine:
@@ -113,18 +103,17 @@ class Engine:
         self._admission = Admission(
             net, self._subnets, tokenizer, self._end_ids, max_len=self.max_len, has_routes=routes, seeds=seeds
         )
-        self._cache = SamplerCache()
         self._clock = clock
         self._open: dict[str, list[SequenceState]] = {}
         self._num_routed = 0  # sequences whose routes are wanted
         self._rates: dict[int, tuple[int, int]] = {}
         self._stats = EngineStats(0, 0, num_pages, num_pages, 0, weight_version)
-        self._speculator: Speculator | None = None
+        watch = None
         if speculate is not None:
             named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
             numbers = [self._subnets.number(subnet) for subnet in named]
             watch = Watch(numbers, speculate.max_draft, lookup=speculate.lookup)
-            self._speculator = Speculator(self._runner, self._subnets, self._end_ids, self._cache, watch)
+        self._speculator = Speculator(self._runner, self._subnets, self._end_ids, watch)
 
     @property
     def has_work(self) -> bool:
@@ -166,11 +155,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step of the batch: its tokens in the order of the batch, each choice's completion after its last."""
         scheduler, stats = self._scheduler, self._stats
-        draft = None
         # drafts are for batches that only decode and that no waiting request could join
         is_settled = not scheduler.waiting or len(scheduler.running) >= self.config.max_batch
-        if self._speculator is not None and is_settled:
-            draft = self._speculator.choose(scheduler.running)
+        draft = self._speculator.choose(scheduler.running) if is_settled else None
         scheduler.draft_tokens = 0 if draft is None else draft.num_tokens
         plan = scheduler.plan()
         if plan is None:
@@ -183,9 +170,22 @@ class Engine:
                 seq.first_scheduled_s = started_s
                 stats.cached_tokens += seq.num_cached
         want_routes = self._num_routed > 0 and any([seq.request.want_routes for seq in plan.sequences])
-        if self._speculator is not None and draft is not None and self._speculator.prepare(plan, draft):
-            return self._record(self._drafted(self._speculator, plan.sequences, draft, want_routes))
-        return self._record(self._plain(plan, want_routes))
+        if draft is not None and self._speculator.prepare(plan, draft):
+            found = self._drafted(plan.sequences, draft, want_routes)
+        else:
+            found = self._plain(plan, want_routes)
+        now_s = self._clock()
+        events: list[Event] = []
+        for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
+            num_computed = len(chunk.tokens) + len(seq.drafts)
+            seq.drafts = []
+            if seq in found:
+                events += self._push(seq, found[seq], now_s)
+            # the token chosen last is not computed yet, and a choice may end among its accepted drafts
+            scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
+            if seq.finish_reason is not None:
+                events.append(self._close(seq, now_s))
+        return events
 
     def load_weights(
         self,
@@ -246,8 +246,8 @@ class Engine:
                     found[event.request_id].append(event)
         return [done for name in order for done in sorted(found[name], key=lambda completion: completion.index)]
 
-    def _plain(self, plan: StepPlan, want_routes: bool) -> list[Yield]:
-        """Compute ``plan`` as it is."""
+    def _plain(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, Verdict]:
+        """Compute ``plan`` as it is; a token for each sequence whose last one is computed."""
         started_s = self._clock()
         logits_MV = self._runner.forward(plan.chunks, want_routes)
         rows: list[int] = []
@@ -260,32 +260,28 @@ class Engine:
                 self._stats.prompt_tokens += min(chunk.end, seq.num_prompt) - chunk.start
                 if seq.sampling.prompt_logprobs and chunk.num_logits:
                     _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
-            if chunk.num_logits and chunk.end == len(seq.tokens):
+            if chunk.num_logits and chunk.end == len(seq.tokens) and seq.begin_drafts():
                 rows.append(end_row - 1)
                 sampled.append(seq)
         if len(rows) < len(logits_MV):
             logits_MV = logits_MV[torch.tensor(rows, dtype=torch.int64, device=logits_MV.device)]
-        found = self._sample(sampled, logits_MV)
-        if self._speculator is not None and all([len(chunk.tokens) == 1 for chunk in plan.chunks]):
+        found = self._speculator.decide(sampled, (), logits_MV)
+        if self._speculator.watch is not None and all([len(chunk.tokens) == 1 for chunk in plan.chunks]):
             self._speculator.watch.plain(len(plan.chunks), self._clock() - started_s)
-        return [
-            Yield(seq, len(chunk.tokens), *found.get(seq, ()))
-            for chunk, seq in zip(plan.chunks, plan.sequences, strict=True)
-        ]
+        return found
 
     def _drafted(
-        self, speculator: Speculator, sequences: Sequence[SequenceState], draft: Draft, want_routes: bool
-    ) -> list[Yield]:
+        self, sequences: Sequence[SequenceState], draft: Draft, want_routes: bool
+    ) -> dict[SequenceState, Verdict]:
         """Draft for a batch that decodes, and verify."""
         started_s = self._clock()
-        distributions = speculator.draft(sequences, draft)
+        distributions = self._speculator.draft(sequences, draft)
         drafted_s = self._clock()
-        verified = speculator.verify(sequences, distributions, want_routes)
+        found = self._speculator.verify(sequences, distributions, want_routes)
         verified_s = self._clock()
         num_accepted = num_rejected = 0
-        result: list[Yield] = []
-        for seq, ids, logprobs, logp_MV in zip(sequences, verified.ids, verified.logprobs, verified.logp, strict=True):
-            num, num_kept = len(seq.drafts), len(ids) - 1
+        for seq in sequences:
+            num, num_kept = len(seq.drafts), len(found[seq].ids) - 1
             num_accepted += num_kept
             num_rejected += num_kept < num
             seq.num_drafted += num
@@ -294,60 +290,13 @@ class Engine:
             if draft.subnet is not None:
                 self._charge(seq, draft.subnet, seq.num_computed, num, num)
             self._charge(seq, seq.subnet, seq.num_computed, num + 1, num + 1)
-            tops = [] if logp_MV is None else _alternatives([seq] * len(ids), logp_MV[: len(ids)])
-            result.append(Yield(seq, num + 1, ids, logprobs, tops))
         self._stats.accepted_tokens += num_accepted
         if distributions:
+            assert self._speculator.watch is not None
             measured = replace(draft, num_tokens=len(distributions))
             draft_s, verify_s = drafted_s - started_s, verified_s - drafted_s
-            speculator.watch.cycle(len(sequences), measured, draft_s, verify_s, num_accepted, num_rejected)
-        return result
-
-    def _sample(self, sampled: list[SequenceState], logits_MV: Tensor) -> dict[SequenceState, Found]:
-        """A token for each sequence, from its row of logits; nothing for one that fails."""
-        if not sampled:
-            return {}
-        if self._runner.native is not None:
-            is_plain = [seq.temperature is not None for seq in sampled]
-            if all(is_plain):
-                return self._choose(self._runner.native, sampled, logits_MV)
-            if any(is_plain):
-                # apart, so that a token is chosen alike whatever else is in the batch
-                parts = [[at for at, one in enumerate(is_plain) if one == flag] for flag in (True, False)]
-                pieces = [self._sample([sampled[at] for at in part], logits_MV[torch.tensor(part)]) for part in parts]
-                return pieces[0] | pieces[1]
-        rows = [seq.sampling for seq in sampled]
-        logp_MV = process(
-            logits_MV,
-            rows,
-            [seq.tokens for seq in sampled],
-            [seq.num_prompt for seq in sampled],
-            [None if seq.grammar is None else _mask(seq) for seq in sampled],
-            end_ids=self._end_ids,
-            counts=[seq.counts for seq in sampled],
-            cache=self._cache,
-        )
-        ids_M, chosen_M = sample(logp_MV, rows, [len(seq.tokens) for seq in sampled], cache=self._cache)
-        tops = _alternatives(sampled, logp_MV)
-        found = zip(sampled, ids_M.tolist(), chosen_M.tolist(), strict=True)
-        return {
-            seq: ([token], [logprob], tops[row : row + 1])
-            for row, (seq, token, logprob) in enumerate(found)
-            if seq.finish_reason is None
-        }
-
-    @staticmethod
-    def _choose(native: NativeForward, sampled: list[SequenceState], logits_MV: Tensor) -> dict[SequenceState, Found]:
-        chosen = native.choose(
-            logits_MV,
-            [len(seq.tokens) for seq in sampled],
-            [seq.temperature or 0.0 for seq in sampled],
-            [seq.seed & SEED_MASK for seq in sampled],
-            [()] * len(sampled),
-        )
-        return {
-            seq: (ids, logprobs, ()) for seq, ids, logprobs in zip(sampled, chosen.ids, chosen.logprobs, strict=True)
-        }
+            self._speculator.watch.cycle(len(sequences), measured, draft_s, verify_s, num_accepted, num_rejected)
+        return found
 
     def _charge(self, seq: SequenceState, subnet: int, start: int, num: int, num_logits: int) -> None:
         """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
@@ -361,22 +310,17 @@ class Engine:
         num_keys = num * start + num * (num + 1) // 2
         seq.flops += num * linear + num_keys * score + num_logits * head
 
-    def _record(self, yields: Sequence[Yield]) -> list[Event]:
-        """Append what was chosen, tell the scheduler, and close what has ended."""
-        now_s, version = self._clock(), self.weight_version
-        events: list[Event] = []
-        for seq, num_computed, ids, logprobs, tops in yields:
-            for at, token in enumerate(ids):
-                event = seq.push(token, logprobs[at], version, tops[at] if tops else (), now_s)
-                if event is not None:
-                    events.append(event)
-                if seq.finish_reason is not None:
-                    break
-            # the token chosen last is not computed yet, and a choice may end among its accepted drafts
-            self._scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
+    def _push(self, seq: SequenceState, verdict: Verdict, now_s: float) -> Iterator[TokenEvent]:
+        """Append what was chosen; the events of the tokens that are wanted."""
+        tops: list[tuple[TopLogprob, ...]] = []
+        if seq.sampling.top_logprobs and verdict.logp_MV is not None:
+            tops = top_log_probs(verdict.logp_MV, seq.sampling.top_logprobs)
+        for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
+            event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
+            if event is not None:
+                yield event
             if seq.finish_reason is not None:
-                events.append(self._close(seq, now_s))
-        return events
+                return
 
     def _close(self, seq: SequenceState, now_s: float) -> Completion:
         """Take a sequence that has a finish reason out of the engine."""
@@ -411,29 +355,6 @@ class Engine:
 def _salt(version: int) -> bytes:
     """What keeps cached pages of one set of weights from being found under another."""
     return f"weights {version}".encode()
-
-
-def _mask(seq: SequenceState) -> np.ndarray | None:
-    """What the sequence's grammar allows; where it allows nothing the sequence fails, and its row is not masked."""
-    assert seq.grammar is not None
-    try:
-        mask = seq.grammar.mask()
-    except UserError as error:
-        seq.fail(str(error))
-        return None
-    if not mask.any():
-        seq.fail("grammar: no token of the vocabulary can follow")
-        return None
-    return mask
-
-
-def _alternatives(sequences: Sequence[SequenceState], logp_MV: Tensor) -> list[tuple[TopLogprob, ...]]:
-    """Alternatives of each row, as many as its request wants; [] where none wants any."""
-    wanted = [seq.sampling.top_logprobs for seq in sequences]
-    most = max(wanted, default=0)
-    if most == 0:
-        return []
-    return [top[:num] for num, top in zip(wanted, top_log_probs(logp_MV, most), strict=True)]
 
 
 def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:

@@ -333,6 +333,21 @@ class SequenceState:
             return None
         return TokenEvent(self.request.id, self.index, token, logprob, text, version, top)
 
+    def begin_drafts(self) -> bool:
+        """Forget the drafts of the last step, and see what the grammar allows next; False, and the choice has failed,
+        where that is nothing."""
+        self.drafts, self.draft_rows, self.draft_masks = [], [], []
+        if self.grammar is None:
+            return True
+        try:
+            self.draft_masks.append(self.grammar.mask())
+        except UserError as error:
+            self.fail(str(error))
+            return False
+        if not self.draft_masks[0].any():
+            self.fail("grammar: no token of the vocabulary can follow")
+        return self.finish_reason is None
+
     def end_early(self) -> None:
         """End it with reason ``abort``; text that was held back belongs to it now."""
         self.finish_reason = "abort"

@@ -22,7 +22,7 @@ S drafting steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward
 from stretto.engine.request import Sampling
 from stretto.engine.runner import Runner
@@ -126,16 +125,20 @@ class Draft:
     """Of a lookup: equal tokens that it takes, one of `LOOKUPS`."""
 
 
+_Candidate = tuple[int | None, int]
+"""The first and the last field of a `Draft`."""
+
+
 @dataclass(slots=True)
-class _Candidate:
-    subnet: int | None
-    min_match: int = 0
+class _Acceptance:
+    """Of one candidate's drafts."""
+
     accepted: float = 0.0
     rejected: float = 0.0
     """Both decayed; a draft behind a rejected one was not tested."""
 
     @property
-    def acceptance(self) -> float:
+    def mean(self) -> float:
         return (self.accepted + 0.5) / (self.accepted + self.rejected + 1.0)
 
     def observe(self, num_accepted: int, num_rejected: int) -> None:
@@ -196,15 +199,12 @@ class _Costs:
 
     plain: _Cost = field(default_factory=_Cost)
     since_plain: int = 0
-    draft: dict[int, _Cost] = field(default_factory=dict)
-    """By candidate: one drafting step."""
+    draft: dict[_Candidate, _Cost] = field(default_factory=dict)
+    """One drafting step."""
     extra: _Cost = field(default_factory=_Cost)
     """What verifying one draft adds to a plain step."""
-    pauses: dict[int, _Pause] = field(default_factory=dict)
+    pauses: dict[_Candidate, _Pause] = field(default_factory=dict)
     """By the first candidate of a group."""
-
-    def num_trials(self, index: int) -> int:
-        return self.draft[index].num if index in self.draft else 0
 
 
 class Watch:
@@ -218,11 +218,11 @@ class Watch:
         assert (candidates or lookup) and max_draft > 0, f"{len(candidates)} candidates, {max_draft} drafts"
         self.candidates = tuple(candidates)
         self.lookups = LOOKUPS if lookup else ()
-        self._candidates = [_Candidate(subnet) for subnet in candidates]
-        self._candidates += [_Candidate(None, min_match) for min_match in self.lookups]
+        drafters: list[_Candidate] = [(subnet, 0) for subnet in candidates]
+        found: list[_Candidate] = [(None, min_match) for min_match in self.lookups]
+        self._acceptance = {candidate: _Acceptance() for candidate in (*drafters, *found)}
         # Subnets are weighed against each other; a match is there or not, so each kind of lookup waits for itself
-        first = len(candidates)
-        self._groups = [range(first), *(range(index, index + 1) for index in range(first, len(self._candidates)))]
+        self._groups = [group for group in (drafters, *([candidate] for candidate in found)) if group]
         self._max_draft = max_draft
         self._costs: dict[int, _Costs] = {}
 
@@ -235,22 +235,22 @@ class Watch:
         """
         costs = self._at(num_rows)
         shares = [1.0] * len(self.candidates) + [0.0] * len(self.lookups) if shares is None else shares
-        assert len(shares) == len(self._candidates), f"{len(shares)} shares of {len(self._candidates)} candidates"
-        if not any(shares) or costs.plain.num < WARM_STEPS or costs.since_plain >= PLAIN_EVERY:
+        able = {one: share for one, share in zip(self._acceptance, shares, strict=True) if share}
+        if not able or costs.plain.num < WARM_STEPS or costs.since_plain >= PLAIN_EVERY:
             return None
-        for index, candidate in enumerate(self._candidates):
-            num_trials = costs.num_trials(index)
-            if shares[index] > 0 and num_trials < TRIALS:  # short and long, since costs need not grow in proportion
-                num_tokens = self._max_draft if num_trials % 2 else min(2, self._max_draft)
-                return Draft(candidate.subnet, num_tokens, candidate.min_match)
+        for subnet, min_match in able:
+            known = costs.draft.get((subnet, min_match))
+            num_trials = 0 if known is None else known.num
+            if num_trials < TRIALS:  # short and long, since costs need not grow in proportion
+                return Draft(subnet, self._max_draft if num_trials % 2 else min(2, self._max_draft), min_match)
         offers: list[tuple[float, Draft]] = []
         for group in self._groups:
-            pause = costs.pauses.setdefault(group.start, _Pause())
-            if not any(shares[group.start : group.stop]) or not pause.is_over():
-                continue
-            offer = self._best(costs, group, shares)
-            if pause.allows(offer[0]):
-                offers.append(offer)
+            pause = costs.pauses.setdefault(group[0], _Pause())
+            members = {one: able[one] for one in group if one in able}
+            if members and pause.is_over():
+                offer = self._best(costs, members)
+                if pause.allows(offer[0]):
+                    offers.append(offer)
         return max(offers, key=lambda offer: offer[0])[1] if offers else None
 
     def plain(self, num_rows: int, seconds: float) -> None:
@@ -263,39 +263,27 @@ class Watch:
         self, num_rows: int, draft: Draft, draft_s: float, verify_s: float, num_accepted: int, num_rejected: int
     ) -> None:
         """A cycle took ``draft_s`` for all its drafting steps together and ``verify_s``; counts are over all rows."""
-        costs, index = self._at(num_rows), self._index(draft)
+        costs, candidate = self._at(num_rows), (draft.subnet, draft.min_match)
         plain_s = costs.plain.mean_s
         costs.since_plain += 1
-        costs.draft.setdefault(index, _Cost()).add(draft_s / draft.num_tokens, OUTLIER * plain_s)
+        costs.draft.setdefault(candidate, _Cost()).add(draft_s / draft.num_tokens, OUTLIER * plain_s)
         costs.extra.add(max(0.0, verify_s - plain_s) / draft.num_tokens**GROWTH, OUTLIER * plain_s)
-        self._candidates[index].observe(num_accepted, num_rejected)
+        self._acceptance[candidate].observe(num_accepted, num_rejected)
 
     def _at(self, num_rows: int) -> _Costs:
         return self._costs.setdefault(num_rows.bit_length(), _Costs())
 
-    def _index(self, draft: Draft) -> int:
-        for index, candidate in enumerate(self._candidates):
-            if candidate.subnet == draft.subnet and candidate.min_match == draft.min_match:
-                return index
-        raise AssertionError(f"{draft} is not of this watch")
-
-    def _best(self, costs: _Costs, group: range, shares: Sequence[float]) -> tuple[float, Draft]:
-        """The best draft of those in ``group`` that can draft for any row, and its utility."""
-        best: tuple[float, int, int] | None = None
-        for index in group:
-            if not shares[index] or index not in costs.draft:
-                continue
-            acceptance, gain = self._candidates[index].acceptance, 0.0
+    def _best(self, costs: _Costs, shares: Mapping[_Candidate, float]) -> tuple[float, Draft]:
+        """The best draft of the tried candidates in ``shares``, and its expected tokens over its cost in plain steps."""
+        offers: list[tuple[float, Draft]] = []
+        for (subnet, min_match), share in shares.items():
+            cost, gain = costs.draft[subnet, min_match], 0.0
             for num_tokens in range(1, self._max_draft + 1):
-                gain = acceptance * (1.0 + gain)
-                draft_s = num_tokens * costs.draft[index].mean_s
+                gain = self._acceptance[subnet, min_match].mean * (1.0 + gain)
                 verify_s = costs.plain.mean_s + num_tokens**GROWTH * costs.extra.mean_s
-                utility = (1.0 + shares[index] * gain) * costs.plain.mean_s / (draft_s + verify_s)
-                if best is None or utility > best[0]:
-                    best = utility, index, num_tokens
-        assert best is not None, f"none of {group} was tried"
-        candidate = self._candidates[best[1]]
-        return best[0], Draft(candidate.subnet, best[2], candidate.min_match)
+                utility = (1.0 + share * gain) * costs.plain.mean_s / (num_tokens * cost.mean_s + verify_s)
+                offers.append((utility, Draft(subnet, num_tokens, min_match)))
+        return max(offers, key=lambda offer: offer[0])
 
 
 def draft_candidates(config: ModelConfig, named: Sequence[Subnet]) -> list[Subnet]:
@@ -317,33 +305,31 @@ def can_draft(draft: Subnet, target: Subnet) -> bool:
     return draft != target and set(draft.layers) <= set(target.layers)
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What the target makes of the drafts of a step."""
+class Verdict(NamedTuple):
+    """What a step makes final of one sequence."""
 
-    ids: list[list[int]]
-    """Final tokens of each sequence: accepted drafts, then one of the target's own."""
-    logprobs: list[list[float]]
+    ids: list[int]
+    """Accepted drafts, then one of the target's own."""
+    logprobs: list[float]
     """Of those, under the target."""
-    logp: list[Tensor | None]
-    """Processed log-probabilities [M, V] of each sequence's rows; None where its settings are plain (no alternatives)."""
+    logp_MV: Tensor | None
+    """Processed log-probabilities of their rows; None where the settings are plain (no alternatives)."""
 
 
 class Speculator:
-    """Chooses what to draft, drafts and verifies. Changes nothing but the cache pages beyond each sequence's computed
-    tokens, and what the sequences keep of the drafts of one step."""
+    """Chooses what to draft, drafts, verifies and decides; a plain step is one without drafts. Changes nothing but the
+    cache pages beyond each sequence's computed tokens, and what the sequences keep of the drafts of one step."""
 
-    def __init__(
-        self, runner: Runner, subnets: SubnetTable, end_ids: tuple[int, ...], cache: SamplerCache, watch: Watch
-    ):
+    def __init__(self, runner: Runner, subnets: SubnetTable, end_ids: tuple[int, ...], watch: Watch | None):
         self.watch = watch
-        self._runner, self._subnets, self._end_ids, self._cache = runner, subnets, end_ids, cache
+        """None: nothing is ever drafted."""
+        self._runner, self._subnets, self._end_ids, self._cache = runner, subnets, end_ids, SamplerCache()
         self._page_size = runner.pool.keys_LPZGC.shape[2]
         self._able: dict[tuple[int, int], bool] = {}
 
     def choose(self, running: Sequence[SequenceState]) -> Draft | None:
         """What to draft in a step that decodes ``running``; None where it does not pay, or a prompt is under way."""
-        if not running or not all([seq.is_decoding for seq in running]):
+        if self.watch is None or not running or not all([seq.is_decoding for seq in running]):
             return None
         num, able = len(running), [seq for seq in running if seq.may_draft]
         targets = Counter(seq.subnet for seq in able)
@@ -364,20 +350,14 @@ class Speculator:
         if plan.preempted or not all([seq.is_decoding for seq in plan.sequences]):
             return False
         for seq in plan.sequences:
-            seq.drafts, seq.draft_rows, seq.draft_masks = [], [], []
+            if not seq.begin_drafts():
+                return False  # a plain step ends the sequence
             most = min(seq.limit - len(seq.tokens) - 1, draft.num_tokens) if seq.may_draft else 0
             if draft.subnet is None:
                 is_able = seq.lookup is not None and seq.lookup.match.length >= draft.min_match
             else:
                 is_able = self._can_draft(draft.subnet, seq.subnet)
             seq.most_drafts = most if is_able else 0
-            if seq.grammar is not None:
-                try:
-                    seq.draft_masks.append(seq.grammar.mask())
-                except UserError:
-                    return False  # a plain step ends the sequence, and says why
-                if not seq.draft_masks[0].any():
-                    return False
         return any([seq.most_drafts > 0 for seq in plan.sequences])
 
     def draft(self, sequences: Sequence[SequenceState], draft: Draft) -> list[Tensor]:
@@ -458,28 +438,30 @@ class Speculator:
 
     def verify(
         self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], want_routes: bool
-    ) -> Verified:
+    ) -> dict[SequenceState, Verdict]:
         """Compute all drafts with their sequences' own Subnets, and decide how far each is right."""
         chunks = [self._verify_chunk(seq) for seq in sequences]
-        logits_MV = self._runner.forward(chunks, want_routes)
+        return self.decide(sequences, distributions, self._runner.forward(chunks, want_routes))
+
+    def decide(
+        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
+    ) -> dict[SequenceState, Verdict]:
+        """The next tokens of each sequence, from a row of logits for each of its drafts and one more."""
+        if not sequences:
+            return {}
         native = self._runner.native
-        plain = [seq.temperature is not None and native is not None for seq in sequences]
+        plain = [native is not None and seq.temperature is not None for seq in sequences]
         if native is not None and all(plain):
             return self._choose(native, sequences, distributions, logits_MV)
         if not any(plain):
             return self._judge(sequences, distributions, logits_MV)
-        # how a token is chosen depends on its own sequence's settings alone, or a seed would not be kept its promise
-        found = Verified([[]] * len(sequences), [[]] * len(sequences), [None] * len(sequences))
-        rows_of = torch.arange(len(logits_MV), device=logits_MV.device).split([len(chunk.tokens) for chunk in chunks])
+        # apart: how a token is chosen depends on its own sequence's settings alone, whatever else is in the batch
+        rows_of = torch.arange(len(logits_MV)).split([len(seq.drafts) + 1 for seq in sequences])
+        found: dict[SequenceState, Verdict] = {}
         for is_plain in (True, False):
             places = [at for at, flag in enumerate(plain) if flag == is_plain]
-            part, own_MV = [sequences[at] for at in places], logits_MV[torch.cat([rows_of[at] for at in places])]
-            if is_plain and native is not None:
-                mine = self._choose(native, part, distributions, own_MV)
-            else:
-                mine = self._judge(part, distributions, own_MV)
-            for at, ids, logprobs, logp in zip(places, mine.ids, mine.logprobs, mine.logp, strict=True):
-                found.ids[at], found.logprobs[at], found.logp[at] = ids, logprobs, logp
+            rows_M = torch.cat([rows_of[at] for at in places])
+            found |= self.decide([sequences[at] for at in places], distributions, logits_MV[rows_M])
         return found
 
     def _choose(
@@ -488,8 +470,8 @@ class Speculator:
         sequences: Sequence[SequenceState],
         distributions: Sequence[Tensor],
         logits_MV: Tensor,
-    ) -> Verified:
-        """Decide by the kernels, where nothing but a temperature is set."""
+    ) -> dict[SequenceState, Verdict]:
+        """By the kernels, where nothing but a temperature is set."""
         sizes = [0 if table.numel() == 0 else table.stride(0) * table.element_size() for table in distributions]
         chosen = native.choose(
             logits_MV,
@@ -503,32 +485,32 @@ class Speculator:
                 for step, row in seq.draft_rows
             ],
         )
-        return Verified(chosen.ids, chosen.logprobs, [None] * len(sequences))
+        found = zip(sequences, chosen.ids, chosen.logprobs, strict=True)
+        return {seq: Verdict(ids, logprobs, None) for seq, ids, logprobs in found}
 
     def _judge(
         self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
-    ) -> Verified:
-        """Decide by torch, whatever the settings."""
+    ) -> dict[SequenceState, Verdict]:
+        """By torch, whatever the settings."""
         places = [(seq, step) for seq in sequences for step in range(len(seq.drafts) + 1)]
         logp_MV = self._process(logits_MV, places)
         rows, positions = [seq.sampling for seq, _ in places], [len(seq.tokens) + step for seq, step in places]
         own_ids = sample(logp_MV, rows, positions, cache=self._cache).ids_M.tolist()
         replaced = self._replacements(places, distributions, logp_MV, rows)
-        found, first = Verified([], [], []), 0
+        tokens: list[int] = []
+        stands: list[bool] = []
+        for row, (seq, step) in enumerate(places):
+            draft = seq.drafts[step] if step < len(seq.drafts) else None
+            # a greedy row takes what it would have chosen; a sampled one has its verdict already
+            tokens.append(own_ids[row] if draft is None or seq.sampling.is_greedy else replaced.get(row, draft))
+            stands.append(tokens[row] == draft and row not in replaced)
+        logprobs = logp_MV.gather(1, torch.tensor(tokens, device=logp_MV.device)[:, None])[:, 0].tolist()
+        found: dict[SequenceState, Verdict] = {}
+        first = 0
         for seq in sequences:
-            num = len(seq.drafts)
-            ids, own_MV = [*seq.drafts, own_ids[first + num]], logp_MV[first : first + num + 1]
-            for step, token in enumerate(seq.drafts):
-                # a greedy row keeps what it would have chosen; a sampled one has its verdict already
-                instead = own_ids[first + step] if seq.sampling.is_greedy else replaced.get(first + step, token)
-                if instead != token or first + step in replaced:
-                    ids = [*seq.drafts[:step], instead]
-                    break
-            ids_M1 = torch.tensor(ids, device=own_MV.device)[:, None]
-            found.ids.append(ids)
-            found.logprobs.append(own_MV[: len(ids)].gather(1, ids_M1)[:, 0].tolist())
-            found.logp.append(own_MV)
-            first += num + 1
+            end = stands.index(False, first) + 1  # a row without a draft never stands
+            found[seq] = Verdict(tokens[first:end], logprobs[first:end], logp_MV[first:end])
+            first += len(seq.drafts) + 1
         return found
 
     def _replacements(
@@ -539,25 +521,32 @@ class Speculator:
         rows: Sequence[Sampling],
     ) -> dict[int, int]:
         """Row -> the token instead of its draft, for every rejected draft of a sampled request."""
-        found = [at for at, (seq, step) in enumerate(places) if step < len(seq.drafts) and not seq.sampling.is_greedy]
+        found = [
+            (row, seq, step)
+            for row, (seq, step) in enumerate(places)
+            if step < len(seq.drafts) and not seq.sampling.is_greedy
+        ]
         if not found:
             return {}
-        drafted = [(places[at][0], places[at][1]) for at in found]
-        target_RV = probabilities(logp_MV[torch.tensor(found, device=logp_MV.device)], [rows[at] for at in found])
-        draft_RV = torch.stack(
-            [distributions[step][row] for step, row in (seq.draft_rows[step] for seq, step in drafted)]
+        device = logp_MV.device
+        rows_R = torch.tensor([row for row, _, _ in found], device=device)
+        target_RV = probabilities(logp_MV[rows_R], [rows[row] for row, _, _ in found])
+        drawn_from = [seq.draft_rows[step] for _, seq, step in found]
+        draft_RV = torch.stack([distributions[step][row] for step, row in drawn_from])
+        drafted_R = torch.tensor([seq.drafts[step] for _, seq, step in found], device=device)
+        seeds_R = np.array([seq.seed & SEED_MASK for _, seq, _ in found], dtype=np.uint64)
+        positions_R = np.array([len(seq.tokens) + step for _, seq, step in found])
+        is_kept_R = acceptance(target_RV, draft_RV, drafted_R).cpu().numpy() > uniform(
+            seeds_R, positions_R, Purpose.ACCEPT
         )
-        drafted_R = torch.tensor([seq.drafts[step] for seq, step in drafted], device=logp_MV.device)
-        seeds_R = np.array([seq.seed & SEED_MASK for seq, _ in drafted], dtype=np.uint64)
-        positions_R = np.array([len(seq.tokens) + step for seq, step in drafted])
-        random_R = uniform(seeds_R, positions_R, Purpose.ACCEPT)
-        lost = np.flatnonzero(acceptance(target_RV, draft_RV, drafted_R).cpu().numpy() <= random_R)
+        lost = np.flatnonzero(~is_kept_R)
         if not len(lost):
             return {}
-        lost_R = torch.from_numpy(lost).to(logp_MV.device)
+        lost_R = torch.from_numpy(lost).to(device)
         other_RV = residual(target_RV[lost_R], draft_RV[lost_R]).log()
-        instead = sample(other_RV, [rows[found[at]] for at in lost], positions_R[lost], Purpose.RESIDUAL)
-        return {found[at]: token for at, token in zip(lost.tolist(), instead.ids_M.tolist(), strict=True)}
+        lost_rows = [found[at][0] for at in lost]
+        instead = sample(other_RV, [rows[row] for row in lost_rows], positions_R[lost], Purpose.RESIDUAL)
+        return dict(zip(lost_rows, instead.ids_M.tolist(), strict=True))
 
     def _process(self, logits_MV: Tensor, places: Sequence[tuple[SequenceState, int]]) -> Tensor:
         """`process` for sequences after so many of their drafts."""

@@ -17,7 +17,7 @@ from stretto.engine.cache import PageAllocator
 from stretto.engine.engine import Engine
 from stretto.engine.request import Grammar, Phases, SpeculateConfig
 from stretto.engine.runner import Runner
-from stretto.engine.sampling import SamplerCache, probabilities, process
+from stretto.engine.sampling import probabilities, process
 from stretto.engine.sequence import Chunk, SequenceState, SubnetTable
 from stretto.engine.speculation import (
     FIRST_WAIT,
@@ -76,8 +76,9 @@ def drafting(draft: Subnet, library: Library = TORCH, **options: Any) -> Engine:
     """An engine that drafts in every step that may."""
     speculate = SpeculateConfig(draft=draft, max_draft=4)
     subject = engine(MODEL, speculate=speculate, engine={"library": library}, **options)
-    assert subject._speculator is not None
-    subject._speculator.watch = Always(subject._speculator.watch.candidates, 4)
+    watch = subject._speculator.watch
+    assert watch is not None
+    subject._speculator.watch = Always(watch.candidates, 4)
     return subject
 
 
@@ -166,7 +167,7 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
         model, table, num_pages=num, page_size=page_size, routes=False, library=library
     )  # one page each is enough: 3 prompt tokens and 3 more
     full, subnet = table.number(SMALL.full()), table.number(SMALL.subnet(depth=2, top_k=1))
-    speculator = Speculator(runner, table, (), SamplerCache(), Watch([subnet], 2))
+    speculator = Speculator(runner, table, (), Watch([subnet], 2))
     draft = Draft(subnet, 2)
     firsts = np.zeros(12)
     seconds = np.zeros((12, 12))
@@ -182,7 +183,7 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
             sequences.append(seq)
         from_prompt(runner, sequences)
         verified = speculator.verify(sequences, speculator.draft(sequences, draft), False)
-        for tokens in verified.ids:
+        for tokens, *_ in verified.values():
             firsts[tokens[0]] += 1
             num_accepted += len(tokens) - 1
             if len(tokens) > 1:
@@ -252,9 +253,8 @@ def test_candidates_are_measured_on_the_first_requests() -> None:
     subject = engine(MODEL, speculate=SpeculateConfig(), engine={"drafts": (CORNER,)})
     asked = [request("x", (5, 6), max_tokens=100)]
     assert subject.generate(asked)[0].tokens == engine(MODEL).generate(asked)[0].tokens
-    assert subject._speculator is not None
     watch = subject._speculator.watch
-    assert utility(watch)
+    assert watch is not None and utility(watch)
     assert len(watch.candidates) > 2 and subject.stats().drafted_tokens > 2 * TRIALS
 
 
@@ -326,7 +326,6 @@ def test_greedy_is_identical_with_lookups() -> None:
     ]
     plain = engine(MODEL).generate(asked)
     subject = engine(MODEL, speculate=SpeculateConfig(draft=CORNER, max_draft=4), num_pages=300)
-    assert subject._speculator is not None
     subject._speculator.watch = AlwaysLookUp([], 4, lookup=True)
     done = subject.generate(asked)
     assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
@@ -341,7 +340,6 @@ def test_sampled_tokens_are_distributed_as_without_lookups() -> None:
     prompt = (1, 1, 1, 2, 1, 1, 3, 1, 2, 2, 1, 2, 3, 1, 3, 2, 1, 3, 3, 2, 2, 2, 3, 2, 3, 3, 3, 1, 1)
     settings = {"temperature": 4.0, "logit_bias": dict.fromkeys(allowed, 100.0), "max_tokens": 3, "n": 64, "seed": None}
     subject = engine(MODEL, speculate=SpeculateConfig(draft=CORNER, max_draft=4), num_pages=900)
-    assert subject._speculator is not None
     subject._speculator.watch = AlwaysLookUp([], 4, lookup=True)
     counts = np.zeros(len(allowed), int)
     for number in range(16):
@@ -363,7 +361,8 @@ FIRST, SECOND = 0, 1
 
 def utility(watch: Watch) -> float:
     """Of the best draft for one row, as known now."""
-    return watch._best(watch._at(1), range(len(watch._candidates)), [1.0] * len(watch._candidates))[0]
+    costs = watch._at(1)
+    return watch._best(costs, dict.fromkeys(costs.draft, 1.0))[0]
 
 
 def expected_tokens(acceptance: float, num_drafted: int) -> float:
