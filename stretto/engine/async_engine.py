@@ -12,9 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from torch import Tensor
@@ -54,13 +53,9 @@ class Channel:
     def _tell(self, error: Exception | None) -> None:
         if error is not None:
             self.events.put_nowait(error)
-        if self.admitted.done():
-            return
-        if error is None:
-            self.admitted.set_result(None)
-        else:
-            self.admitted.set_exception(error)
-            self.admitted.exception()  # looked at: a caller that only iterates meets it there
+        if not self.admitted.done():
+            settle(self.admitted, None, error)
+            self.admitted.exception()  # looked at: a caller that only iterates meets an error there
 
 
 class Stream(AsyncIterator[Event]):
@@ -128,22 +123,15 @@ class Stream(AsyncIterator[Event]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Something for the engine's thread to do between two steps."""
-
-    run: Callable[[], None]
-    refuse: Callable[[EngineFailed], None]
-    """Called instead where the engine is dead."""
+_Command = tuple[Callable[[], None], Callable[[EngineFailed], None]]
+"""Something for the engine's thread to do between two steps, and what to do instead where the engine is dead."""
 
 
 class AsyncEngine:
@@ -199,8 +187,8 @@ class AsyncEngine:
                 del self._open[request.id]
                 self._engine.abort(request.id)
 
-        self._post(_Command(add, channel.tell))
-        return Stream(request, channel, lambda: self._post(_Command(abandon, _ignore)))
+        self._post(add, channel.tell)
+        return Stream(request, channel, lambda: self._post(abandon, _ignore))
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
@@ -218,7 +206,7 @@ class AsyncEngine:
             else:
                 from_thread(loop, settle, future, result, None)
 
-        self._post(_Command(run, fail))
+        self._post(run, fail)
         return await future
 
     async def abort(self, request_id: str) -> None:
@@ -253,7 +241,7 @@ class AsyncEngine:
         """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
         self._is_accepting = False
         if self._thread.is_alive():
-            self._post(_Command(self._stop, _ignore))
+            self._post(self._stop, _ignore)
             self._thread.join()
 
     def _stop(self) -> None:
@@ -261,20 +249,20 @@ class AsyncEngine:
             self._dispatch(self._engine.abort(request_id))
         self._is_stopping = True
 
-    def _post(self, command: _Command) -> None:
+    def _post(self, run: Callable[[], None], refuse: Callable[[EngineFailed], None]) -> None:
         with self._lock:
             if self._error is None:
-                self._inbox.put(command)
+                self._inbox.put((run, refuse))
                 return
-        command.refuse(self._error)
+        refuse(self._error)
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
                 if not self._engine.has_work:
-                    self._inbox.get().run()
+                    self._inbox.get()[0]()
                 while not self._is_stopping and not self._inbox.empty():
-                    self._inbox.get().run()
+                    self._inbox.get()[0]()
                 if self._engine.has_work:
                     started_s = time.perf_counter()
                     self._dispatch(self._engine.step())
@@ -292,7 +280,7 @@ class AsyncEngine:
             channel.tell(error)
         self._open.clear()
         while not self._inbox.empty():
-            self._inbox.get().refuse(error)
+            self._inbox.get()[1](error)
 
     def _dispatch(self, events: Sequence[Event]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Channel, Event]]] = {}

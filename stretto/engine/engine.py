@@ -5,6 +5,7 @@ Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chos
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from stretto.engine.request import (
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
-from stretto.engine.sequence import Admission, SequenceState, StepPlan, SubnetTable, draw_seed
+from stretto.engine.sequence import Admission, SequenceState, StepPlan, SubnetTable
 from stretto.engine.speculation import Draft, Speculator, Verdict, Watch, draft_candidates
 from stretto.model.count import count
 from stretto.model.spec import Subnet, check_subnet, executed
@@ -54,7 +55,7 @@ class Engine:
         routes: bool = True,
         library: Library | None = None,
         drafts: Sequence[Subnet] = (),
-        seeds: Callable[[], int] = draw_seed,
+        seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
     ):
         """

@@ -18,7 +18,7 @@ from stretto.model.layers import SwiGlu
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops.attention import rotary_tables
-from stretto.ops.native import Chosen, Decoder, Network, choose_tokens
+from stretto.ops.native import Decoder, Network
 
 
 class NativeForward:
@@ -53,7 +53,7 @@ class NativeForward:
             values_LPZGC=values_LPZGC,
             routes_PZLK=routes_PZLK,
         )
-        self._config, self._subnets, self._library = config, subnets, library
+        self.library, self._config, self._subnets = library, config, subnets
         self._decoder = Decoder(library, network)
         self._numbers: dict[int, int] = {}
 
@@ -81,35 +81,13 @@ class NativeForward:
     ) -> tuple[np.ndarray, Tensor | None]:
         """Let chunks of one token each decode on by themselves; the last five arguments and what is returned are those
         of `Decoder.draft`. The chunks' page tables reach to the last position that may be drafted."""
-        tables: list[int] = []
-        pages: list[int] = []
+        tables, pages = [list[int]() for _ in range(2)]
         for chunk in chunks:
             tables.append(len(pages))
             pages += chunk.pages
-        return self._decoder.draft(
-            [chunk.tokens[0] for chunk in chunks],
-            [chunk.start for chunk in chunks],
-            tables,
-            [self._number(chunk.subnet) for chunk in chunks],
-            pages,
-            most,
-            ends,
-            end_ids,
-            temperatures,
-            seeds,
-        )
-
-    def choose(
-        self,
-        logits_MV: Tensor,
-        positions: Sequence[int],
-        temperatures: Sequence[float],
-        seeds: Sequence[int],
-        drafts: Sequence[Sequence[int]],
-        draft_rows: Sequence[int] = (),
-    ) -> Chosen:
-        """Tokens of sequences whose settings are plain (`Sampling.plain_temperature`); see `stretto.ops.native`."""
-        return choose_tokens(self._library, logits_MV, positions, temperatures, seeds, drafts, draft_rows)
+        tokens, positions = [chunk.tokens[0] for chunk in chunks], [chunk.start for chunk in chunks]
+        subnets = [self._number(chunk.subnet) for chunk in chunks]
+        return self._decoder.draft(tokens, positions, tables, subnets, pages, most, ends, end_ids, temperatures, seeds)
 
     def _number(self, subnet: int) -> int:
         """What the kernels call it."""

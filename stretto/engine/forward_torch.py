@@ -1,7 +1,9 @@
 """The forward pass over paged sequences in torch: all tokens of a step in one flat list, each under a Subnet of its own.
 
-`Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network, by the operators
-of one arithmetic: `PlainOperators`, arranged for speed, or `SharedOperators`, the very ones that the trainer calls.
+`Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network. Plain arithmetic is
+torch's own operators, arranged for speed: products that add to the stream by transposed matrices, sums in place. In any
+other each product goes through `stretto.ops.matmul`, so that a rollout in bf16 or FP8 rounds as the trainer's forward pass
+does, and, batch-invariant, agrees with it to the bit.
 
 Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
 heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,
@@ -14,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.sequence import Chunk, SubnetTable
@@ -26,11 +26,21 @@ from stretto.model.layers import SwiGlu
 from stretto.model.moe import MoeLayer
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Transformer
-from stretto.ops import exact, grouped, matmul, paged
+from stretto.ops import exact, matmul, paged
 from stretto.ops.attention import rotary_tables
-from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, prepare, rounded
-from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans, route_tokens
-from stretto.ops.route import MASKED, Routes
+from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
+from stretto.ops.paged import (
+    ExpertWeights,
+    Group,
+    RouteRule,
+    Spans,
+    attend,
+    chosen_experts,
+    route_tokens,
+    store,
+    store_rounded,
+)
+from stretto.ops.route import MASKED
 
 _MAX_KNOWN = 1024
 """Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
@@ -40,7 +50,6 @@ _MAX_KNOWN = 1024
 class Choices:
     """What a Subnet means in each MoE layer of the maximum network."""
 
-    layers: frozenset[int]
     num_experts: tuple[int, ...]
     """By MoE row; 0 where the layer is left out. So is ``top_k``."""
     top_k: tuple[int, ...]
@@ -94,7 +103,7 @@ class Planner:
         """Tensors of a step over ``chunks``; tokens are reordered so that chunks of one length are neighbours."""
         places = sorted(range(len(chunks)), key=lambda place: _group_key(chunks[place], self._page_size))
         ordered = [chunks[place] for place in places]
-        layers = {number: self._choices_of(number).layers for number in dict.fromkeys(c.subnet for c in ordered)}
+        layers = {chunk.subnet: self._subnets[chunk.subnet].layers for chunk in ordered}
         runs: list[Run] = []
         parts: dict[tuple[int, ...], Run] = {}
         for keep, members in groupby(
@@ -123,12 +132,12 @@ class Planner:
         num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
         kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
         bias_LE = torch.full((len(self._moe), config.num_experts), MASKED, device=self._device)
-        for row, experts, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
-            num_experts[row], top_k[row], layer = experts, k, self._moe[row]
-            own_E = layer.bias_WE[config.branch(experts)].float() if config.selection_bias else torch.tensor(0.0)
-            allowed_E = layer.rank_E < experts
+        for row, width, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+            num_experts[row], top_k[row], layer = width, k, self._moe[row]
+            own_E = layer.bias_WE[config.branch(width)].float() if config.selection_bias else torch.tensor(0.0)
+            allowed_E = layer.rank_E < width
             bias_LE[row, : len(allowed_E)] = torch.where(allowed_E, own_E.to(self._device), MASKED)
-        return Choices(frozenset(subnet.layers), tuple(num_experts), tuple(top_k), bias_LE)
+        return Choices(tuple(num_experts), tuple(top_k), bias_LE)
 
     def _part(self, chunks: list[Chunk], keep: tuple[int, ...] | None) -> Run:
         """The tokens whose Subnet is in ``keep`` (None: all), for whatever layers."""
@@ -236,10 +245,11 @@ def _neighbours(chunks: list[Chunk], page_size: int) -> Iterator[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SwiGluWeights:
-    """A dense or shared SwiGLU. Matrices are as the operators prepare them, here and below."""
+    """A dense or shared SwiGLU. Matrices are prepared for the arithmetic, here and below."""
 
-    gate_up: Any
-    down: Any
+    gate_up: Weight
+    down: Weight
+    """Added to the stream, see `TorchForward._added`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +260,7 @@ class MoeWeights:
     """Of the layer among the maximum network's MoE layers."""
     gate: Weight
     """fp32: routers decide on small differences."""
-    experts: Any
+    experts: ExpertWeights | ExpertMatrices
     shared: SwiGluWeights | None
 
 
@@ -259,108 +269,13 @@ class LayerWeights:
     """One block."""
 
     attention_norm_D: Tensor
-    qkv: Any
+    qkv: Weight
     qkv_bias_X: Tensor | None
     qk_norm_JC: Tensor | None
-    out: Any
+    out: Weight
+    """Added to the stream."""
     mlp_norm_D: Tensor
     mlp: SwiGluWeights | MoeWeights
-
-
-class PlainOperators:
-    """Torch's own operators: products that add to the stream by transposed matrices, sums in place."""
-
-    def __init__(self, eps: float, device: torch.device):
-        self._eps = torch.tensor(eps, device=device)
-
-    def matrix(self, weight_FD: Tensor) -> Tensor:
-        """``weight_FD`` as `linear` wants it."""
-        return weight_FD.detach()
-
-    def added_matrix(self, weight_FD: Tensor) -> Tensor:
-        """``weight_FD`` as `add_linear` wants it."""
-        return weight_FD.detach().t()
-
-    def experts(self, gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertWeights:
-        """As `add_experts` wants them."""
-        return ExpertWeights.of(gate_up_EFD.detach(), down_EDI.detach())
-
-    def rounded(self, x_ND: Tensor) -> Tensor:
-        """``x_ND`` as it is kept between operators."""
-        return x_ND
-
-    def norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        return paged.norm(x_ND, weight_D, self._eps)
-
-    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-        return F.linear(x_ND, weight_FD, bias_F)
-
-    def store(self, qkv_NX: Tensor, norm_JC: Tensor | None, spans: Spans, keys: Tensor, values: Tensor) -> Tensor:
-        """Norm, rotate and store as `stretto.ops.paged.store`; may overwrite ``qkv_NX``. Returns queries [N, H, C]."""
-        return paged.store(qkv_NX, norm_JC, self._eps, spans, keys, values)
-
-    def attend(self, q_NHC: Tensor, keys: Tensor, values: Tensor, groups: tuple[Group, ...]) -> Tensor:
-        return paged.attend(q_NHC, keys, values, groups)
-
-    def add_linear(self, x_ND: Tensor, y_NF: Tensor, weight_FD: Tensor) -> Tensor:
-        """``x_ND`` and the product."""
-        return torch.addmm(x_ND, y_NF, weight_FD)
-
-    def add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        """``x_ND`` and the block's output."""
-        return torch.addmm(x_ND, grouped.swiglu(F.linear(normed_ND, weights.gate_up)), weights.down)
-
-    def add_experts(self, x_ND: Tensor, normed_ND: Tensor, routes: Routes, moe: MoeWeights) -> Tensor:
-        """``x_ND`` and what the chosen and the shared experts say."""
-        x_ND = paged.chosen_experts(normed_ND, routes, moe.experts).add_(x_ND)
-        return x_ND if moe.shared is None else self.add_swiglu(x_ND, normed_ND, moe.shared)
-
-
-class SharedOperators:
-    """`PlainOperators` in an arithmetic that is not plain: each product through `stretto.ops.matmul`, so that a rollout
-    in bf16 or FP8 rounds as the trainer's forward pass does, and, batch-invariant, agrees with it to the bit."""
-
-    def __init__(self, eps: float, arithmetic: Arithmetic):
-        self._eps, self._arithmetic = eps, arithmetic
-
-    def matrix(self, weight_FD: Tensor) -> Weight:
-        return prepare(weight_FD, self._arithmetic)
-
-    added_matrix = matrix
-
-    def experts(self, gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertMatrices:
-        return ExpertMatrices.of(gate_up_EFD, down_EDI, self._arithmetic)
-
-    def rounded(self, x_ND: Tensor) -> Tensor:
-        return rounded(x_ND, self._arithmetic)
-
-    def norm(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        return matmul.norm(x_ND, weight_D, self._eps, self._arithmetic)
-
-    def linear(self, x_ND: Tensor, weight: Weight, bias_F: Tensor | None) -> Tensor:
-        return matmul.linear(x_ND, weight, bias_F, self._arithmetic)
-
-    def store(self, qkv_NX: Tensor, norm_JC: Tensor | None, spans: Spans, keys: Tensor, values: Tensor) -> Tensor:
-        return paged.store_rounded(qkv_NX, norm_JC, self._eps, spans, keys, values, self._arithmetic)
-
-    def attend(self, q_NHC: Tensor, keys: Tensor, values: Tensor, groups: tuple[Group, ...]) -> Tensor:
-        return paged.attend(q_NHC, keys, values, groups, self._arithmetic.batch_invariant)
-
-    def add_linear(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
-        return self.rounded(x_ND + self.linear(y_NF, weight, None))
-
-    def add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        return self.rounded(x_ND + self._swiglu(normed_ND, weights))
-
-    def add_experts(self, x_ND: Tensor, normed_ND: Tensor, routes: Routes, moe: MoeWeights) -> Tensor:
-        y_ND = matmul.experts(normed_ND, routes.chosen_NK, routes.gates_NK, moe.experts, self._arithmetic)
-        if moe.shared is not None:
-            y_ND = self.rounded(y_ND + self._swiglu(normed_ND, moe.shared))
-        return self.rounded(x_ND + y_ND)
-
-    def _swiglu(self, x_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        inner_NI = matmul.swiglu(self.linear(x_ND, weights.gate_up, None), self._arithmetic)
-        return self.linear(inner_NI, weights.down, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +305,8 @@ class TorchForward:
         arithmetic: Arithmetic,
     ):
         eps = model.config.norm_eps
-        self._ops: PlainOperators | SharedOperators
-        self._ops = PlainOperators(eps, keys_LPZGC.device) if arithmetic.is_plain else SharedOperators(eps, arithmetic)
-        self._inner = arithmetic.inner
+        self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
+        self._eps, self._eps_tensor = eps, torch.tensor(eps, device=keys_LPZGC.device)
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = keys_LPZGC, values_LPZGC, routes_PZLK
         self._experts_by_layer = model.config.experts_by_layer
         self._planner = Planner(model, subnets, keys_LPZGC.shape[2], arithmetic.batch_invariant)
@@ -404,9 +318,9 @@ class TorchForward:
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
-        layout, ops = self._planner.layout(chunks), self._ops
+        layout = self._planner.layout(chunks)
         routed: list[Routed] | None = [] if want_routes else None
-        x_ND = ops.rounded(self._embedding_VD.index_select(0, layout.ids_N))
+        x_ND = rounded(self._embedding_VD.index_select(0, layout.ids_N), self._arithmetic)
         for run in layout.runs:
             part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
             for place in run.layers:
@@ -416,22 +330,48 @@ class TorchForward:
             self._store_routes(layout.slots_N, routed)
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
-        return matmul.linear(ops.norm(x_ND, self._norm_D), self._head, None, self._inner).float()
+        return linear(self._normed(x_ND, self._norm_D), self._head, None, self._inner).float()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routed: list[Routed] | None) -> Tensor:
-        ops, layer = self._ops, self._layers[place]
+        layer, arithmetic = self._layers[place], self._arithmetic
         keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
-        qkv_NX = ops.linear(ops.norm(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X)
-        q_NHC = ops.store(qkv_NX, layer.qk_norm_JC, run.spans, keys_PZGC, values_PZGC)
-        x_ND = ops.add_linear(x_ND, ops.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups), layer.out)
-        normed_ND, mlp = ops.norm(x_ND, layer.mlp_norm_D), layer.mlp
+        qkv_NX = linear(self._normed(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X, arithmetic)
+        if self._is_plain:
+            q_NHC = store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
+        else:
+            q_NHC = store_rounded(qkv_NX, layer.qk_norm_JC, self._eps, run.spans, keys_PZGC, values_PZGC, arithmetic)
+        y_NX = attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
+        x_ND = self._add(x_ND, y_NX, layer.out)
+        normed_ND, mlp = self._normed(x_ND, layer.mlp_norm_D), layer.mlp
         if isinstance(mlp, SwiGluWeights):
-            return ops.add_swiglu(x_ND, normed_ND, mlp)
+            return self._add_swiglu(x_ND, normed_ND, mlp)
         rule = run.rules[mlp.row]
         routes = route_tokens(normed_ND, mlp.gate, rule, self._inner)
         if routed is not None:
             routed.append(Routed(mlp.row, run.tokens_N, routes.chosen_NK, rule.dropped_NK is None))
-        return ops.add_experts(x_ND, normed_ND, routes, mlp)
+        if isinstance(mlp.experts, ExpertWeights):
+            x_ND = chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
+            return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
+        y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic)
+        if mlp.shared is not None:
+            y_ND = self._add_swiglu(y_ND, normed_ND, mlp.shared)
+        return rounded(x_ND + y_ND, arithmetic)
+
+    def _normed(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        if self._is_plain:
+            return paged.norm(x_ND, weight_D, self._eps_tensor)
+        return matmul.norm(x_ND, weight_D, self._eps, self._arithmetic)
+
+    def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
+        """``x_ND`` and the product of ``y_NF`` with a matrix that `_added` made."""
+        if self._is_plain:
+            assert isinstance(weight, Tensor)
+            return torch.addmm(x_ND, y_NF, weight)
+        return rounded(x_ND + linear(y_NF, weight, None, self._arithmetic), self._arithmetic)
+
+    def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
+        inner_NI = swiglu(linear(normed_ND, weights.gate_up, None, self._arithmetic), self._arithmetic)
+        return self._add(x_ND, inner_NI, weights.down)
 
     def _store_routes(self, slots_N: Tensor, routed: list[Routed]) -> None:
         """Write a step's routes to the pool, the sentinel where a token ran no such layer or has fewer choices."""
@@ -456,7 +396,7 @@ class TorchForward:
 
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)
-        ops, attention, mlp = self._ops, block.attention, block.mlp
+        attention, mlp, arithmetic = block.attention, block.mlp, self._arithmetic
         qk_norm_JC = None
         if attention.q_norm is not None and attention.k_norm is not None:
             q_HC = attention.q_norm.expand(attention.num_heads, -1)
@@ -464,19 +404,26 @@ class TorchForward:
         weights: SwiGluWeights | MoeWeights
         if isinstance(mlp, MoeLayer):
             shared = None if mlp.shared is None else self._swiglu(mlp.shared)
-            gate = prepare(mlp.gate.float(), self._inner)
-            weights = MoeWeights(row, gate, ops.experts(mlp.gate_up, mlp.down), shared)
+            gate, matrices = prepare(mlp.gate.float(), self._inner), (mlp.gate_up.detach(), mlp.down.detach())
+            if self._is_plain:
+                weights = MoeWeights(row, gate, ExpertWeights.of(*matrices), shared)
+            else:
+                weights = MoeWeights(row, gate, ExpertMatrices.of(*matrices, arithmetic), shared)
         else:
             weights = self._swiglu(mlp)
         return LayerWeights(
             attention_norm_D=block.attention_norm.weight.detach(),
-            qkv=ops.matrix(attention.qkv.weight),
+            qkv=prepare(attention.qkv.weight, arithmetic),
             qkv_bias_X=None if attention.qkv.bias is None else attention.qkv.bias.detach(),
             qk_norm_JC=qk_norm_JC,
-            out=ops.added_matrix(attention.out.weight),
+            out=self._added(attention.out.weight),
             mlp_norm_D=block.mlp_norm.weight.detach(),
             mlp=weights,
         )
 
     def _swiglu(self, layer: SwiGlu) -> SwiGluWeights:
-        return SwiGluWeights(self._ops.matrix(layer.gate_up.weight), self._ops.added_matrix(layer.down.weight))
+        return SwiGluWeights(prepare(layer.gate_up.weight, self._arithmetic), self._added(layer.down.weight))
+
+    def _added(self, weight_FD: Tensor) -> Weight:
+        """As `_add` takes it: transposed for plain arithmetic."""
+        return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)

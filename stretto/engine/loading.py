@@ -150,22 +150,20 @@ def check_memory(
     )
 
 
-def cache_within(
-    network: ModelConfig, config: EngineConfig, dtype: torch.dtype, available: int, routes: bool = True
-) -> EngineConfig:
+def cache_within(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, available: int) -> EngineConfig:
     """``config`` with no larger a cache than ``available`` bytes leave beside the weights.
 
     As it is, where not even one longest sequence would fit: `check_memory` says so.
     """
     left = available - _weight_bytes(network, network.full(), dtype)
-    if left < _sequence_bytes(network, config, dtype, routes):
+    if left < _sequence_bytes(network, config, dtype):
         return config
     return config.replace(cache_bytes=min(config.cache_bytes, left))
 
 
-def least_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool = True) -> int:
+def least_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
     """What the weights take with a cache of one longest sequence; with less, `check_memory` refuses."""
-    return _weight_bytes(network, network.full(), dtype) + _sequence_bytes(network, config, dtype, routes)
+    return _weight_bytes(network, network.full(), dtype) + _sequence_bytes(network, config, dtype)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -173,8 +171,17 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    limits = [_available_memory(), _group_limit()]
-    return min(limit for limit in limits if limit is not None)
+    # not Linux: no limit known, and the system says so itself when it is reached
+    available, path = 1 << 62, Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            available = int(rest.split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")  # what a container allows
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, max(0, int(limit.read_text()) - int(used.read_text())))
+    return available
 
 
 def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
@@ -184,7 +191,7 @@ def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype,
     return min(config.cache_bytes, 2 * config.max_batch * _sequence_bytes(network, config, dtype, routes))
 
 
-def _sequence_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
+def _sequence_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool = True) -> int:
     """Cache of one longest sequence."""
     num_tokens = min(config.max_len or network.max_positions, network.max_positions)
     return KvPool.bytes_per_page(network, dtype, config.page_size, routes) * -(-num_tokens // config.page_size)
@@ -192,23 +199,6 @@ def _sequence_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dty
 
 def _weight_bytes(network: ModelConfig, subnet: Subnet, dtype: torch.dtype) -> int:
     return int(count(network, subnet).total_params * dtype.itemsize * (1 + HEADROOM))
-
-
-def _available_memory() -> int | None:
-    path = Path("/proc/meminfo")
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return 1 << 62  # not Linux: no limit known, and the system says so itself when it is reached
-
-
-def _group_limit() -> int | None:
-    """What the control group (a container) still allows; None: no limit."""
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if not limit.is_file() or not used.is_file() or limit.read_text().strip() == "max":
-        return None
-    return max(0, int(limit.read_text()) - int(used.read_text()))
 
 
 def _size(num_bytes: int) -> str:

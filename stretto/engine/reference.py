@@ -56,9 +56,8 @@ def generate_naive(
         subnets = subnets_by_position(tokens, len(prompt), phases)
         logits_1V = logits_naive(model, tokens, subnets)[-1:]
         logp_1V = process(logits_1V, [row], [tokens], [len(prompt)], end_ids=end_ids)
-        chosen = sample(logp_1V, [row], [len(tokens)])
-        tokens.append(int(chosen.ids_M))
-        logprobs.append(float(chosen.logp_M))
+        tokens.append(int(sample(logp_1V, [row], [len(tokens)])))
+        logprobs.append(float(logp_1V[0, tokens[-1]]))
         if tokens[-1] in ends and len(logprobs) >= sampling.min_tokens:
             break
     return Generated(tuple(tokens[len(prompt) :]), np.array(logprobs, np.float32))

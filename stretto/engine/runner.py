@@ -48,7 +48,7 @@ class KvPool:
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         pool = None
         if routes:
-            kind = _route_dtype(config)
+            kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
             shape_PZLK = (num_pages, page_size, config.num_moe_layers, largest_top_k(config))
             pool = torch.full(shape_PZLK, torch.iinfo(kind).max, dtype=kind, device=device)
         return KvPool(keys, values, pool)
@@ -56,10 +56,8 @@ class KvPool:
     @staticmethod
     def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
         """Bytes that one page takes."""
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-        if routes:
-            per_token += config.num_moe_layers * largest_top_k(config) * _route_dtype(config).itemsize
-        return per_token * page_size
+        page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
+        return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
 
 
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
@@ -73,10 +71,6 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     if num_pages < 1:
         raise UserError(f"cache_bytes: {config.cache_bytes} hold no page of {page_bytes} bytes; give the cache more")
     return num_pages
-
-
-def _route_dtype(config: ModelConfig) -> torch.dtype:
-    return torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
 
 
 def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> str:

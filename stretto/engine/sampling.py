@@ -23,7 +23,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,9 +90,8 @@ class Batch:
     """int64 indices of the others; None: every row is greedy."""
     temperature_M1: Tensor | None
     """fp32, 1 for greedy rows; None: 1 everywhere."""
-    bias_row_Q: Tensor | None
-    bias_token_Q: Tensor | None
-    bias_Q: Tensor | None
+    bias: tuple[Tensor, ...] | None
+    """Rows, tokens and what is added to their logits, each [Q]."""
     penalised: tuple[int, ...]
     """Rows that look at the tokens so far."""
     penalties_M3: np.ndarray
@@ -128,18 +126,16 @@ def _build(rows: tuple[Sampling, ...], vocab: int, device: torch.device, end_ids
     bias = [(index, token, value) for index, row in enumerate(rows) for token, value in row.logit_bias.items()]
     assert all([0 <= token < vocab for _, token, _ in bias]), f"logit_bias outside the vocabulary of {vocab}"
 
-    def tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def tensor(values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, device=device)
 
     return Batch(
         key=(rows, vocab, device, end_ids),
         seeds_M=np.array([0 if row.is_greedy else (row.seed or 0) & SEED_MASK for row in rows], dtype=np.uint64),
-        greedy_M=tensor(greedy, torch.int64) if greedy else None,
-        drawn_M=tensor(drawn, torch.int64) if drawn else None,
-        temperature_M1=tensor(temperature_M, torch.float32)[:, None] if set(temperature_M) - {1.0} else None,
-        bias_row_Q=tensor([row for row, _, _ in bias], torch.int64) if bias else None,
-        bias_token_Q=tensor([token for _, token, _ in bias], torch.int64) if bias else None,
-        bias_Q=tensor([value for _, _, value in bias], torch.float32) if bias else None,
+        greedy_M=tensor(greedy) if greedy else None,
+        drawn_M=tensor(drawn) if drawn else None,
+        temperature_M1=tensor(temperature_M)[:, None] if set(temperature_M) - {1.0} else None,
+        bias=tuple(map(tensor, zip(*bias, strict=True))) if bias else None,
         penalised=tuple(index for index, row in enumerate(rows) if row.has_penalties),
         penalties_M3=np.array(
             [(row.repetition_penalty, row.presence_penalty, row.frequency_penalty) for row in rows], dtype=np.float32
@@ -171,15 +167,6 @@ def _build_filters(rows: tuple[Sampling, ...], vocab: int, device: torch.device)
         needs_full_mass=any(row.top_p < 1.0 and k < vocab for row, k in zip(chosen, top_k_F, strict=True)),
         any_without_top_k=any(row.top_p < 1.0 and k == vocab for row, k in zip(chosen, top_k_F, strict=True)),
     )
-
-
-class Sampled(NamedTuple):
-    """Chosen tokens."""
-
-    ids_M: Tensor
-    """int64."""
-    logp_M: Tensor
-    """fp32, nats, processed."""
 
 
 def process(
@@ -215,11 +202,11 @@ def process(
     batch = cache.batch(rows, logits_MV.shape[1], logits_MV.device, end_ids)
     x_MV = logits_MV
     has_grammar = masks is not None and any([mask is not None for mask in masks])
-    if has_grammar or batch.bias_Q is not None or batch.penalised or batch.held:
+    if has_grammar or batch.bias is not None or batch.penalised or batch.held:
         x_MV = logits_MV.clone()
         _mask(x_MV, batch, masks or [None] * len(rows), tokens_so_far, num_prompt)
-        if batch.bias_row_Q is not None and batch.bias_token_Q is not None and batch.bias_Q is not None:
-            x_MV.index_put_((batch.bias_row_Q, batch.bias_token_Q), batch.bias_Q, accumulate=True)
+        if batch.bias is not None:
+            x_MV.index_put_(batch.bias[:2], batch.bias[2], accumulate=True)
         if batch.penalised:
             _penalise(x_MV, batch, tokens_so_far, num_prompt, counts or [None] * len(rows))
     if batch.temperature_M1 is not None:
@@ -240,8 +227,8 @@ def sample(
     purpose: Purpose = Purpose.SAMPLE,
     *,
     cache: SamplerCache | None = None,
-) -> Sampled:
-    """Choose a token of each row of what `process` returned; a row of NaN gives a log-probability of NaN.
+) -> Tensor:
+    """Choose a token of each row of what `process` returned; int64 [M].
 
     A greedy row takes its most probable token, of several the one with the lowest id. Every other row draws by
     `uniform` of its seed and position.
@@ -253,16 +240,14 @@ def sample(
     cache = SamplerCache() if cache is None else cache
     batch = cache.batch(rows, logp_MV.shape[1], logp_MV.device)
     if batch.drawn_M is None:
-        ids_M = _argmax(logp_MV)
-    else:
-        uniform_M = uniform(batch.seeds_M, np.asarray(positions), purpose)
-        if batch.greedy_M is None:
-            ids_M = draw(logp_MV, uniform_M)
-        else:
-            ids_M = torch.empty(len(logp_MV), dtype=torch.int64, device=logp_MV.device)
-            ids_M[batch.greedy_M] = _argmax(logp_MV[batch.greedy_M])
-            ids_M[batch.drawn_M] = draw(logp_MV[batch.drawn_M], uniform_M[batch.drawn_M.cpu().numpy()])
-    return Sampled(ids_M, logp_MV.gather(-1, ids_M[:, None]).squeeze(-1))
+        return _argmax(logp_MV)
+    uniform_M = uniform(batch.seeds_M, np.asarray(positions), purpose)
+    if batch.greedy_M is None:
+        return draw(logp_MV, uniform_M)
+    ids_M = torch.empty(len(logp_MV), dtype=torch.int64, device=logp_MV.device)
+    ids_M[batch.greedy_M] = _argmax(logp_MV[batch.greedy_M])
+    ids_M[batch.drawn_M] = draw(logp_MV[batch.drawn_M], uniform_M[batch.drawn_M.cpu().numpy()])
+    return ids_M
 
 
 def _argmax(x_MV: Tensor) -> Tensor:
@@ -319,19 +304,11 @@ def _mask(
         rows, ids = torch.tensor(barred, device=x_MV.device).unbind(-1)
         x_MV[rows, ids] = -math.inf
     if allowed:
-        banned_RV = ~unpack_masks(np.stack(list(allowed.values())), x_MV.shape[1], x_MV.device)
-        rows = torch.tensor(list(allowed), device=x_MV.device)
-        x_MV[rows] = x_MV[rows].masked_fill_(banned_RV, -math.inf)
-
-
-def unpack_masks(words_RW: np.ndarray, vocab: int, device: torch.device) -> Tensor:
-    """bool [R, V] of packed masks: bit b of word w is token 32·w + b. Tokens past the words are not allowed."""
-    if device.type == "cpu":
+        # bit b of word w is token 32·w + b; tokens past the words are not allowed
+        words_RW, vocab = np.stack(list(allowed.values())), x_MV.shape[1]
         bits_RV = np.unpackbits(words_RW.view(np.uint8), axis=1, count=vocab, bitorder="little")
-        return torch.from_numpy(bits_RV.view(np.bool_))
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    unpacked_RV = ((torch.from_numpy(words_RW).to(device)[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab]
-    return torch.nn.functional.pad(unpacked_RV, (0, vocab - unpacked_RV.shape[1]))
+        rows = torch.tensor(list(allowed), device=x_MV.device)
+        x_MV[rows] = x_MV[rows].masked_fill_(torch.from_numpy(bits_RV == 0).to(x_MV.device), -math.inf)
 
 
 def _penalise(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from stretto.text.tokenizer import Tokenizer
 
 _NEVER = 1 << 62
 """Position of something that has not happened yet."""
-_SEED_BITS = 63
 _CONTEXT = 4
 """Prompt tokens that the detokenizer looks at: whether a space comes first depends on what is before it."""
 
@@ -59,15 +57,13 @@ class TokenCounts:
 
     def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
         assert 0 <= num_prompt <= len(tokens), f"{num_prompt} prompt tokens of {len(tokens)}"
-        self._tokens = list(tokens)
-        self._num_prompt = num_prompt
-        ids, slots = np.unique(np.array(self._tokens, dtype=np.int64), return_inverse=True)
+        self._tokens, self._num_prompt = list(tokens[:num_prompt]), num_prompt
+        ids, counts = np.unique(np.array(self._tokens, dtype=np.int64), return_counts=True)
         self._slot = {token: slot for slot, token in enumerate(ids.tolist())}
         # Columns: token id, times in the prompt, times in the output. Room for as many again before it must grow.
         self._table = np.zeros((2 * len(ids) + 16, 3), dtype=np.int64)
-        self._table[: len(ids), 0] = ids
-        self._table[: len(ids), 1] = np.bincount(slots[:num_prompt], minlength=len(ids))
-        self._table[: len(ids), 2] = np.bincount(slots[num_prompt:], minlength=len(ids))
+        self._table[: len(ids), :2] = np.stack((ids, counts), 1)
+        self.move_to(tokens)
 
     @property
     def table(self) -> np.ndarray:
@@ -455,11 +451,6 @@ class StepPlan:
     """Whose chunks they are, in the same order."""
     preempted: tuple[SequenceState, ...] = ()
     """Lost their pages in this plan: see ``lost_pages``."""
-
-
-def draw_seed() -> int:
-    """A seed for a request that names none."""
-    return secrets.randbits(_SEED_BITS)
 
 
 class Admission:

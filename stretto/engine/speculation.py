@@ -5,18 +5,15 @@ writes its own at the drafted positions; verification computes those positions a
 them. Drafts are accepted by rejection sampling on the processed distributions (Leviathan 2211.17192, Chen 2302.01318):
 what comes out is distributed exactly as without drafts, and greedy tokens are the same.
 
-Which random number decides a token depends on whether the token was drafted, which depends on the watch's clock. So a
-request that names a seed and samples is never drafted for: it gets the same tokens every time.
+- Which random number decides a token depends on whether the token was drafted, which depends on the watch's clock. So a
+  request that names a seed and samples is never drafted for: it gets the same tokens every time.
+- Drafts that cost nothing are looked up: what followed the last time that the text's newest tokens stood in it. Code,
+  quotations and lists repeat themselves, and small networks more so (prompt lookup, Saxena 2023; LLMA, 2304.04487).
+- Whether drafting pays is watched while running. A cycle drafts γ tokens and verifies them in one pass; its utility is
+  the tokens it is expected to yield, over what it costs in plain steps (Cascade, 2506.20675, watches the same ratio):
+  verifying several tokens of an MoE layer loads more experts than one token does, so it can lie below one.
 
-Drafts that cost nothing are looked up: what followed the last time that the text's newest tokens stood in it. Code,
-quotations and lists repeat themselves, and small networks more so (prompt lookup, Saxena 2023; LLMA, 2304.04487).
-
-Whether drafting pays is watched while running. A cycle drafts γ tokens and verifies them with the target in one pass; its
-utility is the tokens it is expected to yield, over what it costs in plain steps (Cascade, 2506.20675, watches the same
-ratio): verifying several tokens of an MoE layer loads more experts than one token does, so it can lie below one.
-
-Shape letters: M rows of logits, V vocabulary, R rows to decide (drafted, of sampled requests), N drafting sequences,
-S drafting steps.
+Shape letters: M rows of logits, V vocabulary, R drafted rows of sampled requests, N drafting sequences, S drafting steps.
 """
 
 from __future__ import annotations
@@ -46,6 +43,7 @@ from stretto.engine.sampling import (
 )
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
+from stretto.ops.native import choose_tokens
 
 ORDER = 3
 """Tokens that must be equal before the rest is looked at; of two, too many stand together by chance."""
@@ -406,7 +404,7 @@ class Speculator:
             return []
         ends = [seq.request.phases.thinking_end for seq in active]
         drafted_NS, probs_SNV = native.draft(
-            [self._draft_chunk(seq, subnet, seq.most_drafts) for seq in active],
+            [self._chunk(seq, seq.tokens[-1:], subnet, 0, seq.most_drafts) for seq in active],
             [seq.most_drafts for seq in active],
             [-1 if end is None else end for end in ends],
             self._end_ids,
@@ -426,13 +424,13 @@ class Speculator:
             active = [seq for seq in sequences if self._goes_on(seq, step)]
             if not active:
                 break
-            chunks = [self._draft_chunk(seq, subnet) for seq in active]
+            chunks = [self._chunk(seq, (seq.drafts or seq.tokens)[-1:], subnet, step) for seq in active]
             rows = [seq.sampling for seq in active]
             logp_MV = self._process(self._runner.forward(chunks, False), [(seq, step) for seq in active])
-            drawn = sample(logp_MV, rows, [chunk.end for chunk in chunks], Purpose.DRAFT, cache=self._cache)
+            drawn_M = sample(logp_MV, rows, [chunk.end for chunk in chunks], Purpose.DRAFT, cache=self._cache)
             is_drawn = any([not row.is_greedy for row in rows])
             distributions.append(probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV)
-            for row, (seq, token) in enumerate(zip(active, drawn.ids_M.tolist(), strict=True)):
+            for row, (seq, token) in enumerate(zip(active, drawn_M.tolist(), strict=True)):
                 _add(seq, token, (step, row))
         return distributions
 
@@ -440,7 +438,7 @@ class Speculator:
         self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], want_routes: bool
     ) -> dict[SequenceState, Verdict]:
         """Compute all drafts with their sequences' own Subnets, and decide how far each is right."""
-        chunks = [self._verify_chunk(seq) for seq in sequences]
+        chunks = [self._chunk(seq, (seq.tokens[-1], *seq.drafts), seq.subnet, 0) for seq in sequences]
         return self.decide(sequences, distributions, self._runner.forward(chunks, want_routes))
 
     def decide(
@@ -473,7 +471,8 @@ class Speculator:
     ) -> dict[SequenceState, Verdict]:
         """By the kernels, where nothing but a temperature is set."""
         sizes = [0 if table.numel() == 0 else table.stride(0) * table.element_size() for table in distributions]
-        chosen = native.choose(
+        chosen = choose_tokens(
+            native.library,
             logits_MV,
             [len(seq.tokens) for seq in sequences],
             [seq.temperature or 0.0 for seq in sequences],
@@ -495,7 +494,7 @@ class Speculator:
         places = [(seq, step) for seq in sequences for step in range(len(seq.drafts) + 1)]
         logp_MV = self._process(logits_MV, places)
         rows, positions = [seq.sampling for seq, _ in places], [len(seq.tokens) + step for seq, step in places]
-        own_ids = sample(logp_MV, rows, positions, cache=self._cache).ids_M.tolist()
+        own_ids = sample(logp_MV, rows, positions, cache=self._cache).tolist()
         replaced = self._replacements(places, distributions, logp_MV, rows)
         tokens: list[int] = []
         stands: list[bool] = []
@@ -545,8 +544,8 @@ class Speculator:
         lost_R = torch.from_numpy(lost).to(device)
         other_RV = residual(target_RV[lost_R], draft_RV[lost_R]).log()
         lost_rows = [found[at][0] for at in lost]
-        instead = sample(other_RV, [rows[row] for row in lost_rows], positions_R[lost], Purpose.RESIDUAL)
-        return dict(zip(lost_rows, instead.ids_M.tolist(), strict=True))
+        instead_R = sample(other_RV, [rows[row] for row in lost_rows], positions_R[lost], Purpose.RESIDUAL)
+        return dict(zip(lost_rows, instead_R.tolist(), strict=True))
 
     def _process(self, logits_MV: Tensor, places: Sequence[tuple[SequenceState, int]]) -> Tensor:
         """`process` for sequences after so many of their drafts."""
@@ -569,24 +568,17 @@ class Speculator:
     def _goes_on(self, seq: SequenceState, step: int) -> bool:
         if step >= seq.most_drafts or (seq.draft_masks and not seq.draft_masks[step].any()):
             return False
-        last = seq.drafts[-1] if step else seq.tokens[-1]
+        last = (seq.drafts or seq.tokens)[-1]
         # the token that ends thinking is computed by the thinking Subnet, what follows it by another
         return last not in self._end_ids and last != seq.request.phases.thinking_end
 
-    def _draft_chunk(self, seq: SequenceState, subnet: int, ahead: int = 1) -> Chunk:
-        """The newest token, with pages for ``ahead`` positions from its own on."""
-        start = seq.num_computed + len(seq.drafts)
-        token = seq.drafts[-1] if seq.drafts else seq.tokens[-1]
-        return Chunk((token,), start, self._table(seq, start + ahead), subnet, 1)
-
-    def _verify_chunk(self, seq: SequenceState) -> Chunk:
-        tokens, start = (seq.tokens[-1], *seq.drafts), seq.num_computed
-        return Chunk(tokens, start, self._table(seq, start + len(tokens)), seq.subnet, len(tokens))
-
-    def _table(self, seq: SequenceState, end: int) -> tuple[int, ...]:
+    def _chunk(self, seq: SequenceState, tokens: Sequence[int], subnet: int, ahead: int, reach: int = 0) -> Chunk:
+        """``tokens``, so far ``ahead`` of what is computed, with pages for as many positions, or for ``reach``."""
+        start = seq.num_computed + ahead
+        end = start + (reach or len(tokens))
         num_pages = -(-end // self._page_size)
         assert num_pages <= len(seq.table), f"drafts up to {end} need {num_pages} pages, {len(seq.table)} are there"
-        return seq.table[:num_pages]
+        return Chunk(tuple(tokens), start, seq.table[:num_pages], subnet, len(tokens))
 
 
 def _add(seq: SequenceState, token: int, row: tuple[int, int]) -> None:

@@ -125,7 +125,7 @@ def generate(state: GrammarState, tokenizer: Tokenizer, seed: int, end_ids: tupl
     bias_1V[0, [tokenizer.encode(piece)[0] for piece in ('"', "}", ":", "]")]] = 4.0  # or strings would go on and on
     while len(ids) < 300:
         logp_1V = process(bias_1V, [row], [ids], [0], [state.mask()])
-        token = int(sample(logp_1V, [row], [len(ids)]).ids_M)
+        token = int(sample(logp_1V, [row], [len(ids)]))
         assert state.accept(token)
         if token in end_ids:
             return ids, True

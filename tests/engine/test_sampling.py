@@ -149,8 +149,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(cases: list[Case], position
     for index, case in enumerate(cases):
         alone_1V = run([case])
         assert torch.equal(alone_1V[0], logp_MV[index])
-        assert sample(alone_1V, [case[1]], [position]).ids_M[0] == chosen.ids_M[index]
-        assert chosen.logp_M[index] == logp_MV[index, chosen.ids_M[index]] > -math.inf
+        assert sample(alone_1V, [case[1]], [position])[0] == chosen[index]
+        assert logp_MV[index, chosen[index]] > -math.inf
 
 
 @pytest.mark.parametrize("vocab", [700, 2048, 40_000])
@@ -167,7 +167,7 @@ def test_large_rows_do_not_depend_on_their_number_or_on_threads(vocab: int) -> N
         for index, row in enumerate(rows):
             alone_1V = process(logits_MV[index : index + 1], [row], [()], [0])
             assert torch.equal(alone_1V[0], logp_MV[index])
-            assert sample(alone_1V, [row], [index]).ids_M[0] == chosen.ids_M[index]
+            assert sample(alone_1V, [row], [index])[0] == chosen[index]
     torch.set_num_threads(num_threads)
 
 
@@ -224,9 +224,10 @@ def test_counts_kept_from_step_to_step_equal_counting_anew(
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:
     logits_MV = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).expand(3, -1)
     rows = [Sampling(temperature=0, top_k=1), Sampling(temperature=0, top_p=0.1), Sampling(temperature=1, seed=1)]
-    chosen = sample(process(logits_MV, rows, [()] * 3, [0] * 3), rows, [0, 1, 2])
-    assert chosen.ids_M.tolist()[:2] == [1, 1]
-    assert chosen.logp_M[:2].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
+    logp_MV = process(logits_MV, rows, [()] * 3, [0] * 3)
+    chosen = sample(logp_MV, rows, [0, 1, 2])
+    assert chosen.tolist()[:2] == [1, 1]
+    assert logp_MV[[0, 1], chosen[:2]].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
 
 
 def test_alternatives_are_ordered_and_possible() -> None:
@@ -240,7 +241,7 @@ def test_alternatives_are_ordered_and_possible() -> None:
 
 def test_a_step_without_logits_is_empty() -> None:
     logp_MV = process(torch.empty(0, VOCAB), [], [], [])
-    assert sample(logp_MV, [], []).ids_M.tolist() == []
+    assert sample(logp_MV, [], []).tolist() == []
 
 
 def test_logits_are_left_as_they_were() -> None:
@@ -281,7 +282,7 @@ def test_draws_follow_the_processed_distribution(row: Sampling, vary: str) -> No
     rows = [row.replace(seed=seed) for seed in range(num)] if vary == "seed" else [row] * num
     positions = [7] * num if vary == "seed" else range(num)
     chosen = sample(logp_1V.expand(num, -1), rows, positions)
-    chi_square(chosen.ids_M.numpy(), logp_1V[0].double().exp().numpy())
+    chi_square(chosen.numpy(), logp_1V[0].double().exp().numpy())
 
 
 @pytest.mark.parametrize("vocab", [256, 1000, 3000])
@@ -321,7 +322,7 @@ def test_speculation_pieces_give_the_target_distribution(temperature: float) -> 
     row = Sampling(temperature=temperature, seed=0)
     rows = [row.replace(seed=seed) for seed in range(num)]
     target_1V, draft_1V = torch.randn(2, 1, VOCAB, generator=generator).log_softmax(-1)
-    drafted_M = sample(draft_1V.expand(num, -1), rows, [9] * num, Purpose.DRAFT).ids_M
+    drafted_M = sample(draft_1V.expand(num, -1), rows, [9] * num, Purpose.DRAFT)
     p_MV, q_MV = (probabilities(logp_1V, [row]).expand(num, -1) for logp_1V in (target_1V, draft_1V))
     seeds = np.arange(num)
     accepted_M = torch.from_numpy(uniform(seeds, 9, Purpose.ACCEPT)) < acceptance(p_MV, q_MV, drafted_M)
