@@ -278,20 +278,6 @@ class LayerWeights:
     mlp: SwiGluWeights | MoeWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """What one MoE layer chose."""
-
-    row: int
-    """Of the layer among the maximum network's MoE layers."""
-    tokens_N: Tensor | None
-    """Which tokens of the step ran it; None: all."""
-    chosen_NK: Tensor
-    """Expert ids, int64; E for no expert."""
-    is_even: bool
-    """Every token has the same top-k, so E does not occur."""
-
-
 class TorchForward:
     """The forward pass of one model over one pool. Made anew when weights change: some of what it holds are copies."""
 
@@ -308,7 +294,7 @@ class TorchForward:
         self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
         self._eps, self._eps_tensor = eps, torch.tensor(eps, device=keys_LPZGC.device)
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = keys_LPZGC, values_LPZGC, routes_PZLK
-        self._experts_by_layer = model.config.experts_by_layer
+        self._no_expert = 0 if routes_PZLK is None else torch.iinfo(routes_PZLK.dtype).max
         self._planner = Planner(model, subnets, keys_LPZGC.shape[2], arithmetic.batch_invariant)
         rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
         self._embedding_VD = model.embedding.weight.detach()
@@ -319,20 +305,26 @@ class TorchForward:
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
         layout = self._planner.layout(chunks)
-        routed: list[Routed] | None = [] if want_routes else None
+        pool, routes_NLK = self._routes_PZLK, None
+        if want_routes:
+            assert pool is not None, "the pool has no room for routes"
+            # what stands where a token runs no such layer or has fewer choices
+            routes_NLK = layout.slots_N.new_full((len(layout.ids_N), *pool.shape[2:]), self._no_expert)
         x_ND = rounded(self._embedding_VD.index_select(0, layout.ids_N), self._arithmetic)
         for run in layout.runs:
             part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
             for place in run.layers:
-                part_ND = self._block(place, part_ND, run, routed)
+                part_ND = self._block(place, part_ND, run, routes_NLK)
             x_ND = part_ND if run.tokens_N is None else x_ND.index_copy_(0, run.tokens_N, part_ND)
-        if routed is not None:
-            self._store_routes(layout.slots_N, routed)
+        if pool is not None and routes_NLK is not None:
+            # torch copies rows of int16 but not of uint16
+            narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
+            pool.view(narrow).flatten(0, 1).index_copy_(0, layout.slots_N, routes_NLK.to(pool.dtype).view(narrow))
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
         return linear(self._normed(x_ND, self._norm_D), self._head, None, self._inner).float()
 
-    def _block(self, place: int, x_ND: Tensor, run: Run, routed: list[Routed] | None) -> Tensor:
+    def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
         layer, arithmetic = self._layers[place], self._arithmetic
         keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
         qkv_NX = linear(self._normed(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X, arithmetic)
@@ -347,8 +339,11 @@ class TorchForward:
             return self._add_swiglu(x_ND, normed_ND, mlp)
         rule = run.rules[mlp.row]
         routes = route_tokens(normed_ND, mlp.gate, rule, self._inner)
-        if routed is not None:
-            routed.append(Routed(mlp.row, run.tokens_N, routes.chosen_NK, rule.dropped_NK is None))
+        if routes_NLK is not None:
+            chosen_NK = routes.chosen_NK
+            if rule.dropped_NK is not None:
+                chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, self._no_expert)
+            routes_NLK[slice(None) if run.tokens_N is None else run.tokens_N, mlp.row, : rule.top_k] = chosen_NK
         if isinstance(mlp.experts, ExpertWeights):
             x_ND = chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
             return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
@@ -372,27 +367,6 @@ class TorchForward:
     def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
         inner_NI = swiglu(linear(normed_ND, weights.gate_up, None, self._arithmetic), self._arithmetic)
         return self._add(x_ND, inner_NI, weights.down)
-
-    def _store_routes(self, slots_N: Tensor, routed: list[Routed]) -> None:
-        """Write a step's routes to the pool, the sentinel where a token ran no such layer or has fewer choices."""
-        pool = self._routes_PZLK
-        assert pool is not None, "the pool has no room for routes"
-        num_layers, num_slots = pool.shape[2:]
-        is_whole = all([r.tokens_N is None and r.is_even and r.chosen_NK.shape[1] == num_slots for r in routed])
-        if routed and len(routed) == num_layers and is_whole:
-            routes_NLK = torch.stack([choice.chosen_NK for choice in routed], 1)
-        else:
-            sentinel = torch.iinfo(pool.dtype).max
-            routes_NLK = slots_N.new_full((len(slots_N), num_layers, num_slots), sentinel)
-            for choice in routed:
-                top_k = choice.chosen_NK.shape[1]
-                assert top_k <= num_slots, f"top-{top_k} does not fit a pool of {num_slots} choices"
-                tokens_N = slice(None) if choice.tokens_N is None else choice.tokens_N
-                absent_NK = choice.chosen_NK == self._experts_by_layer[choice.row]
-                routes_NLK[tokens_N, choice.row, :top_k] = choice.chosen_NK.masked_fill(absent_NK, sentinel)
-        # torch copies rows of int16 but not of uint16
-        narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
-        pool.view(narrow).flatten(0, 1).index_copy_(0, slots_N, routes_NLK.to(pool.dtype).view(narrow))
 
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)

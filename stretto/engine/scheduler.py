@@ -15,7 +15,7 @@ from bisect import insort
 from operator import attrgetter
 
 from stretto.base.errors import UserError
-from stretto.engine.cache import ROOT, PageAllocator
+from stretto.engine.cache import ROOT, PageAllocator, chain_hash
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_arrival = attrgetter("order")
@@ -83,7 +83,8 @@ class Scheduler:
         self._num_arrived += 1
         self.waiting.append(seq)
         if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
-            seq.prefix_key = seq.key_of(self._num_shared(seq))
+            num = self._num_shared(seq)
+            seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, b""))
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.

@@ -5,9 +5,7 @@ Positions count from the first prompt token. Imports no torch.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -275,11 +273,6 @@ class SequenceState:
             start = stop
         return b"".join(parts)
 
-    def key_of(self, num_tokens: int) -> bytes:
-        """Of the first tokens of the prompt: equal only where their pages would be the same."""
-        text = array("q", self.tokens[:num_tokens]).tobytes() + self.page_salt(0, num_tokens, b"")
-        return hashlib.blake2b(text, digest_size=32).digest()
-
     def page_salt(self, number: int, page_size: int, weights: bytes) -> bytes:
         """What page ``number`` depends on beside its tokens and the pages before it.
 
@@ -315,11 +308,11 @@ class SequenceState:
             self.finish_reason, self.stop = "stop", token
         elif self.stop is not None:  # a stop string, found in the text
             self.finish_reason = "stop"
-        elif self.grammar is not None and not self._follow(self.grammar, token):
+        elif self.grammar is not None:
+            self._follow(self.grammar, token)
+        if self.error is not None:
             return None
-        elif self.grammar is not None and self.grammar.is_finished:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.limit:
+        if self.finish_reason is None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
         if self._reads_text:
             if self.finish_reason is not None:
@@ -343,6 +336,16 @@ class SequenceState:
         if not self.draft_masks[0].any():
             self.fail("grammar: no token of the vocabulary can follow")
         return self.finish_reason is None
+
+    def draft(self, token: int, row: tuple[int, int]) -> None:
+        """Draft ``token``; one that the grammar cannot go on from is left out, and so is what would follow."""
+        if self.grammar is not None:
+            if not self.grammar.accept(token):
+                self.most_drafts = len(self.drafts)
+                return
+            self.draft_masks.append(self.grammar.mask())
+        self.drafts.append(token)
+        self.draft_rows.append(row)
 
     def end_early(self) -> None:
         """End it with reason ``abort``; text that was held back belongs to it now."""
@@ -408,15 +411,15 @@ class SequenceState:
             rest = self.stops.push(rest) + self.stops.finish()
         return rest
 
-    def _follow(self, grammar: GrammarState, token: int) -> bool:
-        """Tell the grammar; False, and the choice has failed, where it cannot go on."""
+    def _follow(self, grammar: GrammarState, token: int) -> None:
+        """Tell the grammar; the choice stops where that is at its end, and fails where it cannot go on."""
         try:
-            if grammar.accept(token):
-                return True
-            self.fail(f"grammar: token {token} does not follow")
+            if not grammar.accept(token):
+                self.fail(f"grammar: token {token} does not follow")
+            elif grammar.is_finished:
+                self.finish_reason = "stop"
         except UserError as error:
             self.fail(str(error))
-        return False
 
 
 @dataclass(slots=True)

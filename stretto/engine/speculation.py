@@ -224,15 +224,14 @@ class Watch:
         self._max_draft = max_draft
         self._costs: dict[int, _Costs] = {}
 
-    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
+    def choose(self, num_rows: int, shares: Sequence[float]) -> Draft | None:
         """What to draft in a decoding step of ``num_rows`` sequences; None for a plain step.
 
         Args:
-            shares: for each candidate, then for each kind of lookup, the share of rows it can draft for; None: all for
-                the candidates, nothing found. The others get one token a cycle.
+            shares: for each candidate, then for each kind of lookup, the share of rows it can draft for. The others get
+                one token a cycle.
         """
         costs = self._at(num_rows)
-        shares = [1.0] * len(self.candidates) + [0.0] * len(self.lookups) if shares is None else shares
         able = {one: share for one, share in zip(self._acceptance, shares, strict=True) if share}
         if not able or costs.plain.num < WARM_STEPS or costs.since_plain >= PLAIN_EVERY:
             return None
@@ -389,7 +388,7 @@ class Speculator:
                 break
             ids = [found[seq][step] for seq in active]
             for row, (seq, token) in enumerate(zip(active, ids, strict=True)):
-                _add(seq, token, (step, row))
+                seq.draft(token, (step, row))
             if any([not seq.sampling.is_greedy for seq in active]):
                 ids_M = torch.tensor(ids, device=self._runner.pool.keys_LPZGC.device)
                 distributions.append(torch.nn.functional.one_hot(ids_M, self._runner.config.vocab_size).float())
@@ -431,7 +430,7 @@ class Speculator:
             is_drawn = any([not row.is_greedy for row in rows])
             distributions.append(probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV)
             for row, (seq, token) in enumerate(zip(active, drawn_M.tolist(), strict=True)):
-                _add(seq, token, (step, row))
+                seq.draft(token, (step, row))
         return distributions
 
     def verify(
@@ -552,7 +551,11 @@ class Speculator:
         return process(
             logits_MV,
             [seq.sampling for seq, _ in places],
-            [_history(seq, num_drafts) for seq, num_drafts in places],
+            # copied for settings that read them only
+            [
+                [*seq.tokens, *seq.drafts[:num]] if num and seq.temperature is None else seq.tokens
+                for seq, num in places
+            ],
             [seq.num_prompt for seq, _ in places],
             [seq.draft_masks[num_drafts] if seq.draft_masks else None for seq, num_drafts in places],
             end_ids=self._end_ids,
@@ -579,21 +582,3 @@ class Speculator:
         num_pages = -(-end // self._page_size)
         assert num_pages <= len(seq.table), f"drafts up to {end} need {num_pages} pages, {len(seq.table)} are there"
         return Chunk(tuple(tokens), start, seq.table[:num_pages], subnet, len(tokens))
-
-
-def _add(seq: SequenceState, token: int, row: tuple[int, int]) -> None:
-    """Draft ``token``; one that the grammar cannot go on from is left out."""
-    if seq.grammar is not None:
-        if not seq.grammar.accept(token):
-            seq.most_drafts = len(seq.drafts)
-            return
-        seq.draft_masks.append(seq.grammar.mask())
-    seq.drafts.append(token)
-    seq.draft_rows.append(row)
-
-
-def _history(seq: SequenceState, num_drafts: int) -> Sequence[int]:
-    """Tokens before the one to choose. Copied only for settings that read them."""
-    if num_drafts and (seq.sampling.has_penalties or seq.sampling.min_tokens):
-        return [*seq.tokens, *seq.drafts[:num_drafts]]
-    return seq.tokens

@@ -67,7 +67,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 class Always(Watch):
     """Drafts whatever it costs, each length in turn, so that a test meets every case."""
 
-    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
+    def choose(self, num_rows: int, shares: Sequence[float]) -> Draft | None:
         self.num = getattr(self, "num", 0) + 1
         return Draft(self.candidates[0], 1 + self.num % 4)
 
@@ -290,8 +290,7 @@ def test_settings_of_neighbours_change_no_token(library: Library) -> None:
 class AlwaysLookUp(Watch):
     """Looks up in every step that has a match, at each length in turn."""
 
-    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
-        assert shares is not None
+    def choose(self, num_rows: int, shares: Sequence[float]) -> Draft | None:
         self.num = getattr(self, "num", 0) + 1
         return Draft(None, 1 + self.num % 4, LOOKUPS[0]) if shares[-2] else None
 
@@ -374,7 +373,7 @@ def feed(watch: Watch, draft_s: float, verify_s: float, acceptance: float, num_s
     """Let the watch choose ``num_steps`` times at made-up costs; a plain step takes 1 s."""
     chosen: list[Draft | None] = []
     for _ in range(num_steps):
-        draft = watch.choose(1)
+        draft = watch.choose(1, [1.0])
         chosen.append(draft)
         if draft is None:
             watch.plain(1, 1.0)
@@ -415,7 +414,7 @@ def test_drafting_that_does_not_pay_is_switched_off_and_tried_again() -> None:
 def test_the_better_candidate_wins() -> None:
     watch = Watch([SECOND, FIRST], 4)
     for _ in range(80):
-        draft = watch.choose(2)
+        draft = watch.choose(2, [1.0, 1.0])
         if draft is None:
             watch.plain(2, 1.0)
         elif draft.subnet == FIRST:
