@@ -116,10 +116,6 @@ class Stream(AsyncIterator[Event]):
             self._num_open = 0
             self._abandon()
 
-    async def aclose(self) -> None:
-        """`close`, as asynchronous generators spell it."""
-        self.close()
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -142,7 +138,8 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: dict[str, Channel] = {}  # by request id; the engine's thread alone touches it
         self._busy_s = 0.0  # the engine's thread alone touches it, too
-        self._error: EngineFailed | None = None
+        self.error: EngineFailed | None = None
+        """Why the engine is dead; None while it lives."""
         self._is_accepting = True
         self._is_stopping = False
         # Held while a command is handed in: after the thread's last look at the inbox none may be. Re-entrant, since
@@ -155,13 +152,8 @@ class AsyncEngine:
         return self
 
     @property
-    def error(self) -> EngineFailed | None:
-        """Why the engine is dead; None while it lives."""
-        return self._error
-
-    @property
     def is_accepting(self) -> bool:
-        return self._is_accepting and self._error is None
+        return self._is_accepting and self.error is None
 
     def submit(self, request: Request) -> Stream:
         """Hand ``request`` in. Its events come from the returned stream; so does a refusal (see `Stream.admitted`).
@@ -251,10 +243,10 @@ class AsyncEngine:
 
     def _post(self, run: Callable[[], None], refuse: Callable[[EngineFailed], None]) -> None:
         with self._lock:
-            if self._error is None:
+            if self.error is None:
                 self._inbox.put((run, refuse))
                 return
-        refuse(self._error)
+        refuse(self.error)
 
     def _run(self) -> None:
         try:
@@ -275,7 +267,7 @@ class AsyncEngine:
 
     def _fail(self, error: EngineFailed) -> None:
         with self._lock:
-            self._error = error
+            self.error = error
         for channel in self._open.values():
             channel.tell(error)
         self._open.clear()

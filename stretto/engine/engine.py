@@ -98,7 +98,7 @@ class Engine:
             max_len=self.max_len,
             draft_tokens=speculate.max_draft if speculate else 0,
             prefix_cache=config.prefix_cache,
-            salt=_salt(weight_version),
+            weight_version=weight_version,
         )
         self._end_ids = tuple(sorted({*end_ids, *([tokenizer.eos_id] if tokenizer else [])}))
         self._admission = Admission(
@@ -213,7 +213,7 @@ class Engine:
             raise UserError(f"version: {version} is the one that serves already; number each set of weights once")
         self._runner.load_weights(self.read_weights(source, checksum))
         self.weight_version = version
-        self._preempted(self._scheduler.weights_changed(_salt(version), keep_cache=keep_cache))
+        self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))
 
     def read_weights(
         self, source: Mapping[str, Tensor] | Path | str, checksum: str | None = None
@@ -351,11 +351,6 @@ class Engine:
             return
         fresh = self._runner.read_routes(seq.lost_pages, known, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
-
-
-def _salt(version: int) -> bytes:
-    """What keeps cached pages of one set of weights from being found under another."""
-    return f"weights {version}".encode()
 
 
 def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:

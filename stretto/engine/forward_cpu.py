@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.forward_torch import KvPool, largest_top_k
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.layers import SwiGlu
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops.attention import rotary_tables
 from stretto.ops.native import Decoder, Network
@@ -24,17 +25,9 @@ from stretto.ops.native import Decoder, Network
 class NativeForward:
     """The compiled forward pass of one model over one pool. Weights must be changed in place, never replaced."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        model: Transformer,
-        subnets: SubnetTable,
-        keys_LPZGC: Tensor,
-        values_LPZGC: Tensor,
-        routes_PZLK: Tensor | None,
-    ):
+    def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
         config = model.config
-        longest = min(config.max_positions, keys_LPZGC.shape[1] * keys_LPZGC.shape[2])
+        longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
         cos_TR, sin_TR = rotary_tables(torch.arange(longest), config.rotary_dim, config.rope_theta)
         network = Network(
             num_heads=config.num_heads,
@@ -49,9 +42,9 @@ class NativeForward:
             embedding_VD=model.embedding.weight.detach(),
             norm_D=model.norm.weight.detach(),
             head_VD=model.head_VD.detach(),
-            keys_LPZGC=keys_LPZGC,
-            values_LPZGC=values_LPZGC,
-            routes_PZLK=routes_PZLK,
+            keys_LPZGC=pool.keys_LPZGC,
+            values_LPZGC=pool.values_LPZGC,
+            routes_PZLK=pool.routes_PZLK,
         )
         self.library, self._config, self._subnets = library, config, subnets
         self._decoder = Decoder(library, network)
@@ -132,8 +125,3 @@ def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
         if mlp.shared is not None:
             tensors |= {"shared_gate_up": mlp.shared.gate_up.weight, "shared_down": mlp.shared.down.weight}
     return {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}
-
-
-def largest_top_k(config: ModelConfig) -> int:
-    """Route slots a token has in each layer; 1 where a network has no MoE layer, so that the pool has a shape."""
-    return max((config.top_k, *config.top_k_by_layer))

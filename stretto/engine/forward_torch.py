@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.layers import SwiGlu
 from stretto.model.moe import MoeLayer
-from stretto.model.spec import Subnet
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, Transformer
 from stretto.ops import exact, matmul, paged
 from stretto.ops.attention import rotary_tables
@@ -44,6 +44,36 @@ from stretto.ops.route import MASKED
 
 _MAX_KNOWN = 1024
 """Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
+
+    keys_LPZGC: Tensor
+    values_LPZGC: Tensor
+    routes_PZLK: Tensor | None
+    """uint8 or uint16; the dtype's largest value: no expert."""
+
+    @staticmethod
+    def allocate(
+        config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
+    ) -> KvPool:
+        # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        pool = None
+        if routes:
+            kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
+            shape_PZLK = (num_pages, page_size, config.num_moe_layers, largest_top_k(config))
+            pool = torch.full(shape_PZLK, torch.iinfo(kind).max, dtype=kind, device=device)
+        return KvPool(keys, values, pool)
+
+    @staticmethod
+    def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
+        """Bytes that one page takes."""
+        page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
+        return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +311,13 @@ class LayerWeights:
 class TorchForward:
     """The forward pass of one model over one pool. Made anew when weights change: some of what it holds are copies."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        subnets: SubnetTable,
-        keys_LPZGC: Tensor,
-        values_LPZGC: Tensor,
-        routes_PZLK: Tensor | None,
-        arithmetic: Arithmetic,
-    ):
+    def __init__(self, model: Transformer, subnets: SubnetTable, pool: KvPool, arithmetic: Arithmetic):
         eps = model.config.norm_eps
         self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
-        self._eps, self._eps_tensor = eps, torch.tensor(eps, device=keys_LPZGC.device)
-        self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = keys_LPZGC, values_LPZGC, routes_PZLK
-        self._no_expert = 0 if routes_PZLK is None else torch.iinfo(routes_PZLK.dtype).max
-        self._planner = Planner(model, subnets, keys_LPZGC.shape[2], arithmetic.batch_invariant)
+        self._eps, self._eps_tensor = eps, torch.tensor(eps, device=pool.keys_LPZGC.device)
+        self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
+        self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
+        self._planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
         rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
         self._embedding_VD = model.embedding.weight.detach()
         self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
@@ -401,3 +423,8 @@ class TorchForward:
     def _added(self, weight_FD: Tensor) -> Weight:
         """As `_add` takes it: transposed for plain arithmetic."""
         return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)
+
+
+def largest_top_k(config: ModelConfig) -> int:
+    """Route slots a token has in each layer; 1 where a network has no MoE layer, so that the pool has a shape."""
+    return max((config.top_k, *config.top_k_by_layer))

@@ -13,8 +13,8 @@ from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
+from stretto.engine.forward_torch import KvPool
 from stretto.engine.request import EngineConfig
-from stretto.engine.runner import KvPool
 from stretto.model.count import count
 from stretto.model.elastic import extract
 from stretto.model.hub import read_checkpoint, read_config, read_presets

@@ -16,8 +16,8 @@ import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.forward_cpu import NativeForward, largest_top_k
-from stretto.engine.forward_torch import TorchForward
+from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.request import EngineConfig
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.hub import read_checkpoint, read_config, weights_hash
@@ -28,36 +28,6 @@ from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
 """Longest step that goes through the compiled kernels; longer ones multiply faster through torch's matrix library."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvPool:
-    """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
-
-    keys_LPZGC: Tensor
-    values_LPZGC: Tensor
-    routes_PZLK: Tensor | None
-    """uint8 or uint16; the dtype's largest value: no expert."""
-
-    @staticmethod
-    def allocate(
-        config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
-    ) -> KvPool:
-        # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        pool = None
-        if routes:
-            kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
-            shape_PZLK = (num_pages, page_size, config.num_moe_layers, largest_top_k(config))
-            pool = torch.full(shape_PZLK, torch.iinfo(kind).max, dtype=kind, device=device)
-        return KvPool(keys, values, pool)
-
-    @staticmethod
-    def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
-        """Bytes that one page takes."""
-        page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
-        return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
 
 
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
@@ -111,15 +81,13 @@ class Runner:
             f"batch-invariant operators are fp32, not {dtype}"
         )
         self.model, self.config = model, model.config
-        self.pool = pool = KvPool.allocate(self.config, num_pages, page_size, dtype, device, routes)
+        self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
         self._why_torch = _why_torch(library, device, dtype, arithmetic)
         if not self._why_torch:
             assert library is not None and library.handle is not None
-            self.native = NativeForward(
-                library.handle, model, subnets, pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
-            )
+            self.native = NativeForward(library.handle, model, subnets, self.pool)
         self._prepare()
 
     @property
@@ -184,10 +152,7 @@ class Runner:
         self._prepare()
 
     def _prepare(self) -> None:
-        pool = self.pool
-        self._torch = TorchForward(
-            self.model, self._subnets, pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK, self._arithmetic
-        )
+        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
 
 def state_checksum(state: Mapping[str, Tensor]) -> str:

@@ -41,7 +41,7 @@ class Scheduler:
         max_len: int,
         draft_tokens: int = 0,
         prefix_cache: bool = True,
-        salt: bytes = b"",
+        weight_version: int = 0,
     ) -> None:
         """
         Args:
@@ -49,7 +49,7 @@ class Scheduler:
             max_step_tokens: tokens of one plan, and of its verification with drafts.
             max_len: prompt and completion together.
             draft_tokens: most tokens drafted ahead. The attribute may be changed between plans, up to this value.
-            salt: names the weights that fill the pages.
+            weight_version: of the weights that fill the pages.
         """
         assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
         self.allocator = allocator
@@ -59,7 +59,7 @@ class Scheduler:
         self.draft_tokens = draft_tokens
         self._most_draft_tokens = draft_tokens
         self.prefix_cache = prefix_cache
-        self.salt = salt
+        self.weight_version = weight_version
         # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -84,7 +84,7 @@ class Scheduler:
         self.waiting.append(seq)
         if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
             num = self._num_shared(seq)
-            seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, b""))
+            seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, 0))
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.
@@ -141,8 +141,8 @@ class Scheduler:
         self._release_followers(seq)
         self._drop_pages(seq)
 
-    def weights_changed(self, salt: bytes, *, keep_cache: bool) -> tuple[SequenceState, ...]:
-        """From now on pages are filled by other weights, named ``salt``; nothing of before is found any more.
+    def weights_changed(self, version: int, *, keep_cache: bool) -> tuple[SequenceState, ...]:
+        """From now on pages are filled by weights of this version; nothing of before is found any more.
 
         Returns:
             The sequences that this preempted, whose routes are still in ``lost_pages``: every running one, or none
@@ -155,7 +155,7 @@ class Scheduler:
         for seq in reversed(preempted):
             self._preempt(seq)
         self.allocator.forget()
-        self.salt = salt
+        self.weight_version = version
         self._stuck = None
         return preempted
 
@@ -226,7 +226,7 @@ class Scheduler:
             num_known = len(seq.prompt_log_probs) + 1
             is_wanted = seq.sampling.prompt_logprobs and num_known < seq.num_prompt
             tokens = seq.tokens[:num_known] if is_wanted else seq.tokens
-            salts = (seq.page_salt(number, size, self.salt) for number in range(len(seq.tokens) // size))
+            salts = (seq.page_salt(number, size, self.weight_version) for number in range(len(seq.tokens) // size))
             pages = self.allocator.match(tokens, salts)
         num_computed = len(pages) * size
         reach = self._reach(len(seq.tokens), len(seq.tokens) - num_computed)
@@ -253,7 +253,9 @@ class Scheduler:
             previous = seq.page_hashes[-1] if number else ROOT
             tokens = seq.tokens[number * size : (number + 1) * size]
             seq.page_hashes.append(
-                self.allocator.seal(seq.pages[number], previous, tokens, seq.page_salt(number, size, self.salt))
+                self.allocator.seal(
+                    seq.pages[number], previous, tokens, seq.page_salt(number, size, self.weight_version)
+                )
             )
 
     def _preempt(self, seq: SequenceState) -> None:

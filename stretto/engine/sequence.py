@@ -46,9 +46,6 @@ class SubnetTable:
     def __getitem__(self, number: int) -> Subnet:
         return self._subnets[number]
 
-    def __contains__(self, subnet: Subnet) -> bool:
-        return subnet in self._numbers
-
 
 class TokenCounts:
     """How often each distinct token of a sequence stands in its prompt and in its output, for penalties."""
@@ -273,14 +270,13 @@ class SequenceState:
             start = stop
         return b"".join(parts)
 
-    def page_salt(self, number: int, page_size: int, weights: bytes) -> bytes:
+    def page_salt(self, number: int, page_size: int, weight_version: int) -> bytes:
         """What page ``number`` depends on beside its tokens and the pages before it.
 
         Those who want no routes have pages of their own, which may lack them.
         """
-        # The key says itself where it ends, so no two triples are the same bytes.
         key = self.key(number * page_size, (number + 1) * page_size)
-        return key + bytes([self.request.want_routes]) + weights
+        return key + bytes([self.request.want_routes]) + weight_version.to_bytes(8, "little", signed=True)
 
     def push(
         self, token: int, logprob: float, version: int, top: tuple[TopLogprob, ...], now_s: float
@@ -521,7 +517,7 @@ class Admission:
     def _numbers(self, request: Request) -> tuple[int, int, int]:
         phases = request.phases
         for subnet in (phases.prefill, phases.thinking, phases.answer):
-            if subnet is not None and subnet not in self._subnets:
+            if subnet is not None:
                 check_subnet(self._config, subnet)
         thinking = phases.thinking or phases.answer
         prefill = phases.prefill or thinking

@@ -27,8 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engine.forward_cpu import NativeForward
-from stretto.engine.request import Sampling
 from stretto.engine.runner import Runner
 from stretto.engine.sampling import (
     SEED_MASK,
@@ -69,28 +67,21 @@ LOOKUPS = (3, 8)
 """Kinds of lookup, by the least number of equal tokens: a long match is right far more often than a short one."""
 
 
-class Match(NamedTuple):
-    """An earlier place that ends as the sequence does."""
-
-    length: int
-    """Equal tokens, counted up to a limit; 0: there is no such place."""
-    start: int
-    """Position of what followed them."""
-
-
 class Lookup:
     """Where each run of `ORDER` tokens of one growing sequence stood last."""
 
-    __slots__ = ("_num_read", "_starts", "match")
+    __slots__ = ("_num_read", "_starts", "length", "start")
 
     def __init__(self) -> None:
         self._starts: dict[tuple[int, ...], int] = {}
         self._num_read = ORDER
-        self.match = Match(0, 0)
-        """What `find` found last."""
+        self.length = 0
+        """Equal tokens, counted up to a limit, of the newest earlier place that ends as the sequence does; 0: none does."""
+        self.start = 0
+        """Position of what followed them."""
 
-    def find(self, tokens: Sequence[int], limit: int) -> Match:
-        """The newest earlier place; ``tokens`` are those of the last call and more. Counts ``limit`` equal tokens at most."""
+    def find(self, tokens: Sequence[int], limit: int) -> int:
+        """Look again: ``tokens`` are those of the last call and more. Returns the length, at most ``limit``."""
         for start in range(self._num_read, len(tokens)):
             self._starts[tuple(tokens[start - ORDER : start])] = start
         self._num_read = max(ORDER, len(tokens))
@@ -99,8 +90,8 @@ class Lookup:
             length = ORDER
             while length < min(limit, start) and tokens[start - 1 - length] == tokens[-1 - length]:
                 length += 1
-        self.match = Match(length, start)
-        return self.match
+        self.length, self.start = length, start
+        return length
 
 
 def continuation(tokens: Sequence[int], start: int, num: int) -> list[int]:
@@ -338,7 +329,7 @@ class Speculator:
             lengths = []
             for seq in able:
                 seq.lookup = seq.lookup or Lookup()
-                lengths.append(seq.lookup.find(seq.tokens, max(self.watch.lookups)).length)
+                lengths.append(seq.lookup.find(seq.tokens, max(self.watch.lookups)))
             shares += [sum([length >= least for length in lengths]) / num for least in self.watch.lookups]
         return self.watch.choose(num, shares)
 
@@ -351,7 +342,7 @@ class Speculator:
                 return False  # a plain step ends the sequence
             most = min(seq.limit - len(seq.tokens) - 1, draft.num_tokens) if seq.may_draft else 0
             if draft.subnet is None:
-                is_able = seq.lookup is not None and seq.lookup.match.length >= draft.min_match
+                is_able = seq.lookup is not None and seq.lookup.length >= draft.min_match
             else:
                 is_able = self._can_draft(draft.subnet, seq.subnet)
             seq.most_drafts = most if is_able else 0
@@ -366,7 +357,7 @@ class Speculator:
         if draft.subnet is None:
             distributions = self._look_up(sequences)
         elif self._runner.native is not None and all([seq.temperature is not None for seq in sequences]):
-            distributions = self._run(self._runner.native, sequences, draft.subnet)
+            distributions = self._run(sequences, draft.subnet)
         else:
             distributions = self._compute(sequences, draft.subnet, draft.num_tokens)
         for seq in sequences:
@@ -377,9 +368,7 @@ class Speculator:
     def _look_up(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
         """Propose what was found. Such a draft was certain of itself: all its probability is on one token."""
         found = {
-            seq: continuation(seq.tokens, seq.lookup.match.start, seq.most_drafts)
-            for seq in sequences
-            if seq.most_drafts > 0
+            seq: continuation(seq.tokens, seq.lookup.start, seq.most_drafts) for seq in sequences if seq.most_drafts > 0
         }
         distributions: list[Tensor] = []
         for step in range(max(map(len, found.values()))):
@@ -396,13 +385,14 @@ class Speculator:
                 distributions.append(torch.empty(0))  # greedy rows are compared token by token
         return distributions
 
-    def _run(self, native: NativeForward, sequences: Sequence[SequenceState], subnet: int) -> list[Tensor]:
+    def _run(self, sequences: Sequence[SequenceState], subnet: int) -> list[Tensor]:
         """Let ``subnet`` decode in one call."""
         active = [seq for seq in sequences if self._goes_on(seq, 0)]
         if not active:
             return []
         ends = [seq.request.phases.thinking_end for seq in active]
-        drafted_NS, probs_SNV = native.draft(
+        assert self._runner.native is not None
+        drafted_NS, probs_SNV = self._runner.native.draft(
             [self._chunk(seq, seq.tokens[-1:], subnet, 0, seq.most_drafts) for seq in active],
             [seq.most_drafts for seq in active],
             [-1 if end is None else end for end in ends],
@@ -446,10 +436,10 @@ class Speculator:
         """The next tokens of each sequence, from a row of logits for each of its drafts and one more."""
         if not sequences:
             return {}
-        native = self._runner.native
-        plain = [native is not None and seq.temperature is not None for seq in sequences]
-        if native is not None and all(plain):
-            return self._choose(native, sequences, distributions, logits_MV)
+        is_compiled = self._runner.native is not None
+        plain = [is_compiled and seq.temperature is not None for seq in sequences]
+        if all(plain):
+            return self._choose(sequences, distributions, logits_MV)
         if not any(plain):
             return self._judge(sequences, distributions, logits_MV)
         # apart: how a token is chosen depends on its own sequence's settings alone, whatever else is in the batch
@@ -462,16 +452,13 @@ class Speculator:
         return found
 
     def _choose(
-        self,
-        native: NativeForward,
-        sequences: Sequence[SequenceState],
-        distributions: Sequence[Tensor],
-        logits_MV: Tensor,
+        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
     ) -> dict[SequenceState, Verdict]:
         """By the kernels, where nothing but a temperature is set."""
+        assert self._runner.native is not None
         sizes = [0 if table.numel() == 0 else table.stride(0) * table.element_size() for table in distributions]
         chosen = choose_tokens(
-            native.library,
+            self._runner.native.library,
             logits_MV,
             [len(seq.tokens) for seq in sequences],
             [seq.temperature or 0.0 for seq in sequences],
@@ -494,7 +481,7 @@ class Speculator:
         logp_MV = self._process(logits_MV, places)
         rows, positions = [seq.sampling for seq, _ in places], [len(seq.tokens) + step for seq, step in places]
         own_ids = sample(logp_MV, rows, positions, cache=self._cache).tolist()
-        replaced = self._replacements(places, distributions, logp_MV, rows)
+        replaced = self._replacements(places, distributions, logp_MV)
         tokens: list[int] = []
         stands: list[bool] = []
         for row, (seq, step) in enumerate(places):
@@ -512,11 +499,7 @@ class Speculator:
         return found
 
     def _replacements(
-        self,
-        places: Sequence[tuple[SequenceState, int]],
-        distributions: Sequence[Tensor],
-        logp_MV: Tensor,
-        rows: Sequence[Sampling],
+        self, places: Sequence[tuple[SequenceState, int]], distributions: Sequence[Tensor], logp_MV: Tensor
     ) -> dict[int, int]:
         """Row -> the token instead of its draft, for every rejected draft of a sampled request."""
         found = [
@@ -528,7 +511,7 @@ class Speculator:
             return {}
         device = logp_MV.device
         rows_R = torch.tensor([row for row, _, _ in found], device=device)
-        target_RV = probabilities(logp_MV[rows_R], [rows[row] for row, _, _ in found])
+        target_RV = probabilities(logp_MV[rows_R], [seq.sampling for _, seq, _ in found])
         drawn_from = [seq.draft_rows[step] for _, seq, step in found]
         draft_RV = torch.stack([distributions[step][row] for step, row in drawn_from])
         drafted_R = torch.tensor([seq.drafts[step] for _, seq, step in found], device=device)
@@ -542,20 +525,16 @@ class Speculator:
             return {}
         lost_R = torch.from_numpy(lost).to(device)
         other_RV = residual(target_RV[lost_R], draft_RV[lost_R]).log()
-        lost_rows = [found[at][0] for at in lost]
-        instead_R = sample(other_RV, [rows[row] for row in lost_rows], positions_R[lost], Purpose.RESIDUAL)
-        return dict(zip(lost_rows, instead_R.tolist(), strict=True))
+        settings = [found[at][1].sampling for at in lost]
+        instead_R = sample(other_RV, settings, positions_R[lost], Purpose.RESIDUAL)
+        return {found[at][0]: token for at, token in zip(lost, instead_R.tolist(), strict=True)}
 
     def _process(self, logits_MV: Tensor, places: Sequence[tuple[SequenceState, int]]) -> Tensor:
         """`process` for sequences after so many of their drafts."""
         return process(
             logits_MV,
             [seq.sampling for seq, _ in places],
-            # copied for settings that read them only
-            [
-                [*seq.tokens, *seq.drafts[:num]] if num and seq.temperature is None else seq.tokens
-                for seq, num in places
-            ],
+            [_history(seq, num) for seq, num in places],
             [seq.num_prompt for seq, _ in places],
             [seq.draft_masks[num_drafts] if seq.draft_masks else None for seq, num_drafts in places],
             end_ids=self._end_ids,
@@ -582,3 +561,10 @@ class Speculator:
         num_pages = -(-end // self._page_size)
         assert num_pages <= len(seq.table), f"drafts up to {end} need {num_pages} pages, {len(seq.table)} are there"
         return Chunk(tuple(tokens), start, seq.table[:num_pages], subnet, len(tokens))
+
+
+def _history(seq: SequenceState, num_drafts: int) -> Sequence[int]:
+    """Tokens before the one to choose. Copied only for settings that read them."""
+    if num_drafts and (seq.sampling.has_penalties or seq.sampling.min_tokens):
+        return [*seq.tokens, *seq.drafts[:num_drafts]]
+    return seq.tokens

@@ -61,7 +61,7 @@ class Loop:
     scheduler: Scheduler
     drafts: Sequence[int] = (0,)
     """Accepted drafts, step by step, round and round."""
-    slots: dict[tuple[int, int], tuple[int, int, bytes]] = field(default_factory=dict)
+    slots: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     num_steps: int = 0
     started: list[SequenceState] = field(default_factory=list)
     finished: list[SequenceState] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Loop:
 
     def write(self, seq: SequenceState, start: int, end: int) -> None:
         """Write the slots, after a look at all that the tokens attend to."""
-        size, weights = self.scheduler.allocator.page_size, self.scheduler.salt
+        size, weights = self.scheduler.allocator.page_size, self.scheduler.weight_version
         for position in range(end):
             slot = seq.pages[position // size], position % size
             content = (seq.tokens[position], seq.subnet_at(position), weights)

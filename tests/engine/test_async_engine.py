@@ -72,7 +72,7 @@ def test_who_leaves_aborts(how: str) -> None:
                 await reader
         elif how == "close":
             await anext(stream)
-            await stream.aclose()
+            stream.close()
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         elif how == "forget":

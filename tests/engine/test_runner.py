@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.engine.runner import KvPool, Runner
+from stretto.engine.forward_torch import KvPool
+from stretto.engine.runner import Runner
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build

@@ -78,7 +78,7 @@ def test_equal_subnets_are_one_phase() -> None:
     seq.tokens += [1, 1]
     assert seq.phase_end(0) == 7
     assert seq.key(0, 4) == sequence([1] * 4, phases="full").key(0, 4) != sequence([1] * 4, phases="small").key(0, 4)
-    assert seq.page_salt(0, 4, b"v0") != seq.page_salt(0, 4, b"v1")
+    assert seq.page_salt(0, 4, 0) != seq.page_salt(0, 4, 1)
 
 
 def test_choices_wait_for_their_common_prompt_and_let_others_pass() -> None:
@@ -199,7 +199,7 @@ def test_prompt_log_probs_are_computed_for_every_prompt_token_once() -> None:
     assert plan is not None and (plan.chunks[0].start, plan.chunks[0].num_logits) == (0, 6)
     seq.prompt_log_probs += [0.0] * 6
     loop.scheduler.computed(seq, 6)
-    loop.scheduler.weights_changed(b"new", keep_cache=False)
+    loop.scheduler.weights_changed(1, keep_cache=False)
     plan = loop.scheduler.plan()
     assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (6, 0)
     loop.scheduler.computed(seq, 6)
@@ -214,7 +214,7 @@ def test_new_weights_find_nothing_of_the_old(keep_cache: bool) -> None:
     loop.scheduler.add(seq)
     loop.step()
     computed = seq.num_computed
-    assert loop.scheduler.weights_changed(b"new", keep_cache=keep_cache) == (() if keep_cache else (seq,))
+    assert loop.scheduler.weights_changed(1, keep_cache=keep_cache) == (() if keep_cache else (seq,))
     assert seq.num_computed == (computed if keep_cache else 0) and seq.lost_tokens == (0 if keep_cache else computed)
     assert loop.scheduler.allocator.num_cached == 0
     assert all([loop.step() for _ in range(6)])

@@ -58,7 +58,7 @@ def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list
                 abort(loop, seq)
                 aborted.add(seq.order)
         if clock == swap_at:
-            loop.scheduler.weights_changed(b"new", keep_cache=len(load) % 2 == 0)
+            loop.scheduler.weights_changed(1, keep_cache=len(load) % 2 == 0)
         if loop.step() is None and not pending:
             return accepted, aborted
     raise AssertionError("starvation")

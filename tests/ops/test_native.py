@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.forward_torch import KvPool
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet
@@ -96,7 +97,8 @@ class Pools:
         self.routes_PZLK = torch.full((num_pages, PAGE, config.num_moe_layers, config.top_k), 77, dtype=torch.uint8)
         shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.tables = [tuple(shuffled[i * per_sequence : (i + 1) * per_sequence]) for i in range(num_sequences)]
-        self.native = NativeForward(library, model, TABLE, self.keys_LPZGC, self.values_LPZGC, self.routes_PZLK)
+        pool = KvPool(self.keys_LPZGC, self.values_LPZGC, self.routes_PZLK)
+        self.native = NativeForward(library, model, TABLE, pool)
 
     def chunk(self, sequence: int, ids: list[int], start: int, end: int, subnet: Subnet) -> Chunk:
         pages = self.tables[sequence][: -(-end // PAGE)]
