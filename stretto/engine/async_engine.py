@@ -180,7 +180,7 @@ class AsyncEngine:
                 self._engine.abort(request.id)
 
         self._post(add, channel.tell)
-        return Stream(request, channel, lambda: self._post(abandon, _ignore))
+        return Stream(request, channel, lambda: self._post(abandon, lambda error: None))
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
@@ -233,7 +233,7 @@ class AsyncEngine:
         """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
         self._is_accepting = False
         if self._thread.is_alive():
-            self._post(self._stop, _ignore)
+            self._post(self._stop, lambda error: None)
             self._thread.join()
 
     def _stop(self) -> None:
@@ -292,7 +292,3 @@ class AsyncEngine:
 def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
     for channel, event in deliveries:
         channel.events.put_nowait(event)
-
-
-def _ignore(error: EngineFailed) -> None:
-    """For what need not be done any more once the engine is dead."""

@@ -51,11 +51,6 @@ class PageAllocator:
         """Pages that `match` could find, in use or not."""
         return len(self._page_by_hash)
 
-    @property
-    def num_used(self) -> int:
-        """Pages in the table of at least one sequence."""
-        return self.num_pages - self.num_free
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens``."""
         return -(-num_tokens // self.page_size)

@@ -18,16 +18,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
-from stretto.engine.request import (
-    Completion,
-    EngineConfig,
-    EngineStats,
-    Event,
-    QueueFull,
-    Request,
-    TokenEvent,
-    TopLogprob,
-)
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request, TokenEvent
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
@@ -237,15 +228,13 @@ class Engine:
         """Complete ``requests``, any number, and return their choices in order. The engine must be idle before."""
         assert not self._open, f"{len(self._open)} requests are in flight; their events would be lost"
         waiting = deque(requests)
-        order = [request.id for request in waiting]
-        found: dict[str, list[Completion]] = {request_id: [] for request_id in order}
+        order = {request.id: place for place, request in enumerate(waiting)}
+        done: list[Completion] = []
         while waiting or self.has_work:
             while waiting and len(self._scheduler.waiting) < self.config.max_batch:
                 self.add(waiting.popleft(), stream=False)
-            for event in self.step():
-                if isinstance(event, Completion):
-                    found[event.request_id].append(event)
-        return [done for name in order for done in sorted(found[name], key=lambda completion: completion.index)]
+            done += [event for event in self.step() if isinstance(event, Completion)]
+        return sorted(done, key=lambda one: (order[one.request_id], one.index))
 
     def _plain(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, Verdict]:
         """Compute ``plan`` as it is; a token for each sequence whose last one is computed."""
@@ -313,9 +302,8 @@ class Engine:
 
     def _push(self, seq: SequenceState, verdict: Verdict, now_s: float) -> Iterator[TokenEvent]:
         """Append what was chosen; the events of the tokens that are wanted."""
-        tops: list[tuple[TopLogprob, ...]] = []
-        if seq.sampling.top_logprobs and verdict.logp_MV is not None:
-            tops = top_log_probs(verdict.logp_MV, seq.sampling.top_logprobs)
+        num_tops, logp_MV = seq.sampling.top_logprobs, verdict.logp_MV
+        tops = top_log_probs(logp_MV, num_tops) if num_tops and logp_MV is not None else []
         for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
             event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
             if event is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 
 import numpy as np
 import torch
@@ -29,17 +29,7 @@ from stretto.model.transformer import Block, Transformer
 from stretto.ops import exact, matmul, paged
 from stretto.ops.attention import rotary_tables
 from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
-from stretto.ops.paged import (
-    ExpertWeights,
-    Group,
-    RouteRule,
-    Spans,
-    attend,
-    chosen_experts,
-    route_tokens,
-    store,
-    store_rounded,
-)
+from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans
 from stretto.ops.route import MASKED
 
 _MAX_KNOWN = 1024
@@ -244,14 +234,10 @@ class Planner:
             yield row, RouteRule(max(ks), softmax, config.normalize_gates, scaling, bias, mask, dropped_NK)
 
     def _wanted(self, chunks: Sequence[Chunk], places: list[int]) -> Tensor | None:
-        first = 0
-        rows: list[range] = [range(0)] * len(chunks)
-        for place in places:
-            end = first + len(chunks[place].tokens)
-            rows[place] = range(end - chunks[place].num_logits, end)
-            first = end
-        wanted = list(chain.from_iterable(rows))
-        return None if wanted == list(range(first)) else self._tensor(np.array(wanted, np.int64))
+        ends = list(accumulate(len(chunks[place].tokens) for place in places))
+        end_of = dict(zip(places, ends, strict=True))
+        wanted = [row for at, chunk in enumerate(chunks) for row in range(end_of[at] - chunk.num_logits, end_of[at])]
+        return None if wanted == list(range(ends[-1])) else self._tensor(np.array(wanted, np.int64))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -351,23 +337,25 @@ class TorchForward:
         keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
         qkv_NX = linear(self._normed(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X, arithmetic)
         if self._is_plain:
-            q_NHC = store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
+            q_NHC = paged.store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
         else:
-            q_NHC = store_rounded(qkv_NX, layer.qk_norm_JC, self._eps, run.spans, keys_PZGC, values_PZGC, arithmetic)
-        y_NX = attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
+            q_NHC = paged.store_rounded(
+                qkv_NX, layer.qk_norm_JC, self._eps, run.spans, keys_PZGC, values_PZGC, arithmetic
+            )
+        y_NX = paged.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
         x_ND = self._add(x_ND, y_NX, layer.out)
         normed_ND, mlp = self._normed(x_ND, layer.mlp_norm_D), layer.mlp
         if isinstance(mlp, SwiGluWeights):
             return self._add_swiglu(x_ND, normed_ND, mlp)
         rule = run.rules[mlp.row]
-        routes = route_tokens(normed_ND, mlp.gate, rule, self._inner)
+        routes = paged.route_tokens(normed_ND, mlp.gate, rule, self._inner)
         if routes_NLK is not None:
             chosen_NK = routes.chosen_NK
             if rule.dropped_NK is not None:
                 chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, self._no_expert)
             routes_NLK[slice(None) if run.tokens_N is None else run.tokens_N, mlp.row, : rule.top_k] = chosen_NK
         if isinstance(mlp.experts, ExpertWeights):
-            x_ND = chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
+            x_ND = paged.chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
             return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
         y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic)
         if mlp.shared is not None:

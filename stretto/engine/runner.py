@@ -7,7 +7,6 @@ K route slots, N tokens of a step, M tokens whose logits are wanted, V vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np

@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from stretto.engine.request import Sampling, TopLogprob
-from stretto.engine.sequence import TokenCounts
+from stretto.engine.sequence import SEED_MASK, TokenCounts
 
 NUM_CANDIDATES = 256
 """Most probable tokens among which top-p looks first; sorting a whole vocabulary costs tens of times more."""
 NUM_BATCHES = 8
 """Compositions remembered: a step and, when speculating, one for each number of drafted tokens."""
-SEED_MASK = (1 << 64) - 1
 CHUNK = 256
 """Tokens summed at once: near the root of a large vocabulary, so that both levels of the draw are short."""
 LARGEST = 1.0 - 2.0**-52
@@ -198,8 +197,7 @@ def process(
     assert len(rows) == len(tokens_so_far) == len(num_prompt) == len(logits_MV), (
         f"{len(logits_MV)} rows of logits, {len(rows)} of settings, {len(tokens_so_far)} of tokens, {len(num_prompt)}"
     )
-    cache = SamplerCache() if cache is None else cache
-    batch = cache.batch(rows, logits_MV.shape[1], logits_MV.device, end_ids)
+    batch = (cache or SamplerCache()).batch(rows, logits_MV.shape[1], logits_MV.device, end_ids)
     x_MV = logits_MV
     has_grammar = masks is not None and any([mask is not None for mask in masks])
     if has_grammar or batch.bias is not None or batch.penalised or batch.held:
@@ -237,8 +235,7 @@ def sample(
         positions: index in its sequence, prompt included, of the token that each row chooses.
     """
     assert len(rows) == len(positions) == len(logp_MV), f"{len(logp_MV)}, {len(rows)} and {len(positions)} rows"
-    cache = SamplerCache() if cache is None else cache
-    batch = cache.batch(rows, logp_MV.shape[1], logp_MV.device)
+    batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
     if batch.drawn_M is None:
         return _argmax(logp_MV)
     uniform_M = uniform(batch.seeds_M, np.asarray(positions), purpose)
@@ -270,8 +267,7 @@ def top_log_probs(logp_MV: Tensor, num: int) -> list[tuple[TopLogprob, ...]]:
 
 def probabilities(logp_MV: Tensor, rows: Sequence[Sampling], *, cache: SamplerCache | None = None) -> Tensor:
     """Probabilities [M, V] with which `sample` chooses each token: all on one token for a greedy row."""
-    cache = SamplerCache() if cache is None else cache
-    batch = cache.batch(rows, logp_MV.shape[1], logp_MV.device)
+    batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
     probs_MV = logp_MV.exp()
     if batch.greedy_M is not None:
         best_M1 = logp_MV[batch.greedy_M].argmax(-1, keepdim=True)

@@ -20,6 +20,7 @@ from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.text.stream import Detokenizer, StopStrings
 from stretto.text.tokenizer import Tokenizer
 
+SEED_MASK = (1 << 64) - 1
 _NEVER = 1 << 62
 """Position of something that has not happened yet."""
 _CONTEXT = 4
@@ -210,8 +211,9 @@ class SequenceState:
         return self.num_computed >= self.num_prompt and self.num_pending == 1
 
     @property
-    def seed(self) -> int:
-        return self.sampling.seed or 0
+    def seed_bits(self) -> int:
+        """Its seed as uint64."""
+        return (self.sampling.seed or 0) & SEED_MASK
 
     @property
     def may_draft(self) -> bool:
@@ -373,7 +375,7 @@ class SequenceState:
             text=self.text,
             finish_reason=self.finish_reason,
             stop=self.stop,
-            seed=self.seed,
+            seed=self.sampling.seed or 0,
             usage=Usage(
                 prompt_tokens=self.num_prompt,
                 cached_tokens=self.num_cached,

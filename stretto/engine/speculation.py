@@ -28,17 +28,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.runner import Runner
-from stretto.engine.sampling import (
-    SEED_MASK,
-    Purpose,
-    SamplerCache,
-    acceptance,
-    probabilities,
-    process,
-    residual,
-    sample,
-    uniform,
-)
+from stretto.engine.sampling import Purpose, SamplerCache, acceptance, probabilities, process, residual, sample, uniform
 from stretto.engine.sequence import Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.ops.native import choose_tokens
@@ -398,7 +388,7 @@ class Speculator:
             [-1 if end is None else end for end in ends],
             self._end_ids,
             [seq.temperature or 0.0 for seq in active],
-            [seq.seed & SEED_MASK for seq in active],
+            [seq.seed_bits for seq in active],
         )
         for row, (seq, tokens) in enumerate(zip(active, drafted_NS.tolist(), strict=True)):
             seq.drafts = [token for token in tokens if token >= 0]
@@ -462,7 +452,7 @@ class Speculator:
             logits_MV,
             [len(seq.tokens) for seq in sequences],
             [seq.temperature or 0.0 for seq in sequences],
-            [seq.seed & SEED_MASK for seq in sequences],
+            [seq.seed_bits for seq in sequences],
             [seq.drafts for seq in sequences],
             [
                 distributions[step].data_ptr() + row * sizes[step] if sizes[step] and seq.temperature else 0
@@ -515,7 +505,7 @@ class Speculator:
         drawn_from = [seq.draft_rows[step] for _, seq, step in found]
         draft_RV = torch.stack([distributions[step][row] for step, row in drawn_from])
         drafted_R = torch.tensor([seq.drafts[step] for _, seq, step in found], device=device)
-        seeds_R = np.array([seq.seed & SEED_MASK for _, seq, _ in found], dtype=np.uint64)
+        seeds_R = np.array([seq.seed_bits for _, seq, _ in found], dtype=np.uint64)
         positions_R = np.array([len(seq.tokens) + step for _, seq, step in found])
         is_kept_R = acceptance(target_RV, draft_RV, drafted_R).cpu().numpy() > uniform(
             seeds_R, positions_R, Purpose.ACCEPT
