@@ -131,10 +131,12 @@ def check_memory(
     Raises:
         UserError: with the sizes, and what would fit.
     """
-    weights, cache = _weight_bytes(network, network.full(), dtype), _cache_bytes(network, config, dtype, routes)
+    weights, least = _weight_bytes(network, network.full(), dtype), _sequence_bytes(network, config, dtype, routes)
+    cache = min(config.cache_bytes, 2 * config.max_batch * least)  # see `pages_within`
+    if config.num_pages:
+        cache = config.num_pages * KvPool.bytes_per_page(network, dtype, config.page_size, routes)
     if weights + cache <= available:
         return
-    least = _sequence_bytes(network, config, dtype, routes)
     fits: list[str] = []
     if weights + least <= available:
         fits.append(f"a cache of {_size(available - weights)}")
@@ -182,13 +184,6 @@ def free_bytes(device: torch.device) -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         available = min(available, max(0, int(limit.read_text()) - int(used.read_text())))
     return available
-
-
-def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
-    """What the engine will take for its cache; see `pages_within`."""
-    if config.num_pages:
-        return config.num_pages * KvPool.bytes_per_page(network, dtype, config.page_size, routes)
-    return min(config.cache_bytes, 2 * config.max_batch * _sequence_bytes(network, config, dtype, routes))
 
 
 def _sequence_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool = True) -> int:

@@ -362,9 +362,7 @@ class SequenceState:
         if self.detokenizer is not None and not self._reads_text:
             visible = output[:-1] if isinstance(self.stop, int) else output
             self.text = self.detokenizer.push(visible) + self.detokenizer.finish()
-        started_s = now_s if self.first_scheduled_s is None else self.first_scheduled_s
-        first_token_s = now_s if self.first_token_s is None else self.first_token_s
-        is_scored = self.sampling.prompt_logprobs
+        prompt_logprobs = np.array(self.prompt_log_probs, np.float32) if self.sampling.prompt_logprobs else None
         return Completion(
             request_id=request.id,
             index=self.index,
@@ -382,15 +380,15 @@ class SequenceState:
                 output_tokens=self.num_output,
                 flops=self.flops,
                 subnet=request.phases.answer.label(),
-                queued_s=started_s - self.arrived_s,
-                first_token_s=first_token_s - self.arrived_s,
+                queued_s=(now_s if self.first_scheduled_s is None else self.first_scheduled_s) - self.arrived_s,
+                first_token_s=(now_s if self.first_token_s is None else self.first_token_s) - self.arrived_s,
                 total_s=now_s - self.arrived_s,
                 num_preemptions=self.num_preemptions,
                 drafted_tokens=self.num_drafted,
                 accepted_tokens=self.num_accepted,
             ),
             top=tuple(self.top_log_probs),
-            prompt_logprobs=np.array(self.prompt_log_probs, np.float32) if is_scored else None,
+            prompt_logprobs=prompt_logprobs,
             routes=routes,
             error=self.error,
         )

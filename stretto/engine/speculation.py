@@ -84,13 +84,9 @@ class Lookup:
         return length
 
 
-def continuation(tokens: Sequence[int], start: int, num: int) -> list[int]:
-    """``num`` tokens as they went on from ``start``; where the sequence ends first, it goes on as it repeats itself."""
-    found = list(tokens[start : start + num])
-    period = len(tokens) - start
-    while len(found) < num:
-        found.append(found[len(found) - period])
-    return found
+def continuation(tokens: Sequence[int], start: int, step: int) -> int:
+    """The token ``step`` after ``start``; where the sequence ends first, it goes on as it repeats itself."""
+    return tokens[start + step % (len(tokens) - start)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +305,10 @@ class Speculator:
         """What to draft in a step that decodes ``running``; None where it does not pay, or a prompt is under way."""
         if self.watch is None or not running or not all([seq.is_decoding for seq in running]):
             return None
-        num, able = len(running), [seq for seq in running if seq.may_draft]
+        num_rows, able = len(running), [seq for seq in running if seq.may_draft]
         targets = Counter(seq.subnet for seq in able)
         shares = [
-            sum(num for target, num in targets.items() if self._can_draft(draft, target)) / num
+            sum(num for target, num in targets.items() if self._can_draft(draft, target)) / num_rows
             for draft in self.watch.candidates
         ]
         if self.watch.lookups:
@@ -320,8 +316,8 @@ class Speculator:
             for seq in able:
                 seq.lookup = seq.lookup or Lookup()
                 lengths.append(seq.lookup.find(seq.tokens, max(self.watch.lookups)))
-            shares += [sum([length >= least for length in lengths]) / num for least in self.watch.lookups]
-        return self.watch.choose(num, shares)
+            shares += [sum([length >= least for length in lengths]) / num_rows for least in self.watch.lookups]
+        return self.watch.choose(num_rows, shares)
 
     def prepare(self, plan: StepPlan, draft: Draft) -> bool:
         """Make the sequences ready to be drafted for; False where the plan does more than decode, or nobody may draft."""
@@ -344,36 +340,42 @@ class Speculator:
         Grammars end where they began. A sequence stops early where it would end, where its thinking would (another
         Subnet goes on there), and where its grammar allows nothing more.
         """
-        if draft.subnet is None:
-            distributions = self._look_up(sequences)
-        elif self._runner.native is not None and all([seq.temperature is not None for seq in sequences]):
-            distributions = self._run(sequences, draft.subnet)
-        else:
-            distributions = self._compute(sequences, draft.subnet, draft.num_tokens)
+        is_compiled = self._runner.native is not None and all([seq.temperature is not None for seq in sequences])
+        if draft.subnet is not None and is_compiled:
+            return self._run(sequences, draft.subnet)
+        distributions: list[Tensor] = []
+        for step in range(draft.num_tokens):
+            active = [seq for seq in sequences if self._goes_on(seq, step)]
+            if not active:
+                break
+            if draft.subnet is None:
+                ids, probs_MV = self._look_up(active, step)
+            else:
+                ids, probs_MV = self._compute(active, draft.subnet, step)
+            distributions.append(probs_MV)
+            for row, (seq, token) in enumerate(zip(active, ids, strict=True)):
+                seq.draft(token, (step, row))
         for seq in sequences:
             if seq.grammar is not None and seq.drafts:
                 seq.grammar.rollback(len(seq.drafts))
         return distributions
 
-    def _look_up(self, sequences: Sequence[SequenceState]) -> list[Tensor]:
+    def _look_up(self, active: Sequence[SequenceState], step: int) -> tuple[list[int], Tensor]:
         """Propose what was found. Such a draft was certain of itself: all its probability is on one token."""
-        found = {
-            seq: continuation(seq.tokens, seq.lookup.start, seq.most_drafts) for seq in sequences if seq.most_drafts > 0
-        }
-        distributions: list[Tensor] = []
-        for step in range(max(map(len, found.values()))):
-            active = [seq for seq in found if self._goes_on(seq, step)]
-            if not active:
-                break
-            ids = [found[seq][step] for seq in active]
-            for row, (seq, token) in enumerate(zip(active, ids, strict=True)):
-                seq.draft(token, (step, row))
-            if any([not seq.sampling.is_greedy for seq in active]):
-                ids_M = torch.tensor(ids, device=self._runner.pool.keys_LPZGC.device)
-                distributions.append(torch.nn.functional.one_hot(ids_M, self._runner.config.vocab_size).float())
-            else:
-                distributions.append(torch.empty(0))  # greedy rows are compared token by token
-        return distributions
+        ids = [continuation(seq.tokens, seq.lookup.start, step) for seq in active]
+        if all([seq.sampling.is_greedy for seq in active]):
+            return ids, torch.empty(0)  # greedy rows are compared token by token
+        ids_M = torch.tensor(ids, device=self._runner.pool.keys_LPZGC.device)
+        return ids, torch.nn.functional.one_hot(ids_M, self._runner.config.vocab_size).float()
+
+    def _compute(self, active: Sequence[SequenceState], subnet: int, step: int) -> tuple[list[int], Tensor]:
+        """Let ``subnet`` decode one token."""
+        chunks = [self._chunk(seq, (seq.drafts or seq.tokens)[-1:], subnet, step) for seq in active]
+        rows = [seq.sampling for seq in active]
+        logp_MV = self._process(self._runner.forward(chunks, False), [(seq, step) for seq in active])
+        drawn_M = sample(logp_MV, rows, [chunk.end for chunk in chunks], Purpose.DRAFT, cache=self._cache)
+        is_drawn = any([not row.is_greedy for row in rows])
+        return drawn_M.tolist(), probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV
 
     def _run(self, sequences: Sequence[SequenceState], subnet: int) -> list[Tensor]:
         """Let ``subnet`` decode in one call."""
@@ -395,23 +397,6 @@ class Speculator:
             seq.draft_rows = [(step, row) for step in range(len(seq.drafts))]
         num_steps = max([len(seq.drafts) for seq in active])
         return [torch.empty(0)] * num_steps if probs_SNV is None else list(probs_SNV[:num_steps])
-
-    def _compute(self, sequences: Sequence[SequenceState], subnet: int, num_tokens: int) -> list[Tensor]:
-        """Let ``subnet`` decode, token by token."""
-        distributions: list[Tensor] = []
-        for step in range(num_tokens):
-            active = [seq for seq in sequences if self._goes_on(seq, step)]
-            if not active:
-                break
-            chunks = [self._chunk(seq, (seq.drafts or seq.tokens)[-1:], subnet, step) for seq in active]
-            rows = [seq.sampling for seq in active]
-            logp_MV = self._process(self._runner.forward(chunks, False), [(seq, step) for seq in active])
-            drawn_M = sample(logp_MV, rows, [chunk.end for chunk in chunks], Purpose.DRAFT, cache=self._cache)
-            is_drawn = any([not row.is_greedy for row in rows])
-            distributions.append(probabilities(logp_MV, rows, cache=self._cache) if is_drawn else logp_MV)
-            for row, (seq, token) in enumerate(zip(active, drawn_M.tolist(), strict=True)):
-                seq.draft(token, (step, row))
-        return distributions
 
     def verify(
         self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], want_routes: bool

@@ -313,9 +313,9 @@ def test_finds_the_newest_place(tokens: list[int], stops: list[int]) -> None:
 
 
 def test_a_draft_goes_on_as_the_text_repeats_itself() -> None:
-    assert continuation([7, 1, 2, 3, 1, 2, 3], 4, 5) == [1, 2, 3, 1, 2]
-    assert continuation([5, 5, 5, 5], 3, 3) == [5, 5, 5]
-    assert continuation([1, 2, 3, 4, 5, 6], 2, 3) == [3, 4, 5]
+    assert [continuation([7, 1, 2, 3, 1, 2, 3], 4, step) for step in range(5)] == [1, 2, 3, 1, 2]
+    assert [continuation([5, 5, 5, 5], 3, step) for step in range(3)] == [5, 5, 5]
+    assert [continuation([1, 2, 3, 4, 5, 6], 2, step) for step in range(3)] == [3, 4, 5]
 
 
 def test_greedy_is_identical_with_lookups() -> None:

@@ -295,9 +295,7 @@ class Decoder:
         _alive, starts = _flat((tokens, positions, tables, subnets, most, ends, end_ids, pages))
         temperature_N, seed_N = np.array(temperatures, np.float32), np.array(seeds, np.uint64)
         drafted_NS = np.empty((len(tokens), num_steps), np.int32)
-        probs_SNV = None
-        if any(temperatures):
-            probs_SNV = torch.empty(num_steps, len(tokens), len(self._network.head_VD))
+        probs_SNV = torch.empty(num_steps, len(tokens), len(self._network.head_VD)) if any(temperatures) else None
         record = _Draft(
             *(len(tokens), num_steps, torch.get_num_threads(), len(end_ids)),
             *starts,
