@@ -320,7 +320,7 @@ class Engine:
         siblings.remove(seq)
         if not siblings:
             del self._open[request.id]
-        self._stats.output_tokens += seq.num_output
+        self._stats.output_tokens += len(seq.log_probs)
         routes = None
         if request.want_routes:
             self._num_routed -= 1

@@ -39,11 +39,8 @@ CHUNK = 256
 """Tokens summed at once: near the root of a large vocabulary, so that both levels of the draw are short."""
 LARGEST = 1.0 - 2.0**-52
 """Largest random number: times any total it stays below that total, which one more bit would not ensure in fp64."""
-_WEYL_INT = 0x9E3779B97F4A7C15
+_WEYL = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-_WEYL = np.uint64(_WEYL_INT)
-_SHIFTS = np.array([shift for shift, _ in _ROUNDS], dtype=np.uint64)
-_FACTORS = np.array([factor for _, factor in _ROUNDS], dtype=np.uint64)
 
 
 class Purpose(IntEnum):
@@ -270,8 +267,8 @@ def probabilities(logp_MV: Tensor, rows: Sequence[Sampling], *, cache: SamplerCa
     batch = (cache or SamplerCache()).batch(rows, logp_MV.shape[1], logp_MV.device)
     probs_MV = logp_MV.exp()
     if batch.greedy_M is not None:
-        best_M1 = logp_MV[batch.greedy_M].argmax(-1, keepdim=True)
-        probs_MV[batch.greedy_M] = torch.zeros_like(probs_MV[batch.greedy_M]).scatter_(-1, best_M1, 1.0)
+        best_M = logp_MV[batch.greedy_M].argmax(-1)
+        probs_MV[batch.greedy_M] = torch.nn.functional.one_hot(best_M, logp_MV.shape[1]).float()
     return probs_MV
 
 
@@ -384,10 +381,9 @@ def uniform(seed: int | np.ndarray, position: int | np.ndarray, purpose: int | n
         return np.array([_uniform_of(*[int(word[0]) for word in words])])
     state = np.zeros(1, dtype=np.uint64)  # arrays wrap around modulo 2^64 in silence, numpy's scalars warn
     for word in words:
-        state = (state ^ word) + _WEYL
-        state = (state ^ (state >> _SHIFTS[0])) * _FACTORS[0]
-        state = (state ^ (state >> _SHIFTS[1])) * _FACTORS[1]
-        state = state ^ (state >> _SHIFTS[2])
+        state = (state ^ word) + np.uint64(_WEYL)
+        for shift, factor in _ROUNDS:
+            state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
     return (state >> np.uint64(12)) * 2.0**-52
 
 
@@ -395,7 +391,7 @@ def _uniform_of(*words: int) -> float:
     """`uniform` of one number each, without the tens of microseconds that as many numpy calls on one number take."""
     state = 0
     for word in words:
-        state = ((state ^ word) + _WEYL_INT) & SEED_MASK
+        state = ((state ^ word) + _WEYL) & SEED_MASK
         for shift, factor in _ROUNDS:
             state = ((state ^ (state >> shift)) * factor) & SEED_MASK
     return (state >> 12) * 2.0**-52

@@ -52,14 +52,9 @@ class Scheduler:
             weight_version: of the weights that fill the pages.
         """
         assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
-        self.allocator = allocator
-        self.max_batch = max_batch
-        self.max_step_tokens = max_step_tokens
-        self.max_len = max_len
-        self.draft_tokens = draft_tokens
-        self._most_draft_tokens = draft_tokens
-        self.prefix_cache = prefix_cache
-        self.weight_version = weight_version
+        self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
+        self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
+        self.draft_tokens = self._most_draft_tokens = draft_tokens
         # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []

@@ -198,10 +198,6 @@ class SequenceState:
         return len(self.tokens) - self.num_computed
 
     @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
@@ -377,7 +373,7 @@ class SequenceState:
             usage=Usage(
                 prompt_tokens=self.num_prompt,
                 cached_tokens=self.num_cached,
-                output_tokens=self.num_output,
+                output_tokens=len(output),
                 flops=self.flops,
                 subnet=request.phases.answer.label(),
                 queued_s=(now_s if self.first_scheduled_s is None else self.first_scheduled_s) - self.arrived_s,

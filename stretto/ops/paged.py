@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import exact, matmul
-from stretto.ops.attention import attention, attention_reference, rotate
+from stretto.ops.attention import attention, rotate
 from stretto.ops.grouped import swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.norm import rms_norm_reference
 from stretto.ops.route import MASKED, Routes, gate_sum, highest, route, router_scores
 
 MAX_PAIRS = 24
@@ -91,7 +90,7 @@ class ExpertWeights:
 
 
 def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
-    """`rms_norm_reference`; the weight may be any shape that broadcasts to ``x_D``.
+    """`stretto.ops.norm.rms_norm_reference`; the weight may be any shape that broadcasts to ``x_D``.
 
     ``eps`` is an fp32 scalar *tensor*: then the scale is three operators, and each costs as much as a row's product.
     """
@@ -127,27 +126,6 @@ def store(
     keys_PZGC.view(-1, kv).index_copy_(0, spans.slots_N, qkv_NX[:, -2 * kv : -kv])
     values_PZGC.view(-1, kv).index_copy_(0, spans.slots_N, qkv_NX[:, -kv:])
     return qk_NJC[:, :-G]
-
-
-def store_reference(
-    qkv_NX: Tensor,
-    weight_JC: Tensor | None,
-    eps: float,
-    spans: Spans,
-    keys_PZGC: Tensor,
-    values_PZGC: Tensor,
-) -> Tensor:
-    """`store` as the model's attention does it, one token at a time; leaves ``qkv_NX`` alone."""
-    G, C = keys_PZGC.shape[2:]
-    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
-    qk_NJC = qkv_NHC[:, :-G] if weight_JC is None else rms_norm_reference(qkv_NHC[:, :-G], weight_JC, eps)
-    half = spans.cos_N1R.shape[-1] // 2
-    rotated_1NJC = rotate(qk_NJC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])
-    for slot, qk_JC, qkv_HC in zip(spans.slots_N.tolist(), rotated_1NJC[0], qkv_NHC, strict=True):
-        page, place = divmod(slot, keys_PZGC.shape[1])
-        keys_PZGC[page, place] = qk_JC[-G:]
-        values_PZGC[page, place] = qkv_HC[-G:]
-    return rotated_1NJC[0, :, :-G]
 
 
 def store_rounded(
@@ -211,20 +189,6 @@ def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: 
     else:
         y_BHLC = attention(q_BHLC, k_BGTC, v_BGTC, group.mask_B1LT)
     return y_BHLC.transpose(1, 2).reshape(B * L, H * C)
-
-
-def attend_reference(
-    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, tables: list[list[int]], positions: list[int]
-) -> Tensor:
-    """`attend` one token at a time: ``tables`` are the pages of each token's sequence, ``positions`` where it stands."""
-    rows = []
-    for q_HC, table, position in zip(q_NHC, tables, positions, strict=True):
-        k_GTC, v_GTC = (
-            pool_PZGC[table].flatten(0, 1)[: position + 1].transpose(0, 1) for pool_PZGC in (keys_PZGC, values_PZGC)
-        )
-        seen = torch.ones(1, 1, 1, position + 1, dtype=torch.bool, device=q_NHC.device)
-        rows.append(attention_reference(q_HC[None, :, None], k_GTC[None], v_GTC[None], seen).flatten())
-    return torch.stack(rows)
 
 
 def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:

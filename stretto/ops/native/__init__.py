@@ -37,7 +37,6 @@ VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights and cache; arithmetic is fp32 for both."""
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
-_REMEDY = f"install a C++ compiler (g++ 12 or later), or set {VARIABLE}=auto to run without"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,10 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
         return Library(None, f"{VARIABLE}=0")
     library = _compiled(environment)
     if library.handle is None and choice == "1":
-        raise UserError(f"{VARIABLE}: the CPU kernels cannot be used: {library.reason}; {_REMEDY}")
+        raise UserError(
+            f"{VARIABLE}: the CPU kernels cannot be used: {library.reason}; install a C++ compiler "
+            f"(g++ 12 or later), or set {VARIABLE}=auto to run without"
+        )
     return library
 
 
