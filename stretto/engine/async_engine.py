@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -65,11 +66,9 @@ class Stream(AsyncIterator[Event]):
     what waits for it is at most the request's own tokens.
     """
 
-    def __init__(self, request: Request, channel: Channel, abandon: Callable[[], None]):
-        self.request = request
-        self._channel = channel
-        self._abandon = abandon
-        self._num_open = request.sampling.n
+    def __init__(self, channel: Channel, abandon: Callable[[], None]):
+        self._channel, self._abandon = channel, abandon
+        self._num_open = channel.num_open
 
     async def admitted(self) -> Self:
         """Return once the engine has taken the request.
@@ -180,7 +179,7 @@ class AsyncEngine:
                 self._engine.abort(request.id)
 
         self._post(add, channel.tell)
-        return Stream(request, channel, lambda: self._post(abandon, lambda error: None))
+        return Stream(channel, lambda: self._post(abandon, lambda error: None))
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
@@ -223,11 +222,9 @@ class AsyncEngine:
     async def drain(self) -> None:
         """Take nothing new; return when all that was taken is finished, or the engine is dead."""
         self._is_accepting = False
-        try:
+        with suppress(EngineFailed):
             while await self.call(lambda engine: bool(self._open) or engine.has_work):
                 await asyncio.sleep(_DRAIN_POLL_S)
-        except EngineFailed:
-            return
 
     def close(self) -> None:
         """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""

@@ -64,8 +64,7 @@ class Engine:
         Raises:
             UserError: the cache would hold no page, or the configured draft is outside the network.
         """
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.weight_version = weight_version
+        self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         net = model.config
         self.max_len = min(config.max_len or net.max_positions, net.max_positions)
         num_pages = config.num_pages or pages_within(model, config, self.max_len, routes)

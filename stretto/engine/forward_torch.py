@@ -14,7 +14,7 @@ the longest chunk, T = M·Z keys, U Subnets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
 
 import numpy as np
@@ -105,17 +105,17 @@ class Planner:
     """Makes layouts for one network; remembers what Subnets mean. Made anew when weights change: it holds biases."""
 
     def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, batch_invariant: bool):
-        config, device = model.config, model.embedding.weight.device
-        self._config, self._subnets, self._page_size, self._device = config, subnets, page_size, device
-        self._dtype = model.embedding.weight.dtype
+        config, embedding_VD = model.config, model.embedding.weight
+        self._config, self._subnets, self._page_size = config, subnets, page_size
+        self._device, self._dtype = embedding_VD.device, embedding_VD.dtype
         self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
         if batch_invariant:
             cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
         else:
-            positions = torch.arange(config.max_positions, device=device)
+            positions = torch.arange(config.max_positions, device=self._device)
             cos_PR, sin_PR = rotary_tables(positions, config.rotary_dim, config.rope_theta)
         halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
-        self._rotary_P2R = torch.stack(halves, 1).to(device, self._dtype)
+        self._rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
         self._choices: dict[int, Choices] = {}
         self._rules: dict[tuple[tuple[int, int], ...], dict[int, RouteRule]] = {}
 
@@ -132,8 +132,7 @@ class Planner:
             if keep:
                 if keep not in parts:
                     parts[keep] = self._part(ordered, None if len(keep) == len(layers) else keep)
-                part = parts[keep]
-                runs.append(Run(tuple(members), part.tokens_N, part.spans, part.rules))
+                runs.append(replace(parts[keep], layers=tuple(members)))
         whole = next((run.spans for run in runs if run.tokens_N is None), None)
         slots_N = self._spans(ordered).slots_N if whole is None else whole.slots_N
         ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))

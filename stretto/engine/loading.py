@@ -88,8 +88,7 @@ def open_engine(
     checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
     model = checkpoint.model.requires_grad_(False)
     if cut is not None:
-        model = extract(model, cut).requires_grad_(False)
-        presets = {}
+        model, presets = extract(model, cut).requires_grad_(False), {}
     choices = {name: choice.of(model.config) for name, choice in presets.items()}
     if library is None and device.type == "cpu":
         library = load()

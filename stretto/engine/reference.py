@@ -27,7 +27,6 @@ class Generated(NamedTuple):
     """What `generate_naive` sampled."""
 
     tokens: tuple[int, ...]
-    """An ending id included."""
     logprobs: np.ndarray
     """fp32 [T], processed, nats."""
 

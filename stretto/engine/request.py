@@ -95,9 +95,8 @@ class Sampling(Config):
             UserError: a token id of ``logit_bias`` or ``stop_ids`` is no token, or a bias is not a finite number.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
-            for token in ids:
-                if not 0 <= token < vocab:
-                    raise UserError(f"{source}: {name}: {token} is not a token id; they go from 0 to {vocab - 1}")
+            if wrong := [token for token in ids if not 0 <= token < vocab]:
+                raise UserError(f"{source}: {name}: {wrong[0]} is not a token id; they go from 0 to {vocab - 1}")
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise UserError(

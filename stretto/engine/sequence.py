@@ -52,8 +52,7 @@ class TokenCounts:
     """How often each distinct token of a sequence stands in its prompt and in its output, for penalties."""
 
     def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
-        assert 0 <= num_prompt <= len(tokens), f"{num_prompt} prompt tokens of {len(tokens)}"
-        self._tokens, self._num_prompt = list(tokens[:num_prompt]), num_prompt
+        self._tokens = list(tokens[:num_prompt])
         ids, counts = np.unique(np.array(self._tokens, dtype=np.int64), return_counts=True)
         self._slot = {token: slot for slot, token in enumerate(ids.tolist())}
         # Columns: token id, times in the prompt, times in the output. Room for as many again before it must grow.
@@ -73,7 +72,6 @@ class TokenCounts:
         if tokens[:num_same] != self._tokens:
             pairs = zip(self._tokens, tokens, strict=False)
             num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        assert num_same >= self._num_prompt, "the prompt is another"
         for token in self._tokens[num_same:]:
             self._table[self._slot[token], 2] -= 1
         for token in tokens[num_same:]:
@@ -476,19 +474,13 @@ class Admission:
         self._check(request)
         sampling, subnets = request.sampling, self._numbers(request)
         first_seed = self._seeds() if sampling.seed is None else sampling.seed
+        limit = min(len(request.prompt) + sampling.max_tokens, self._max_len)
+        end_ids = frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids)))
         sequences = []
         for index in range(sampling.n):
-            seq = SequenceState(
-                request,
-                subnets,
-                index,
-                sampling.model_copy(update={"seed": first_seed + index, "n": 1}),
-                is_streamed,
-                now_s,
-                limit=min(len(request.prompt) + sampling.max_tokens, self._max_len),
-                end_ids=frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids))),
-                grammar=self._grammar(request),
-            )
+            own = sampling.model_copy(update={"seed": first_seed + index, "n": 1})
+            seq = SequenceState(request, subnets, index, own, is_streamed, now_s, limit=limit, end_ids=end_ids)
+            seq.grammar = self._grammar(request)
             if self._tokenizer is not None:
                 seq.detokenizer = Detokenizer(self._tokenizer, self._special_ids, after=request.prompt[-_CONTEXT:])
                 seq.stops = StopStrings(sampling.stop) if sampling.stop else None

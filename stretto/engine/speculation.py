@@ -270,8 +270,7 @@ def draft_candidates(config: ModelConfig, named: Sequence[Subnet]) -> list[Subne
         config.subnet(depth=quarter, top_k=1),
         config.subnet(depth=half, experts=max(1, least // 4), top_k=1),
     )
-    full = config.full()
-    return [subnet for subnet in dict.fromkeys((*named, *own)) if subnet != full]
+    return [subnet for subnet in dict.fromkeys((*named, *own)) if subnet != config.full()]
 
 
 def can_draft(draft: Subnet, target: Subnet) -> bool:
@@ -345,8 +344,7 @@ class Speculator:
             return self._run(sequences, draft.subnet)
         distributions: list[Tensor] = []
         for step in range(draft.num_tokens):
-            active = [seq for seq in sequences if self._goes_on(seq, step)]
-            if not active:
+            if not (active := [seq for seq in sequences if self._goes_on(seq, step)]):
                 break
             if draft.subnet is None:
                 ids, probs_MV = self._look_up(active, step)
@@ -379,8 +377,7 @@ class Speculator:
 
     def _run(self, sequences: Sequence[SequenceState], subnet: int) -> list[Tensor]:
         """Let ``subnet`` decode in one call."""
-        active = [seq for seq in sequences if self._goes_on(seq, 0)]
-        if not active:
+        if not (active := [seq for seq in sequences if self._goes_on(seq, 0)]):
             return []
         ends = [seq.request.phases.thinking_end for seq in active]
         assert self._runner.native is not None

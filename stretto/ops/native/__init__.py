@@ -55,7 +55,7 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
         UserError: an unknown value, or ``1`` where they cannot be compiled.
     """
     environment = os.environ if environment is None else environment
-    choice = environment.get(VARIABLE, "auto") or "auto"
+    choice = environment.get(VARIABLE) or "auto"
     if choice not in ("0", "1", "auto"):
         raise UserError(f"{VARIABLE}: unknown value {choice!r}; use 0, 1 or auto")
     if choice == "0":
@@ -114,14 +114,12 @@ def _compile(compiler: str, path: Path) -> str | None:
     return None
 
 
+# The records of abi.h, field by field; what the fields mean is said there.
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
-
-
-# The records of abi.h, field by field; what the fields mean is said there.
 
 
 class _Shape(ctypes.Structure):
@@ -451,8 +449,7 @@ def choose_tokens(
     found, logprobs = out.tolist(), logprob_M.tolist()
     if not drafted:
         return Chosen([[token] for token in found[num:]], [[logprob] for logprob in logprobs])
-    result = Chosen([], [])
-    row = 0
+    result, row = Chosen([], []), 0
     for count, num_kept in zip(counts, found[:num], strict=True):
         result.ids.append(found[num + row : num + row + num_kept + 1])
         result.logprobs.append(logprobs[row : row + num_kept + 1])
