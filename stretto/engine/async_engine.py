@@ -178,8 +178,9 @@ class AsyncEngine:
                 del self._open[request.id]
                 self._engine.abort(request.id)
 
+        stream = Stream(channel, lambda: self._post(abandon, lambda error: None))
         self._post(add, channel.tell)
-        return Stream(channel, lambda: self._post(abandon, lambda error: None))
+        return stream
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""

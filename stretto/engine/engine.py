@@ -137,8 +137,7 @@ class Engine:
 
         Their routes lack the rows of tokens that were not computed when they ended.
         """
-        now_s = self._clock()
-        sequences = list(self._open.get(request_id, ()))
+        now_s, sequences = self._clock(), list(self._open.get(request_id, ()))
         for seq in sequences:
             seq.end_early()
         return [self._close(seq, now_s) for seq in sequences]
@@ -291,11 +290,10 @@ class Engine:
         """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
         net = self.model.config
         head = 2 * net.hidden_size * net.vocab_size
-        rates = self._rates.get(subnet)
-        if rates is None:
+        if subnet not in self._rates:
             counts = count(net, executed(net, self._subnets[subnet]))
-            rates = self._rates[subnet] = counts.linear_flops - head, counts.score_flops
-        linear, score = rates
+            self._rates[subnet] = counts.linear_flops - head, counts.score_flops
+        linear, score = self._rates[subnet]
         num_keys = num * start + num * (num + 1) // 2
         seq.flops += num * linear + num_keys * score + num_logits * head
 

@@ -1,9 +1,8 @@
 """The forward pass over paged sequences in torch: all tokens of a step in one flat list, each under a Subnet of its own.
 
 `Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network. Plain arithmetic is
-torch's own operators, arranged for speed: products that add to the stream by transposed matrices, sums in place. In any
-other each product goes through `stretto.ops.matmul`, so that a rollout in bf16 or FP8 rounds as the trainer's forward pass
-does, and, batch-invariant, agrees with it to the bit.
+arranged for speed: products that add to the stream by transposed matrices, sums in place. In any other each product goes
+through `stretto.ops.matmul`: a rollout rounds as the trainer's forward pass does, and, batch-invariant, to the same bits.
 
 Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
 heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,

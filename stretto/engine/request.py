@@ -265,8 +265,7 @@ class QueueFull(RuntimeError):  # noqa: N818 - a state of the engine, not a faul
 
 @dataclass(slots=True)
 class EngineStats:
-    """State of an engine at one moment. The engine counts in one of its own and hands out copies, to metrics and to the
-    elasticity under load."""
+    """State of an engine at one moment. The engine counts in one and hands out copies, to metrics and elasticity."""
 
     num_running: int
     num_waiting: int

@@ -87,7 +87,7 @@ class Runner:
         if not self._why_torch:
             assert library is not None and library.handle is not None
             self.native = NativeForward(library.handle, model, subnets, self.pool)
-        self._prepare()
+        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -148,9 +148,6 @@ class Runner:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
-        self._prepare()
-
-    def _prepare(self) -> None:
         self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
 

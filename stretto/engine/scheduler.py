@@ -28,8 +28,8 @@ class Scheduler:
     ended. Sequences are computed in order of arrival; one whose prompt another still computes (all samples of a group
     arrive together) waits for those pages and lets later ones pass.
 
-    With ``draft_tokens`` the pages of a planned sequence whose last token alone is to be computed reach so many positions
-    and one more beyond its tokens, or to ``max_len``.
+    With ``draft_tokens`` the pages of a planned sequence that decodes reach so many positions and one more beyond its
+    tokens, or to ``max_len``.
     """
 
     def __init__(

@@ -39,10 +39,10 @@ class SubnetTable:
 
     def number(self, subnet: Subnet) -> int:
         """Equal for equal Subnets, however many objects there are."""
-        number = self._numbers.setdefault(subnet, len(self._subnets))
-        if number == len(self._subnets):
+        if subnet not in self._numbers:
+            self._numbers[subnet] = len(self._subnets)
             self._subnets.append(subnet)
-        return number
+        return self._numbers[subnet]
 
     def __getitem__(self, number: int) -> Subnet:
         return self._subnets[number]
@@ -504,11 +504,10 @@ class Admission:
 
     def _numbers(self, request: Request) -> tuple[int, int, int]:
         phases = request.phases
-        for subnet in (phases.prefill, phases.thinking, phases.answer):
-            if subnet is not None:
-                check_subnet(self._config, subnet)
         thinking = phases.thinking or phases.answer
         prefill = phases.prefill or thinking
+        for subnet in (prefill, thinking, phases.answer):
+            check_subnet(self._config, subnet)
         for name, earlier, later in (("thinking", prefill, thinking), ("answer", thinking, phases.answer)):
             missing = sorted(set(later.layers) - set(earlier.layers))
             if missing:

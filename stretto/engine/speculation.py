@@ -18,7 +18,6 @@ Shape letters: M rows of logits, V vocabulary, R drafted rows of sampled request
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -70,8 +69,8 @@ class Lookup:
         self.start = 0
         """Position of what followed them."""
 
-    def find(self, tokens: Sequence[int], limit: int) -> int:
-        """Look again: ``tokens`` are those of the last call and more. Returns the length, at most ``limit``."""
+    def find(self, tokens: Sequence[int], limit: int) -> None:
+        """Look again: ``tokens`` are those of the last call and more; the length is at most ``limit``."""
         for start in range(self._num_read, len(tokens)):
             self._starts[tuple(tokens[start - ORDER : start])] = start
         self._num_read = max(ORDER, len(tokens))
@@ -81,7 +80,6 @@ class Lookup:
             while length < min(limit, start) and tokens[start - 1 - length] == tokens[-1 - length]:
                 length += 1
         self.length, self.start = length, start
-        return length
 
 
 def continuation(tokens: Sequence[int], start: int, step: int) -> int:
@@ -305,17 +303,14 @@ class Speculator:
         if self.watch is None or not running or not all([seq.is_decoding for seq in running]):
             return None
         num_rows, able = len(running), [seq for seq in running if seq.may_draft]
-        targets = Counter(seq.subnet for seq in able)
         shares = [
-            sum(num for target, num in targets.items() if self._can_draft(draft, target)) / num_rows
-            for draft in self.watch.candidates
+            sum([self._can_draft(draft, seq.subnet) for seq in able]) / num_rows for draft in self.watch.candidates
         ]
         if self.watch.lookups:
-            lengths = []
             for seq in able:
                 seq.lookup = seq.lookup or Lookup()
-                lengths.append(seq.lookup.find(seq.tokens, max(self.watch.lookups)))
-            shares += [sum([length >= least for length in lengths]) / num_rows for least in self.watch.lookups]
+                seq.lookup.find(seq.tokens, max(self.watch.lookups))
+            shares += [sum([seq.lookup.length >= least for seq in able]) / num_rows for least in self.watch.lookups]
         return self.watch.choose(num_rows, shares)
 
     def prepare(self, plan: StepPlan, draft: Draft) -> bool:

@@ -300,16 +300,16 @@ def test_finds_the_newest_place(tokens: list[int], stops: list[int]) -> None:
     lookup = Lookup()
     for stop in sorted({min(stop, len(tokens)) for stop in stops} | {len(tokens)}):
         known = tokens[:stop]
-        length = lookup.find(known, 8)
+        lookup.find(known, 8)
         places = [start for start in range(ORDER, stop) if known[start - ORDER : start] == known[-ORDER:]]
-        assert length == 0 if not places else lookup.start == places[-1]
+        assert lookup.length == 0 if not places else lookup.start == places[-1]
         if places:
             same = [
                 num
                 for num in range(1, 9)
                 if num <= lookup.start and known[lookup.start - num : lookup.start] == known[-num:]
             ]
-            assert length == max(same)
+            assert lookup.length == max(same)
 
 
 def test_a_draft_goes_on_as_the_text_repeats_itself() -> None:

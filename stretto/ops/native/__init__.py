@@ -430,10 +430,8 @@ def choose_tokens(
     assert all([0 <= token < vocab for token in drafted]), f"drafts {drafted} of {vocab}"
     assert len(temperatures) == len(seeds) == len(positions) == num, f"{num} sequences, {len(seeds)} seeds"
     _alive, starts = _flat((counts, positions, drafted))
-    wide = np.array([*seeds, *draft_rows], np.uint64)
-    temperature_S = np.array(temperatures, np.float32)
-    out = np.empty(num + num_rows, np.int32)
-    logprob_M = np.empty(num_rows, np.float32)
+    wide, temperature_S = np.array([*seeds, *draft_rows], np.uint64), np.array(temperatures, np.float32)
+    out, logprob_M = np.empty(num + num_rows, np.int32), np.empty(num_rows, np.float32)
     record = _Choose(
         *(num, vocab, torch.get_num_threads(), len(drafted)),
         logits_MV.data_ptr(),
