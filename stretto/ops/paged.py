@@ -19,7 +19,7 @@ from stretto.ops import exact, matmul
 from stretto.ops.attention import attention, rotate
 from stretto.ops.grouped import swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.route import MASKED, Routes, gate_sum, highest, route, router_scores
+from stretto.ops.route import MASKED, Routes, route
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -224,17 +224,19 @@ def route_tokens(x_ND: Tensor, gate: Weight, rule: RouteRule, arithmetic: Arithm
     else:
         assert isinstance(gate, Tensor)
         logits_NE = torch.addmm(rule.mask, x_ND, gate.t())
-    scores_NE = router_scores(logits_NE, rule.softmax, is_exact)
-    if rule.bias is None and not is_exact:
-        gates_NK, chosen_NK = scores_NE.topk(rule.top_k)
+    if is_exact:
+        scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
     else:
-        chosen_NK = highest(scores_NE if rule.bias is None else scores_NE + rule.bias, rule.top_k, is_exact)
-        gates_NK = scores_NE.gather(-1, chosen_NK)
+        scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
+    choice_NE = scores_NE if rule.bias is None else scores_NE + rule.bias
+    chosen_NK = exact.top_k(choice_NE, rule.top_k) if is_exact else choice_NE.topk(rule.top_k).indices
+    gates_NK = scores_NE.gather(-1, chosen_NK)
     if rule.dropped_NK is not None:
         gates_NK.masked_fill_(rule.dropped_NK, 0.0)
         chosen_NK.masked_fill_(rule.dropped_NK, logits_NE.shape[1])
     if rule.normalize:
-        gates_NK.div_(gate_sum(gates_NK, is_exact) + 1e-20)
+        sum_N1 = exact.sum_in_order(gates_NK, -1)[:, None] if is_exact else gates_NK.sum(-1, keepdim=True)
+        gates_NK.div_(sum_N1 + 1e-20)
     return Routes(chosen_NK, gates_NK.mul_(rule.scaling) if rule.scaling != 1.0 else gates_NK)
 
 

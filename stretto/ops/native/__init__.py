@@ -78,10 +78,8 @@ def _compiled(environment: Mapping[str, str]) -> Library:
         return Library(None, f"no C++ compiler {name!r}" if name else "no C++ compiler")
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "stretto" / f"native-{_key(compiler)}.so"
-    if not path.is_file():
-        problem = _compile(compiler, path)
-        if problem:
-            return Library(None, problem)
+    if not path.is_file() and (problem := _compile(compiler, path)):
+        return Library(None, problem)
     try:
         return Library(ctypes.CDLL(str(path)), "")
     except OSError as error:
