@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
-from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request, TokenEvent
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
@@ -97,7 +97,7 @@ class Engine:
         self._clock = clock
         self._open: dict[str, list[SequenceState]] = {}
         self._num_routed = 0  # sequences whose routes are wanted
-        self._rates: dict[int, tuple[int, int]] = {}
+        self._rates: dict[int, tuple[int, int, int]] = {}
         self._stats = EngineStats(0, 0, num_pages, num_pages, 0, weight_version)
         watch = None
         if speculate is not None:
@@ -170,7 +170,7 @@ class Engine:
             num_computed = len(chunk.tokens) + len(seq.drafts)
             seq.drafts = []
             if seq in found:
-                events += self._push(seq, found[seq], now_s)
+                self._push(seq, found[seq], now_s, events)
             # the token chosen last is not computed yet, and a choice may end among its accepted drafts
             scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
             if seq.finish_reason is not None:
@@ -288,25 +288,24 @@ class Engine:
 
     def _charge(self, seq: SequenceState, subnet: int, start: int, num: int, num_logits: int) -> None:
         """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
-        net = self.model.config
-        head = 2 * net.hidden_size * net.vocab_size
         if subnet not in self._rates:
-            counts = count(net, executed(net, self._subnets[subnet]))
-            self._rates[subnet] = counts.linear_flops - head, counts.score_flops
-        linear, score = self._rates[subnet]
+            net = self.model.config
+            head, counts = 2 * net.hidden_size * net.vocab_size, count(net, executed(net, self._subnets[subnet]))
+            self._rates[subnet] = counts.linear_flops - head, counts.score_flops, head
+        linear, score, head = self._rates[subnet]
         num_keys = num * start + num * (num + 1) // 2
         seq.flops += num * linear + num_keys * score + num_logits * head
 
-    def _push(self, seq: SequenceState, verdict: Verdict, now_s: float) -> Iterator[TokenEvent]:
-        """Append what was chosen; the events of the tokens that are wanted."""
+    def _push(self, seq: SequenceState, verdict: Verdict, now_s: float, events: list[Event]) -> None:
+        """Append what was chosen, and the events of its tokens that are wanted."""
         num_tops, logp_MV = seq.sampling.top_logprobs, verdict.logp_MV
         tops = top_log_probs(logp_MV, num_tops) if num_tops and logp_MV is not None else []
         for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
             event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
             if event is not None:
-                yield event
+                events.append(event)
             if seq.finish_reason is not None:
-                return
+                break
 
     def _close(self, seq: SequenceState, now_s: float) -> Completion:
         """Take a sequence that has a finish reason out of the engine."""

@@ -52,7 +52,8 @@ class NativeForward:
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """As `TorchForward.forward`: logits [M, V] (fp32); keys, values and routes go to the pools."""
-        tokens, positions, tables, subnets, pages, logits = [list[int]() for _ in range(6)]
+        lists: list[list[int]] = [[] for _ in range(6)]
+        tokens, positions, tables, subnets, pages, logits = lists
         for chunk in chunks:
             num = len(chunk.tokens)
             tables += [len(pages)] * num
@@ -74,7 +75,8 @@ class NativeForward:
     ) -> tuple[np.ndarray, Tensor | None]:
         """Let chunks of one token each decode on by themselves; the last five arguments and what is returned are those
         of `Decoder.draft`. The chunks' page tables reach to the last position that may be drafted."""
-        tables, pages = [list[int]() for _ in range(2)]
+        tables: list[int] = []
+        pages: list[int] = []
         for chunk in chunks:
             tables.append(len(pages))
             pages += chunk.pages

@@ -12,12 +12,14 @@ the longest chunk, T = M·Z keys, U Subnets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, groupby
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.sequence import Chunk, SubnetTable
@@ -25,7 +27,7 @@ from stretto.model.layers import SwiGlu
 from stretto.model.moe import MoeLayer
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, Transformer
-from stretto.ops import exact, matmul, paged
+from stretto.ops import exact, grouped, matmul, paged
 from stretto.ops.attention import rotary_tables
 from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
 from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans
@@ -299,6 +301,12 @@ class TorchForward:
         eps = model.config.norm_eps
         self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
         self._eps, self._eps_tensor = eps, torch.tensor(eps, device=pool.keys_LPZGC.device)
+        self._linear: Callable[..., Tensor] = F.linear
+        self._swiglu: Callable[..., Tensor] = grouped.swiglu
+        self._norm: Callable[..., Tensor] = partial(paged.norm, eps=self._eps_tensor)
+        if not self._is_plain:
+            self._linear, self._swiglu = partial(linear, arithmetic=arithmetic), partial(swiglu, arithmetic=arithmetic)
+            self._norm = partial(matmul.norm, eps=eps, arithmetic=arithmetic)
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
         self._planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
@@ -328,12 +336,12 @@ class TorchForward:
             pool.view(narrow).flatten(0, 1).index_copy_(0, layout.slots_N, routes_NLK.to(pool.dtype).view(narrow))
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
-        return linear(self._normed(x_ND, self._norm_D), self._head, None, self._inner).float()
+        return linear(self._norm(x_ND, self._norm_D), self._head, None, self._inner).float()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
         layer, arithmetic = self._layers[place], self._arithmetic
         keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
-        qkv_NX = linear(self._normed(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X, arithmetic)
+        qkv_NX = self._linear(self._norm(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X)
         if self._is_plain:
             q_NHC = paged.store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
         else:
@@ -342,7 +350,7 @@ class TorchForward:
             )
         y_NX = paged.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
         x_ND = self._add(x_ND, y_NX, layer.out)
-        normed_ND, mlp = self._normed(x_ND, layer.mlp_norm_D), layer.mlp
+        normed_ND, mlp = self._norm(x_ND, layer.mlp_norm_D), layer.mlp
         if isinstance(mlp, SwiGluWeights):
             return self._add_swiglu(x_ND, normed_ND, mlp)
         rule = run.rules[mlp.row]
@@ -360,21 +368,14 @@ class TorchForward:
             y_ND = self._add_swiglu(y_ND, normed_ND, mlp.shared)
         return rounded(x_ND + y_ND, arithmetic)
 
-    def _normed(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        if self._is_plain:
-            return paged.norm(x_ND, weight_D, self._eps_tensor)
-        return matmul.norm(x_ND, weight_D, self._eps, self._arithmetic)
-
     def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
         """``x_ND`` and the product of ``y_NF`` with a matrix that `_added` made."""
         if self._is_plain:
-            assert isinstance(weight, Tensor)
-            return torch.addmm(x_ND, y_NF, weight)
-        return rounded(x_ND + linear(y_NF, weight, None, self._arithmetic), self._arithmetic)
+            return torch.addmm(x_ND, y_NF, weight)  # type: ignore[arg-type]  # a Tensor then
+        return rounded(x_ND + self._linear(y_NF, weight), self._arithmetic)
 
     def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        inner_NI = swiglu(linear(normed_ND, weights.gate_up, None, self._arithmetic), self._arithmetic)
-        return self._add(x_ND, inner_NI, weights.down)
+        return self._add(x_ND, self._swiglu(self._linear(normed_ND, weights.gate_up)), weights.down)
 
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)
@@ -385,14 +386,14 @@ class TorchForward:
             qk_norm_JC = torch.cat((q_HC, attention.k_norm.expand(attention.num_kv_heads, -1))).detach()
         weights: SwiGluWeights | MoeWeights
         if isinstance(mlp, MoeLayer):
-            shared = None if mlp.shared is None else self._swiglu(mlp.shared)
+            shared = None if mlp.shared is None else self._swiglu_weights(mlp.shared)
             gate, matrices = prepare(mlp.gate.float(), self._inner), (mlp.gate_up.detach(), mlp.down.detach())
             if self._is_plain:
                 weights = MoeWeights(row, gate, ExpertWeights.of(*matrices), shared)
             else:
                 weights = MoeWeights(row, gate, ExpertMatrices.of(*matrices, arithmetic), shared)
         else:
-            weights = self._swiglu(mlp)
+            weights = self._swiglu_weights(mlp)
         return LayerWeights(
             attention_norm_D=block.attention_norm.weight.detach(),
             qkv=prepare(attention.qkv.weight, arithmetic),
@@ -403,7 +404,7 @@ class TorchForward:
             mlp=weights,
         )
 
-    def _swiglu(self, layer: SwiGlu) -> SwiGluWeights:
+    def _swiglu_weights(self, layer: SwiGlu) -> SwiGluWeights:
         return SwiGluWeights(prepare(layer.gate_up.weight, self._arithmetic), self._added(layer.down.weight))
 
     def _added(self, weight_FD: Tensor) -> Weight:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import is_
 
 import numpy as np
 import torch
@@ -76,8 +77,8 @@ class Filters:
 class Batch:
     """The rows of one step as tensors. Built by `SamplerCache.batch`; nothing in it changes."""
 
-    key: tuple[object, ...]
-    """What it was built from."""
+    rows: tuple[Sampling, ...]
+    end_ids: tuple[int, ...]
     seeds_M: np.ndarray
     """uint64; 0 for greedy rows, which draw nothing."""
     greedy_M: Tensor | None
@@ -98,19 +99,19 @@ class Batch:
 
 
 class SamplerCache:
-    """Tensors of recent batches. It changes no result; pass one engine's on every call."""
+    """Tensors of recent batches over one vocabulary and device. It changes no result; pass one engine's on every call."""
 
     def __init__(self) -> None:
         self._batches: list[Batch] = []  # used last first
 
     def batch(self, rows: Sequence[Sampling], vocab: int, device: torch.device, end_ids: tuple[int, ...] = ()) -> Batch:
         """The tensors of these rows, built anew only when the composition has changed."""
-        key = (tuple(rows), vocab, device, end_ids)
         for place, batch in enumerate(self._batches):
-            if batch.key == key:  # settings that are one object are not compared
+            # of one object each: to compare settings would cost more than they save
+            if len(batch.rows) == len(rows) and all(map(is_, batch.rows, rows)) and batch.end_ids == end_ids:
                 self._batches.insert(0, self._batches.pop(place))
                 return batch
-        self._batches = [_build(*key), *self._batches[: NUM_BATCHES - 1]]
+        self._batches = [_build(tuple(rows), vocab, device, end_ids), *self._batches[: NUM_BATCHES - 1]]
         return self._batches[0]
 
 
@@ -126,7 +127,8 @@ def _build(rows: tuple[Sampling, ...], vocab: int, device: torch.device, end_ids
         return torch.tensor(values, device=device)
 
     return Batch(
-        key=(rows, vocab, device, end_ids),
+        rows=rows,
+        end_ids=end_ids,
         seeds_M=np.array([0 if row.is_greedy else (row.seed or 0) & SEED_MASK for row in rows], dtype=np.uint64),
         greedy_M=tensor(greedy) if greedy else None,
         drawn_M=tensor(drawn) if drawn else None,
@@ -180,7 +182,7 @@ def process(
 
     Args:
         logits_MV: fp32; not changed.
-        rows: how each row is sampled; where the objects are those of the last step, their tensors are found fastest.
+        rows: how each row is sampled; the same object for the same sequence from step to step, or the cache is lost.
         tokens_so_far: prompt and output that precede the token of each row; read only where a row asks for penalties
             or a least length.
         num_prompt: how many of those are the prompt.

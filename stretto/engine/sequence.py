@@ -288,10 +288,10 @@ class SequenceState:
             self.top_log_probs.append(top)
         if self.first_token_s is None:
             self.first_token_s = now_s
-        is_long = len(self.tokens) >= self.min_length
+        is_long, reads_text = len(self.tokens) >= self.min_length, self._reads_text
         is_end = token in self.end_ids and is_long
         text = ""
-        if self._reads_text and not is_end:
+        if reads_text and not is_end:
             text = self.detokenizer.push([token])  # type: ignore[union-attr]
             if self.stops is not None:
                 text = self.stops.push(text, search=is_long)
@@ -306,7 +306,7 @@ class SequenceState:
             return None
         if self.finish_reason is None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
-        if self._reads_text:
+        if reads_text:
             if self.finish_reason is not None:
                 text += self._rest()
             self.text += text

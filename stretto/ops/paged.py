@@ -94,7 +94,8 @@ def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
 
     ``eps`` is an fp32 scalar *tensor*: then the scale is three operators, and each costs as much as a row's product.
     """
-    return (x_D * _scale(x_D, eps)).to(x_D.dtype).mul_(weight_D)
+    y_D = x_D * _scale(x_D, eps)
+    return (y_D if x_D.dtype == torch.float32 else y_D.to(x_D.dtype)).mul_(weight_D)
 
 
 def _scale(x_D: Tensor, eps: Tensor) -> Tensor:
@@ -217,16 +218,13 @@ def route_tokens(x_ND: Tensor, gate: Weight, rule: RouteRule, arithmetic: Arithm
     ``gate`` is fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives `route`'s bits.
     """
     x_ND, is_exact = x_ND.float(), arithmetic.batch_invariant
-    if is_exact or rule.mask is None:
-        logits_NE = matmul.linear(x_ND, gate, None, arithmetic)
-        if rule.mask is not None:
-            logits_NE = logits_NE + rule.mask
-    else:
-        assert isinstance(gate, Tensor)
-        logits_NE = torch.addmm(rule.mask, x_ND, gate.t())
     if is_exact:
+        logits_NE = matmul.linear(x_ND, gate, None, arithmetic)
+        logits_NE = logits_NE if rule.mask is None else logits_NE + rule.mask
         scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
     else:
+        assert isinstance(gate, Tensor)
+        logits_NE = F.linear(x_ND, gate) if rule.mask is None else torch.addmm(rule.mask, x_ND, gate.t())
         scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
     choice_NE = scores_NE if rule.bias is None else scores_NE + rule.bias
     chosen_NK = exact.top_k(choice_NE, rule.top_k) if is_exact else choice_NE.topk(rule.top_k).indices

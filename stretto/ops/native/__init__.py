@@ -430,16 +430,11 @@ def choose_tokens(
     _alive, starts = _flat((counts, positions, drafted))
     wide, temperature_S = np.array([*seeds, *draft_rows], np.uint64), np.array(temperatures, np.float32)
     out, logprob_M = np.empty(num + num_rows, np.int32), np.empty(num_rows, np.float32)
+    seed, kept = wide.ctypes.data, out.ctypes.data
     record = _Choose(
-        *(num, vocab, torch.get_num_threads(), len(drafted)),
-        logits_MV.data_ptr(),
+        *(num, vocab, torch.get_num_threads(), len(drafted), logits_MV.data_ptr()),
         *starts,
-        wide.ctypes.data + 8 * num,
-        temperature_S.ctypes.data,
-        wide.ctypes.data,
-        out.ctypes.data,
-        out.ctypes.data + 4 * num,
-        logprob_M.ctypes.data,
+        *(seed + 8 * num, temperature_S.ctypes.data, seed, kept, kept + 4 * num, logprob_M.ctypes.data),
     )
     library.stretto_choose(ctypes.byref(record))
     found, logprobs = out.tolist(), logprob_M.tolist()
