@@ -298,8 +298,8 @@ class Engine:
 
     def _push(self, seq: SequenceState, verdict: Verdict, now_s: float, events: list[Event]) -> None:
         """Append what was chosen, and the events of its tokens that are wanted."""
-        num_tops, logp_MV = seq.sampling.top_logprobs, verdict.logp_MV
-        tops = top_log_probs(logp_MV, num_tops) if num_tops and logp_MV is not None else []
+        logp_MV = verdict.logp_MV
+        tops = [] if logp_MV is None else top_log_probs(logp_MV, seq.sampling.top_logprobs)
         for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
             event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
             if event is not None:

@@ -217,7 +217,7 @@ class SequenceState:
     @property
     def counts(self) -> TokenCounts | None:
         """Kept from step to step; None where there are no penalties."""
-        if self._counts is None and self.sampling.has_penalties:
+        if self._counts is None and self.temperature is None and self.sampling.has_penalties:
             self._counts = TokenCounts(self.tokens, self.num_prompt)
         return self._counts
 

@@ -284,7 +284,7 @@ class Verdict(NamedTuple):
     logprobs: list[float]
     """Of those, under the target."""
     logp_MV: Tensor | None
-    """Processed log-probabilities of their rows; None where the settings are plain (no alternatives)."""
+    """Processed log-probabilities of their rows; None where no alternatives are wanted."""
 
 
 class Speculator:
@@ -448,7 +448,7 @@ class Speculator:
         logp_MV = self._process(logits_MV, places)
         rows, positions = [seq.sampling for seq, _ in places], [len(seq.tokens) + step for seq, step in places]
         own_ids = sample(logp_MV, rows, positions, cache=self._cache).tolist()
-        replaced = self._replacements(places, distributions, logp_MV)
+        replaced = self._replacements(places, distributions, logp_MV) if distributions else {}
         tokens: list[int] = []
         stands: list[bool] = []
         for row, (seq, step) in enumerate(places):
@@ -461,7 +461,8 @@ class Speculator:
         first = 0
         for seq in sequences:
             end = stands.index(False, first) + 1  # a row without a draft never stands
-            found[seq] = Verdict(tokens[first:end], logprobs[first:end], logp_MV[first:end])
+            rows_MV = logp_MV[first:end] if seq.sampling.top_logprobs else None
+            found[seq] = Verdict(tokens[first:end], logprobs[first:end], rows_MV)
             first += len(seq.drafts) + 1
         return found
 
