@@ -109,7 +109,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute."""
-        return self._scheduler.has_work
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     def add(self, request: Request, *, stream: bool = True) -> None:
         """Queue ``request``.

@@ -62,10 +62,6 @@ class Scheduler:
         self._leaders: dict[bytes, SequenceState] = {}  # by full pages of the prompt: who runs to fill them for all
         self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.
 

@@ -72,7 +72,7 @@ class Loop:
         plan = self.scheduler.plan()
         self.scheduler.allocator.check([seq.pages for seq in self.scheduler.running])
         if plan is None:
-            assert not self.scheduler.has_work
+            assert not self.scheduler.waiting and not self.scheduler.running
             return None
         self.num_steps += 1
         self.preempted += plan.preempted
