@@ -28,12 +28,12 @@ from bench.common.networks import random_network, shape
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
-from stretto.engine.naive import generate_naive, logits_naive, subnets_by_position
+from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
-from stretto.ops.native.build import Library, load
+from stretto.ops.native import Library, load
 
 PAGE_SIZE = 4
 TIGHT, ROOMY = 30, 600

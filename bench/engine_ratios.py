@@ -27,7 +27,7 @@ from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 
 AIMS = {"top-k / 4": 1.15, "corner": 1.6, "routes": 0.98, "mixed": 0.8}
 

@@ -28,7 +28,7 @@ from stretto.model.replay import Replay
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops.logprob import chosen_logprobs
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 from stretto.optim.build import build_optimizers
 from stretto.rl.samples import HEADER_BYTES, pack_routes, signed_routes, unpack_routes
 from stretto.train.step import MicroBatch, optimisation_step

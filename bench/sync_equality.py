@@ -29,7 +29,7 @@ import psutil
 from bench.common.measure import table, wide_console
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.model.checkpoint import read_checkpoint
 from stretto.post.sft import sft
 from stretto.rl.launch import Job, SourceTables

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
-from stretto.engine.open import open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.rl.algorithms import advantages
 from stretto.rl.dialogue import Dialogue

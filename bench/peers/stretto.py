@@ -8,9 +8,9 @@ import torch
 
 import stretto
 from bench.peers.protocol import Options, read_options, serve
-from stretto.engine.open import open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 
 
 def main() -> None:

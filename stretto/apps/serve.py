@@ -22,11 +22,10 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.engine.memory import cache_within, free_bytes, least_bytes
-from stretto.engine.open import OpenedEngine, generation_ends, open_engine
+from stretto.engine.loading import OpenedEngine, cache_within, free_bytes, generation_ends, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
-from stretto.engine.service import Service
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
@@ -41,7 +40,7 @@ from stretto.model.spec import (
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
-from stretto.ops.native.build import Library, load
+from stretto.ops.native import Library, load
 from stretto.serve.elastic import ServedModel, environment_subnet
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from stretto.text.chat import render

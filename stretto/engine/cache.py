@@ -51,11 +51,6 @@ class PageAllocator:
         """Pages that `match` could find, in use or not."""
         return len(self._page_by_hash)
 
-    @property
-    def num_used(self) -> int:
-        """Pages in the table of at least one sequence."""
-        return self.num_pages - self.num_free
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens``."""
         return -(-num_tokens // self.page_size)
@@ -92,7 +87,7 @@ class PageAllocator:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                self._forget(page)
+                del self._page_by_hash[self._hash_by_page.pop(page)]
             self._num_references[page] = 1
             pages.append(page)
         return pages
@@ -151,6 +146,3 @@ class PageAllocator:
             held = Counter(page for table in tables for page in table)
             counts = {page: self._num_references[page] for page in referenced}
             assert counts == dict(held), f"references {counts}, tables hold {dict(held)}"
-
-    def _forget(self, page: int) -> None:
-        del self._page_by_hash[self._hash_by_page.pop(page)]

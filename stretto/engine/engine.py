@@ -5,33 +5,29 @@ Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chos
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.admit import Admission, draw_seed, may_draft
 from stretto.engine.cache import PageAllocator
-from stretto.engine.finish import OpenChoice
-from stretto.engine.ledger import FlopCounter, Totals
-from stretto.engine.memory import pages_within
-from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request, SpeculateConfig
-from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner
+from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request
+from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
+from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
-from stretto.engine.sequence import SequenceState
-from stretto.engine.speculate import draft_candidates
-from stretto.engine.step import Stepper, Yield
-from stretto.engine.utility import Draft, Watch
-from stretto.engine.weights import read_weights, weights_salt
-from stretto.model.spec import Subnet, check_subnet
+from stretto.engine.sequence import Admission, SequenceState, StepPlan, SubnetTable
+from stretto.engine.speculation import Draft, Speculator, Verdict, Watch, draft_candidates
+from stretto.model.spec import Subnet, check_subnet, count, executed
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import Arithmetic
-from stretto.ops.native.build import Library
+from stretto.ops.native import Library
 from stretto.text.tokenizer import Tokenizer
 
 
@@ -49,7 +45,7 @@ class Engine:
         routes: bool = True,
         library: Library | None = None,
         drafts: Sequence[Subnet] = (),
-        seeds: Callable[[], int] = draw_seed,
+        seeds: Callable[[], int] = lambda: secrets.randbits(63),
         clock: Callable[[], float] = time.perf_counter,
     ):
         """
@@ -67,24 +63,23 @@ class Engine:
         Raises:
             UserError: the cache would hold no page, or the configured draft is outside the network.
         """
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.weight_version = weight_version
-        net, parameter = model.config, model.embedding.weight
+        self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
+        net = model.config
         self.max_len = min(config.max_len or net.max_positions, net.max_positions)
         num_pages = config.num_pages or pages_within(model, config, self.max_len, routes)
+        speculate = config.speculate
+        self._subnets = SubnetTable()
         self._runner = Runner(
             model,
+            self._subnets,
             num_pages=num_pages,
             page_size=config.page_size,
-            device=parameter.device,
-            dtype=parameter.dtype,
             routes=routes,
             library=library,
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
             max_native_tokens=None if config.compiled_prefill else MAX_NATIVE_TOKENS,
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
-        speculate = config.speculate
         self._scheduler = Scheduler(
             self.allocator,
             max_batch=config.max_batch,
@@ -92,24 +87,28 @@ class Engine:
             max_len=self.max_len,
             draft_tokens=speculate.max_draft if speculate else 0,
             prefix_cache=config.prefix_cache,
-            salt=weights_salt(weight_version),
+            weight_version=weight_version,
         )
         self._end_ids = tuple(sorted({*end_ids, *([tokenizer.eos_id] if tokenizer else [])}))
-        self._admission = Admission(net, tokenizer, self._end_ids, has_routes=routes, seeds=seeds)
-        self._totals = Totals()
-        self._clock = clock
-        self._open: dict[str, list[OpenChoice]] = {}
-        self._choices: dict[SequenceState, OpenChoice] = {}
-        self._num_routed = 0
-        watch = None if speculate is None else self._watch(speculate, drafts)
-        self._stepper = Stepper(
-            self._runner, FlopCounter(net), self._totals, watch, config.page_size, self._end_ids, clock
+        self._admission = Admission(
+            net, self._subnets, tokenizer, self._end_ids, max_len=self.max_len, has_routes=routes, seeds=seeds
         )
+        self._clock = clock
+        self._open: dict[str, list[SequenceState]] = {}
+        self._num_routed = 0  # sequences whose routes are wanted
+        self._rates: dict[int, tuple[int, int, int]] = {}
+        self._stats = EngineStats(0, 0, num_pages, num_pages, 0, weight_version)
+        watch = None
+        if speculate is not None:
+            named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
+            numbers = [self._subnets.number(subnet) for subnet in named]
+            watch = Watch(numbers, speculate.max_draft, lookup=speculate.lookup)
+        self._speculator = Speculator(self._runner, self._subnets, self._end_ids, watch)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to compute."""
-        return self._scheduler.has_work
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     def add(self, request: Request, *, stream: bool = True) -> None:
         """Queue ``request``.
@@ -123,58 +122,59 @@ class Engine:
         """
         if request.id in self._open:
             raise UserError(f"request {request.id}: id: already in flight; choose another")
-        if self._scheduler.num_waiting + request.sampling.n > max(self.config.max_waiting, request.sampling.n):
-            raise QueueFull(f"{self._scheduler.num_waiting} requests wait already; try again later")
-        choices = [
-            OpenChoice(
-                seq,
-                end_ids=frozenset(self._end_ids),
-                max_len=self.max_len,
-                is_streamed=stream,
-                may_draft=may_draft(request),
-            )
-            for seq in self._admission.sequences(request, self._clock())
-        ]
-        for choice in choices:  # all are alike, so it is the first that is refused
-            self._scheduler.add(choice.seq)
-        self._open[request.id] = choices
-        self._choices.update((choice.seq, choice) for choice in choices)
-        self._num_routed += len(choices) if request.want_routes else 0
+        num_waiting = len(self._scheduler.waiting)
+        if num_waiting + request.sampling.n > max(self.config.max_waiting, request.sampling.n):
+            raise QueueFull(f"{num_waiting} requests wait already; try again later")
+        sequences = self._admission.sequences(request, self._clock(), is_streamed=stream)
+        for seq in sequences:  # all are alike, so it is the first that is refused
+            self._scheduler.add(seq)
+        self._open[request.id] = sequences
+        self._num_routed += len(sequences) if request.want_routes else 0
 
     def abort(self, request_id: str) -> list[Completion]:
         """End the open choices of a request with reason ``abort``, and return what they had; [] for an unknown id.
 
         Their routes lack the rows of tokens that were not computed when they ended.
         """
-        choices = list(self._open.get(request_id, ()))
-        now_s = self._clock()
-        for choice in choices:
-            choice.end_early()
-        return [self._close(choice, now_s) for choice in choices]
+        now_s, sequences = self._clock(), list(self._open.get(request_id, ()))
+        for seq in sequences:
+            seq.end_early()
+        return [self._close(seq, now_s) for seq in sequences]
 
     def step(self) -> list[Event]:
         """Compute one step of the batch: its tokens in the order of the batch, each choice's completion after its last."""
-        draft = self._choose_draft()
-        self._scheduler.draft_tokens = draft.num_tokens if draft is not None else 0
-        plan = self._scheduler.plan()
+        scheduler, stats = self._scheduler, self._stats
+        # drafts are for batches that only decode and that no waiting request could join
+        is_settled = not scheduler.waiting or len(scheduler.running) >= self.config.max_batch
+        draft = self._speculator.choose(scheduler.running) if is_settled else None
+        scheduler.draft_tokens = 0 if draft is None else draft.num_tokens
+        plan = scheduler.plan()
         if plan is None:
             return []
-        self._totals.num_steps += 1
-        self._totals.num_preemptions += len(plan.preempted)
-        for seq in plan.preempted:
-            self._save_routes(seq)
+        stats.num_steps += 1
         started_s = self._clock()
+        self._preempted(plan.preempted)
         for seq in plan.sequences:
             if seq.first_scheduled_s is None:
                 seq.first_scheduled_s = started_s
-                self._totals.cached_tokens += seq.num_cached
+                stats.cached_tokens += seq.num_cached
         want_routes = self._num_routed > 0 and any([seq.request.want_routes for seq in plan.sequences])
-        proposals = None if draft is None else self._stepper.proposals(plan, draft, self._most_drafts)
-        if draft is None or proposals is None:
-            yields = self._stepper.plain(plan, want_routes)
+        if draft is not None and self._speculator.prepare(plan, draft):
+            found = self._drafted(plan.sequences, draft, want_routes)
         else:
-            yields = self._stepper.drafted(proposals, draft, want_routes)
-        return self._record(yields)
+            found = self._plain(plan, want_routes)
+        now_s = self._clock()
+        events: list[Event] = []
+        for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
+            num_computed = len(chunk.tokens) + len(seq.drafts)
+            seq.drafts = []
+            if seq in found:
+                self._push(seq, found[seq], now_s, events)
+            # the token chosen last is not computed yet, and a choice may end among its accepted drafts
+            scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
+            if seq.finish_reason is not None:
+                events.append(self._close(seq, now_s))
+        return events
 
     def load_weights(
         self,
@@ -201,26 +201,23 @@ class Engine:
             raise UserError(f"version: {version} is the one that serves already; number each set of weights once")
         self._runner.load_weights(self.read_weights(source, checksum))
         self.weight_version = version
-        for seq in self._scheduler.weights_changed(weights_salt(version), keep_cache=keep_cache):
-            self._totals.num_preemptions += 1
-            self._save_routes(seq)
+        self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))
 
     def read_weights(
         self, source: Mapping[str, Tensor] | Path | str, checksum: str | None = None
     ) -> Mapping[str, Tensor]:
-        """`stretto.engine.weights.read_weights` for this network; may run in another thread than the engine's."""
+        """`stretto.engine.runner.read_weights` for this network; may run in another thread than the engine's."""
         return read_weights(source, self.model.config, checksum)
 
     def stats(self) -> EngineStats:
         """The state at this moment."""
-        return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_pages=self.allocator.num_pages,
+        return replace(
+            self._stats,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
             num_free_pages=self.allocator.num_free,
             num_cached_pages=self.allocator.num_cached,
             weight_version=self.weight_version,
-            **asdict(self._totals),
             kernels=dict(self._runner.kernels),
         )
 
@@ -228,68 +225,107 @@ class Engine:
         """Complete ``requests``, any number, and return their choices in order. The engine must be idle before."""
         assert not self._open, f"{len(self._open)} requests are in flight; their events would be lost"
         waiting = deque(requests)
-        order = [request.id for request in waiting]
-        found: dict[str, list[Completion]] = {request_id: [] for request_id in order}
+        order = {request.id: place for place, request in enumerate(waiting)}
+        done: list[Completion] = []
         while waiting or self.has_work:
-            while waiting and self._scheduler.num_waiting < self.config.max_batch:
+            while waiting and len(self._scheduler.waiting) < self.config.max_batch:
                 self.add(waiting.popleft(), stream=False)
-            for event in self.step():
-                if isinstance(event, Completion):
-                    found[event.request_id].append(event)
-        return [done for name in order for done in sorted(found[name], key=lambda completion: completion.index)]
+            done += [event for event in self.step() if isinstance(event, Completion)]
+        return sorted(done, key=lambda one: (order[one.request_id], one.index))
 
-    def _watch(self, speculate: SpeculateConfig, drafts: Sequence[Subnet]) -> Watch:
-        net = self.model.config
-        named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
-        return Watch([self._admission.subnet(subnet) for subnet in named], speculate.max_draft, lookup=speculate.lookup)
+    def _plain(self, plan: StepPlan, want_routes: bool) -> dict[SequenceState, Verdict]:
+        """Compute ``plan`` as it is; a token for each sequence whose last one is computed."""
+        started_s = self._clock()
+        logits_MV = self._runner.forward(plan.chunks, want_routes)
+        rows: list[int] = []
+        sampled: list[SequenceState] = []
+        end_row = 0
+        for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
+            self._charge(seq, chunk.subnet, chunk.start, len(chunk.tokens), chunk.num_logits)
+            end_row += chunk.num_logits
+            if chunk.start < seq.num_prompt:
+                self._stats.prompt_tokens += min(chunk.end, seq.num_prompt) - chunk.start
+                if seq.sampling.prompt_logprobs and chunk.num_logits:
+                    _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
+            if chunk.num_logits and chunk.end == len(seq.tokens) and seq.begin_drafts():
+                rows.append(end_row - 1)
+                sampled.append(seq)
+        if len(rows) < len(logits_MV):
+            logits_MV = logits_MV[torch.tensor(rows, dtype=torch.int64, device=logits_MV.device)]
+        found = self._speculator.decide(sampled, (), logits_MV)
+        if self._speculator.watch is not None and all([len(chunk.tokens) == 1 for chunk in plan.chunks]):
+            self._speculator.watch.plain(len(plan.chunks), self._clock() - started_s)
+        return found
 
-    def _choose_draft(self) -> Draft | None:
-        """Drafts are for batches that only decode and that no waiting request could join."""
-        if self._scheduler.num_waiting and self._scheduler.num_running < self.config.max_batch:
-            return None
-        running = self._scheduler.running
-        return self._stepper.choose_draft(running, lambda seq: self._choices[seq].may_draft)
+    def _drafted(
+        self, sequences: Sequence[SequenceState], draft: Draft, want_routes: bool
+    ) -> dict[SequenceState, Verdict]:
+        """Draft for a batch that decodes, and verify."""
+        started_s = self._clock()
+        distributions = self._speculator.draft(sequences, draft)
+        drafted_s = self._clock()
+        found = self._speculator.verify(sequences, distributions, want_routes)
+        verified_s = self._clock()
+        num_accepted = num_rejected = 0
+        for seq in sequences:
+            num, num_kept = len(seq.drafts), len(found[seq].ids) - 1
+            num_accepted += num_kept
+            num_rejected += num_kept < num
+            seq.num_drafted += num
+            seq.num_accepted += num_kept
+            self._stats.drafted_tokens += num
+            if draft.subnet is not None:
+                self._charge(seq, draft.subnet, seq.num_computed, num, num)
+            self._charge(seq, seq.subnet, seq.num_computed, num + 1, num + 1)
+        self._stats.accepted_tokens += num_accepted
+        if distributions:
+            assert self._speculator.watch is not None
+            measured = replace(draft, num_tokens=len(distributions))
+            draft_s, verify_s = drafted_s - started_s, verified_s - drafted_s
+            self._speculator.watch.cycle(len(sequences), measured, draft_s, verify_s, num_accepted, num_rejected)
+        return found
 
-    def _most_drafts(self, seq: SequenceState) -> int:
-        choice = self._choices[seq]
-        return choice.limit - len(seq.tokens) - 1 if choice.may_draft else 0
+    def _charge(self, seq: SequenceState, subnet: int, start: int, num: int, num_logits: int) -> None:
+        """Count the FLOPs of ``num`` tokens from ``start`` on: all through the layers, ``num_logits`` through the head."""
+        if subnet not in self._rates:
+            net = self.model.config
+            head, counts = 2 * net.hidden_size * net.vocab_size, count(net, executed(net, self._subnets[subnet]))
+            self._rates[subnet] = counts.linear_flops - head, counts.score_flops, head
+        linear, score, head = self._rates[subnet]
+        num_keys = num * start + num * (num + 1) // 2
+        seq.flops += num * linear + num_keys * score + num_logits * head
 
-    def _record(self, yields: Sequence[Yield]) -> list[Event]:
-        """Append what was chosen, tell the scheduler, and close what has ended."""
-        now_s, version = self._clock(), self.weight_version
-        events: list[Event] = []
-        for seq, num_computed, ids, logprobs, tops, error in yields:
-            choice = self._choices[seq]
-            if error is not None:
-                choice.fail(error)
-            for at, token in enumerate(ids):
-                event = choice.push(token, logprobs[at], version, tops[at] if tops else (), now_s)
-                if event is not None:
-                    events.append(event)
-                if choice.is_finished:
-                    break
-            # the token chosen last is not computed yet, and a choice may end among its accepted drafts
-            self._scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
-            if choice.is_finished:
-                events.append(self._close(choice, now_s))
-        return events
+    def _push(self, seq: SequenceState, verdict: Verdict, now_s: float, events: list[Event]) -> None:
+        """Append what was chosen, and the events of its tokens that are wanted."""
+        logp_MV = verdict.logp_MV
+        tops = [] if logp_MV is None else top_log_probs(logp_MV, seq.sampling.top_logprobs)
+        for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
+            event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
+            if event is not None:
+                events.append(event)
+            if seq.finish_reason is not None:
+                break
 
-    def _close(self, choice: OpenChoice, now_s: float) -> Completion:
-        """Take a choice that has a finish reason out of the engine."""
-        seq, request = choice.seq, choice.seq.request
+    def _close(self, seq: SequenceState, now_s: float) -> Completion:
+        """Take a sequence that has a finish reason out of the engine."""
+        request = seq.request
         self._scheduler.finish(seq)
         self._save_routes(seq)
-        del self._choices[seq]
         siblings = self._open[request.id]
-        siblings.remove(choice)
+        siblings.remove(seq)
         if not siblings:
             del self._open[request.id]
-        self._totals.output_tokens += seq.num_output
+        self._stats.output_tokens += len(seq.log_probs)
         routes = None
         if request.want_routes:
             self._num_routed -= 1
             routes = self._runner.read_routes((), 0, 0) if seq.routes is None else seq.routes[: len(seq.tokens) - 1]
-        return choice.complete(request.phases.answer.label(), routes, now_s)
+        return seq.complete(routes, now_s)
+
+    def _preempted(self, sequences: Sequence[SequenceState]) -> None:
+        self._stats.num_preemptions += len(sequences)
+        for seq in sequences:
+            self._save_routes(seq)
 
     def _save_routes(self, seq: SequenceState) -> None:
         """Keep the rows of a sequence that has just lost its pages. Rows known from before stand."""
@@ -298,3 +334,16 @@ class Engine:
             return
         fresh = self._runner.read_routes(seq.lost_pages, known, seq.lost_tokens)
         seq.routes = fresh if seq.routes is None else np.concatenate((seq.routes, fresh))
+
+
+def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:
+    """Add what the logits of the positions before ``end`` say about the prompt tokens that follow them."""
+    first = end - len(logits_MV)
+    known = len(seq.prompt_log_probs)
+    positions = range(max(first, known), min(end, seq.num_prompt - 1))
+    if not positions:
+        return
+    assert positions.start == known, f"prompt log-probabilities {known} to {positions.start} were left out"
+    rows_MV = logits_MV[positions.start - first : positions.stop - first]
+    ids_M = torch.tensor([seq.tokens[position + 1] for position in positions], device=logits_MV.device)
+    seq.prompt_log_probs += rows_MV.log_softmax(-1).gather(-1, ids_M[:, None]).squeeze(-1).tolist()

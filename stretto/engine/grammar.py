@@ -84,7 +84,7 @@ class GrammarState:
         self._ends_W = end_words.view(np.int32)
 
     def mask(self) -> np.ndarray:
-        """int32 [W]: bit b of word w is set where token 32·w + b may come next; see `stretto.engine.sampler.process`.
+        """int32 [W]: bit b of word w is set where token 32·w + b may come next; see `stretto.engine.sampling.process`.
 
         The end is among them exactly when what was accepted matches the grammar.
 

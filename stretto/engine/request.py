@@ -5,6 +5,7 @@ A request is token ids, never text: what was sampled is never tokenised again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -12,9 +13,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
+from stretto.base.errors import UserError
 from stretto.model.spec import Subnet
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy, as in vLLM: dividing logits by them would overflow."""
 
 
 class Grammar(Config):
@@ -59,6 +63,45 @@ class Sampling(Config):
     prompt_logprobs: bool = False
     """Report the log-probability of each prompt token too (the first has none)."""
     grammar: Grammar | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are left out of the draw. Greedy rows never filter: their most probable token stays."""
+        return (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0) and not self.is_greedy
+
+    @property
+    def plain_temperature(self) -> float | None:
+        """The temperature (0: greedy) where nothing else comes between a row's logits and its token, else None."""
+        if self.grammar is not None or self.min_tokens or self.logit_bias or self.top_logprobs:
+            return None
+        if self.has_penalties or self.has_filters:
+            return None
+        return 0.0 if self.is_greedy else self.temperature
+
+    def check(self, vocab: int, source: str) -> None:
+        """Refuse what the vocabulary rules out, before a request joins a batch.
+
+        Raises:
+            UserError: a token id of ``logit_bias`` or ``stop_ids`` is no token, or a bias is not a finite number.
+        """
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
+            if wrong := [token for token in ids if not 0 <= token < vocab]:
+                raise UserError(f"{source}: {name}: {wrong[0]} is not a token id; they go from 0 to {vocab - 1}")
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise UserError(
+                    f"{source}: logit_bias: {bias} for token {token}; use -100 to ban a token, 100 to force it"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +263,9 @@ class QueueFull(RuntimeError):  # noqa: N818 - a state of the engine, not a faul
     """As many requests wait as the engine was told to hold."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """State of an engine at one moment. Written by the engine, read by metrics and by the elasticity under load."""
+    """State of an engine at one moment. The engine counts in one and hands out copies, to metrics and elasticity."""
 
     num_running: int
     num_waiting: int
@@ -240,6 +283,6 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     busy_s: float = 0.0
-    """Since the start, in steps. Written by `Service`; 0 for an engine without one."""
+    """Since the start, in steps. Written by `AsyncEngine`; 0 for an engine without one."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Operator -> the implementation that runs it."""

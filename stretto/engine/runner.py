@@ -1,4 +1,4 @@
-"""The runner: owns the model's weights and the cache's tensors on one device, and computes steps.
+"""The runner: owns a model's weights and the cache's tensors on one device, and computes steps.
 
 Shape letters: L layers (of the pool of routes: MoE layers), P pages, Z tokens a page, G key/value heads, C head width,
 K route slots, N tokens of a step, M tokens whose logits are wanted, V vocabulary, T positions of a sequence.
@@ -7,72 +7,39 @@ K route slots, N tokens of a step, M tokens whose logits are wanted, V vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.forward import NetworkWeights, Routed, forward
-from stretto.engine.layout import Planner, largest_top_k
-from stretto.engine.native import NativeForward
-from stretto.engine.precise import PreciseWeights
-from stretto.engine.precise import forward as forward_precise
-from stretto.engine.sequence import Chunk
+from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.forward_torch import KvPool, TorchForward
+from stretto.engine.request import EngineConfig
+from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
-from stretto.ops import exact
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
-from stretto.ops.native.build import Library
-from stretto.ops.native.decode import DTYPES
+from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
 """Longest step that goes through the compiled kernels; longer ones multiply faster through torch's matrix library."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvPool:
-    """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
+def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
+    """Cache pages that ``config.cache_bytes`` pay for, at most twice what a full batch of longest sequences needs.
 
-    keys_LPZGC: Tensor
-    values_LPZGC: Tensor
-    routes_PZLK: Tensor | None
-    """uint8 or uint16; the dtype's largest value: no expert."""
-
-    @staticmethod
-    def allocate(
-        config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
-    ) -> KvPool:
-        # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        pool = None
-        if routes:
-            kind = _route_dtype(config)
-            shape_PZLK = (num_pages, page_size, config.num_moe_layers, largest_top_k(config))
-            pool = torch.full(shape_PZLK, torch.iinfo(kind).max, dtype=kind, device=device)
-        return KvPool(keys, values, pool)
-
-    @staticmethod
-    def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
-        """Bytes that one page takes."""
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-        if routes:
-            per_token += config.num_moe_layers * largest_top_k(config) * _route_dtype(config).itemsize
-        return per_token * page_size
-
-
-def _route_dtype(config: ModelConfig) -> torch.dtype:
-    return torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Result of a step."""
-
-    logits_MV: Tensor
-    """fp32, chunk by chunk in the caller's order, positions rising."""
+    Raises:
+        UserError: not even one page fits.
+    """
+    page_bytes = KvPool.bytes_per_page(model.config, model.embedding.weight.dtype, config.page_size, routes)
+    num_pages = min(config.cache_bytes // page_bytes, 2 * config.max_batch * -(-max_len // config.page_size))
+    if num_pages < 1:
+        raise UserError(f"cache_bytes: {config.cache_bytes} hold no page of {page_bytes} bytes; give the cache more")
+    return num_pages
 
 
 def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> str:
@@ -87,46 +54,40 @@ def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype
 
 
 class Runner:
-    """Computes steps of one model. The model is moved to ``device`` and ``dtype``, and is the runner's from then on."""
+    """Computes steps of one model, on its device and in its dtype. The model is the runner's from then on."""
 
     def __init__(
         self,
         model: Transformer,
+        subnets: SubnetTable,
         *,
         num_pages: int,
         page_size: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
         routes: bool,
         library: Library | None = None,
         arithmetic: Arithmetic = PLAIN,
         max_native_tokens: int | None = MAX_NATIVE_TOKENS,
     ):
-        """``library`` holds compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
-
-        ``max_native_tokens``: of a step that they compute; None: any, and so no token depends, to the bit, on what is
-        computed beside it.
         """
+        Args:
+            subnets: what the numbers in chunks stand for.
+            library: compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
+            max_native_tokens: of a step that they compute; None: any, and so no token depends, to the bit, on what is
+                computed beside it.
+        """
+        device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
             f"batch-invariant operators are fp32, not {dtype}"
         )
-        self.model, self.config = model.to(device), model.config
-        for parameter in model.parameters():  # not the buffers: balance biases stay fp32
-            parameter.data = parameter.data.to(dtype)
-        self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, torch.device(device), routes)
-        self._page_size, self._arithmetic, self._max_native_tokens = page_size, arithmetic, max_native_tokens
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        if arithmetic.batch_invariant:
-            config = self.config
-            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
-            self._rotary = cos_PR.to(device), sin_PR.to(device)
-        self._native: NativeForward | None = None
-        self._why_torch = _why_torch(library, torch.device(device), dtype, arithmetic)
+        self.model, self.config = model, model.config
+        self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, device, routes)
+        self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
+        self.native: NativeForward | None = None
+        self._why_torch = _why_torch(library, device, dtype, arithmetic)
         if not self._why_torch:
             assert library is not None and library.handle is not None
-            pool = self.pool
-            self._native = NativeForward(library.handle, model, pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK)
-        self._read_weights()
+            self.native = NativeForward(library.handle, model, subnets, self.pool)
+        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -139,43 +100,32 @@ class Runner:
         found = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
         return {"prefill": prefill, "decode": decode, **found}
 
-    @property
-    def native(self) -> NativeForward | None:
-        """The compiled kernels, where they run."""
-        return self._native
-
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> StepOutput:
+    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Compute ``chunks``: keys, values and (``want_routes``) routes go to the pool, replacing what was there.
 
         A chunk may begin anywhere, also at positions computed before; what lies before it must be in the pool. No two
         chunks may write the same place.
+
+        Returns:
+            fp32 logits [M, V], chunk by chunk in the caller's order, positions rising.
         """
         assert chunks, "a step without chunks"
         for chunk in chunks:
             assert 0 <= chunk.num_logits <= len(chunk.tokens) and chunk.tokens, f"chunk {chunk}"
         assert not want_routes or self.pool.routes_PZLK is not None, "the pool has no room for routes"
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-        if self._native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
-            return StepOutput(self._native.forward(chunks, want_routes))
-        layout = self._planner.layout(chunks)
-        routed: list[Routed] | None = [] if want_routes else None
-        keys_LPZGC, values_LPZGC = self.pool.keys_LPZGC, self.pool.values_LPZGC
-        if isinstance(self._weights, PreciseWeights):
-            logits_MV = forward_precise(self._weights, layout, keys_LPZGC, values_LPZGC, routed)
-        else:
-            logits_MV = forward(self._weights, layout, keys_LPZGC, values_LPZGC, routed)
-        if routed is not None:
-            self._store_routes(layout.slots_N, routed)
-        return StepOutput(logits_MV)
+        if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
+            return self.native.forward(chunks, want_routes)
+        return self._torch.forward(chunks, want_routes)
 
     def read_routes(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Routes [T, L, K] of positions ``start`` to ``end`` of the sequence whose page table is ``pages``; a copy."""
         pool = self.pool.routes_PZLK
         assert pool is not None, "the pool has no room for routes"
-        positions = np.arange(start, end)
-        slots = np.asarray(pages, np.int64)[positions // self._page_size] * self._page_size
-        slots_T = torch.from_numpy(slots + positions % self._page_size).to(pool.device)
+        positions, page_size = np.arange(start, end), pool.shape[1]
+        slots = np.asarray(pages, np.int64)[positions // page_size] * page_size
+        slots_T = torch.from_numpy(slots + positions % page_size).to(pool.device)
         return pool.flatten(0, 1).index_select(0, slots_T).cpu().numpy()
 
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
@@ -198,36 +148,51 @@ class Runner:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
-        self._read_weights()
+        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
-    def _read_weights(self) -> None:
-        self._weights: NetworkWeights | PreciseWeights
-        if self._arithmetic.is_plain:
-            self._weights = NetworkWeights.of(self.model)
-        else:
-            self._weights = PreciseWeights.of(self.model, self._arithmetic)
-        self._planner = Planner(self.model, self._page_size, self._rotary)
 
-    def _store_routes(self, slots_N: Tensor, routed: list[Routed]) -> None:
-        """Write a step's routes to the pool, the sentinel where a token ran no such layer or has fewer choices."""
-        pool = self.pool.routes_PZLK
-        assert pool is not None
-        num_layers, num_slots = pool.shape[2:]
-        sentinel = torch.iinfo(pool.dtype).max
-        is_whole = all(
-            [choice.tokens_N is None and choice.is_even and choice.chosen_NK.shape[1] == num_slots for choice in routed]
+def state_checksum(state: Mapping[str, Tensor]) -> str:
+    """XXH3 of 128 bits over names, types, shapes and bytes of all tensors, in order of name.
+
+    Against damage, not against malice: it is taken of all weights at every step of a run, on both ends, and a
+    cryptographic hash would take a hundred times as long.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_weights(
+    source: Mapping[str, Tensor] | Path | str, config: ModelConfig, checksum: str | None
+) -> Mapping[str, Tensor]:
+    """The state dict of ``source``, a state dict already or a checkpoint folder, for a network of ``config``.
+
+    Args:
+        checksum: `state_checksum` of a state dict, or the ``weights_hash`` of a folder's lineage; None: not checked.
+
+    Raises:
+        UserError: another checksum, another network, or a checkpoint that cannot be read.
+    """
+    if isinstance(source, Mapping):
+        if checksum is not None:
+            _refuse_other(state_checksum(source), checksum, "state")
+        return source
+    folder = Path(source)
+    stored = read_config(folder)
+    if stored != config:
+        field = next(name for name in ModelConfig.model_fields if getattr(stored, name) != getattr(config, name))
+        raise UserError(
+            f"{folder}: {field}: is {getattr(stored, field)!r}, the network in service has {getattr(config, field)!r}; "
+            "serve this checkpoint in an engine of its own"
         )
-        if routed and len(routed) == num_layers and is_whole:
-            routes_NLK = torch.stack([choice.chosen_NK for choice in routed], 1)
-        else:
-            routes_NLK = slots_N.new_full((len(slots_N), num_layers, num_slots), sentinel)
-            for choice in routed:
-                top_k = choice.chosen_NK.shape[1]
-                assert top_k <= num_slots, f"top-{top_k} does not fit a pool of {num_slots} choices"
-                tokens_N = slice(None) if choice.tokens_N is None else choice.tokens_N
-                absent_NK = choice.chosen_NK == self.config.experts_by_layer[choice.row]
-                routes_NLK[tokens_N, choice.row, :top_k] = choice.chosen_NK.masked_fill(absent_NK, sentinel)
-        raw = routes_NLK.to(pool.dtype)
-        # torch copies rows of int16 but not of uint16
-        narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
-        pool.view(narrow).flatten(0, 1).index_copy_(0, slots_N, raw.view(narrow))
+    if checksum is not None:
+        _refuse_other(weights_hash(folder), checksum, str(folder))
+    return read_checkpoint(folder).model.state_dict()
+
+
+def _refuse_other(found: str | None, wanted: str, source: str) -> None:
+    if found != wanted:
+        raise UserError(f"{source}: checksum: is {found}, {wanted} was announced; send the weights again")

@@ -12,11 +12,11 @@ Invariants that make everything finish:
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
 from operator import attrgetter
 
-from stretto.engine.cache import ROOT, PageAllocator
-from stretto.engine.sequence import Chunk, SequenceState, StepPlan, check_fits
+from stretto.base.errors import UserError
+from stretto.engine.cache import ROOT, PageAllocator, chain_hash
+from stretto.engine.sequence import Chunk, SequenceState, StepPlan
 
 _by_arrival = attrgetter("order")
 
@@ -28,8 +28,8 @@ class Scheduler:
     ended. Sequences are computed in order of arrival; one whose prompt another still computes (all samples of a group
     arrive together) waits for those pages and lets later ones pass.
 
-    With ``draft_tokens`` the pages of a planned sequence whose last token alone is to be computed reach so many positions
-    and one more beyond its tokens, or to ``max_len``.
+    With ``draft_tokens`` the pages of a planned sequence that decodes reach so many positions and one more beyond its
+    tokens, or to ``max_len``.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Scheduler:
         max_len: int,
         draft_tokens: int = 0,
         prefix_cache: bool = True,
-        salt: bytes = b"",
+        weight_version: int = 0,
     ) -> None:
         """
         Args:
@@ -49,58 +49,33 @@ class Scheduler:
             max_step_tokens: tokens of one plan, and of its verification with drafts.
             max_len: prompt and completion together.
             draft_tokens: most tokens drafted ahead. The attribute may be changed between plans, up to this value.
-            salt: names the weights that fill the pages.
+            weight_version: of the weights that fill the pages.
         """
         assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
-        self.allocator = allocator
-        self.max_batch = max_batch
-        self.max_step_tokens = max_step_tokens
-        self.max_len = max_len
-        self.draft_tokens = draft_tokens
-        self._most_draft_tokens = draft_tokens
-        self.prefix_cache = prefix_cache
-        self.salt = salt
-        self._waiting: list[SequenceState] = []  # both in order of arrival
-        self._running: list[SequenceState] = []
+        self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
+        self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
+        self.draft_tokens = self._most_draft_tokens = draft_tokens
+        # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self._num_arrived = 0
         self._leaders: dict[bytes, SequenceState] = {}  # by full pages of the prompt: who runs to fill them for all
         self._stuck: SequenceState | None = None  # could not be admitted, and no page has come free since
-
-    @property
-    def waiting(self) -> Sequence[SequenceState]:
-        """Not in the batch, preempted ones included, in order of arrival. A view: not to be changed."""
-        return self._waiting
-
-    @property
-    def running(self) -> Sequence[SequenceState]:
-        """In the batch, in order of arrival. A view: not to be changed."""
-        return self._running
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence.
 
         Raises:
-            UserError: it could not be computed even if it were alone.
+            UserError: it could not be computed to its last token even if it were alone.
         """
-        check_fits(seq, self.allocator.num_pages, self.allocator.page_size, self.max_len, self._most_draft_tokens)
+        self._check_fits(seq)
         assert seq.order < 0, f"{seq.request.id}[{seq.index}] is added twice"
         seq.order = self._num_arrived
         self._num_arrived += 1
-        self._waiting.append(seq)
-        if self.prefix_cache and self._num_shared(seq) and not seq.request.sampling.prompt_logprobs:
-            seq.prefix_key = seq.key_of(self._num_shared(seq))
+        self.waiting.append(seq)
+        if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
+            num = self._num_shared(seq)
+            seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, 0))
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.
@@ -115,8 +90,8 @@ class Scheduler:
         size = self.allocator.page_size
         place = 0
         # Earliest first and victims from the end, so none that has its chunk in this plan loses pages.
-        while place < len(self._running):
-            seq = self._running[place]
+        while place < len(self.running):
+            seq = self.running[place]
             place += 1
             num_tokens, start = len(seq.tokens), seq.num_computed
             if num_tokens - start > 1:
@@ -126,7 +101,7 @@ class Scheduler:
                 chunks.append(Chunk((seq.tokens[start],), start, table, seq.subnet, 1))
                 sequences.append(seq)
         budget = self.max_step_tokens - len(chunks) * (1 + self.draft_tokens)
-        if self._waiting and not preempted:  # what was just taken away is not given back in the same step
+        if self.waiting and not preempted:  # what was just taken away is not given back in the same step
             unfinished += self._admit(budget - sum(seq.num_pending for seq in unfinished))
         for seq in unfinished:
             num_drafts = self.draft_tokens if seq.num_pending == 1 else 0  # resumed just before its end
@@ -136,7 +111,7 @@ class Scheduler:
             sequences.append(seq)
             budget -= len(chunks[-1].tokens) + num_drafts
         if not chunks:
-            assert not self._running, f"{len(self._running)} are running and none can be computed"
+            assert not self.running, f"{len(self.running)} are running and none can be computed"
             return None
         return StepPlan(tuple(chunks), tuple(sequences), tuple(preempted))
 
@@ -153,33 +128,44 @@ class Scheduler:
 
     def finish(self, seq: SequenceState) -> None:
         """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
-        (self._running if seq in self._running else self._waiting).remove(seq)
+        (self.running if seq in self.running else self.waiting).remove(seq)
         self._release_followers(seq)
         self._drop_pages(seq)
 
-    def abort(self, seq: SequenceState) -> None:
-        """`finish` for one that is not done; nothing happens to one that has left."""
-        if seq in self._running or seq in self._waiting:
-            seq.finish_reason = seq.finish_reason or "abort"
-            self.finish(seq)
-
-    def weights_changed(self, salt: bytes, *, keep_cache: bool) -> tuple[SequenceState, ...]:
-        """From now on pages are filled by other weights, named ``salt``; nothing of before is found any more.
+    def weights_changed(self, version: int, *, keep_cache: bool) -> tuple[SequenceState, ...]:
+        """From now on pages are filled by weights of this version; nothing of before is found any more.
 
         Returns:
             The sequences that this preempted, whose routes are still in ``lost_pages``: every running one, or none
             where ``keep_cache`` lets them go on upon the keys and values they have.
         """
-        preempted = () if keep_cache else tuple(self._running)
+        preempted = () if keep_cache else tuple(self.running)
         self._leaders.clear()
-        for seq in self._running:
+        for seq in self.running:
             seq.is_sealing = False
         for seq in reversed(preempted):
             self._preempt(seq)
         self.allocator.forget()
-        self.salt = salt
+        self.weight_version = version
         self._stuck = None
         return preempted
+
+    def _check_fits(self, seq: SequenceState) -> None:
+        name, num_new, drafts = f"request {seq.request.id}", seq.sampling.max_tokens, self._most_draft_tokens
+        num_pages, page_size = self.allocator.num_pages, self.allocator.page_size
+        if seq.num_prompt >= self.max_len:
+            raise UserError(
+                f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.max_len} positions; "
+                "shorten it"
+            )
+        most = min(seq.num_prompt + num_new, self.max_len) - 1  # the token sampled last is never computed
+        end = min(most + drafts + 1, self.max_len) if drafts else most
+        if end > num_pages * page_size:
+            raise UserError(
+                f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
+                f"{num_pages} cache pages of {page_size} tokens; lower it, shorten the prompt or give "
+                "the cache more memory"
+            )
 
     def _reach(self, num_tokens: int, num_pending: int) -> int:
         """Positions that the pages of a sequence have to hold before its next step."""
@@ -191,10 +177,8 @@ class Scheduler:
         """Get the pages it lacks for one more token, from later sequences if need be; False: from itself."""
         num_missing = self.allocator.pages_for(self._reach(len(seq.tokens), 1)) - len(seq.pages)
         while (pages := self.allocator.allocate(num_missing)) is None:
-            victim = self._running[-1]
-            assert len(self._running) > 1, (
-                f"{len(seq.tokens)} tokens of {seq.request.id} do not fit, though it is alone"
-            )
+            victim = self.running[-1]
+            assert len(self.running) > 1, f"{len(seq.tokens)} tokens of {seq.request.id} do not fit, though it is alone"
             self._preempt(victim)
             preempted.append(victim)
             if victim is seq:
@@ -208,16 +192,16 @@ class Scheduler:
         admitted: list[SequenceState] = []
         limit = min(self.max_batch, self.max_step_tokens // (1 + self._most_draft_tokens))
         place = 0
-        while budget > 0 and place < len(self._waiting) and len(self._running) < limit:
-            seq = self._waiting[place]
+        while budget > 0 and place < len(self.waiting) and len(self.running) < limit:
+            seq = self.waiting[place]
             if seq.prefix_key in self._leaders:
                 place += 1
             elif seq is self._stuck or not self._take_pages(seq):
                 self._stuck = seq
                 break
             else:
-                del self._waiting[place]
-                insort(self._running, seq, key=_by_arrival)
+                del self.waiting[place]
+                insort(self.running, seq, key=_by_arrival)
                 admitted.append(seq)
                 budget -= seq.num_pending
                 if seq.prefix_key and seq.num_computed < self._num_shared(seq):
@@ -231,16 +215,16 @@ class Scheduler:
         if self.prefix_cache:
             # A prompt token whose log-probability is still wanted cannot come from the cache, which holds no logits.
             num_known = len(seq.prompt_log_probs) + 1
-            is_wanted = seq.request.sampling.prompt_logprobs and num_known < seq.num_prompt
+            is_wanted = seq.sampling.prompt_logprobs and num_known < seq.num_prompt
             tokens = seq.tokens[:num_known] if is_wanted else seq.tokens
-            salts = (seq.page_salt(number, size, self.salt) for number in range(len(seq.tokens) // size))
+            salts = (seq.page_salt(number, size, self.weight_version) for number in range(len(seq.tokens) // size))
             pages = self.allocator.match(tokens, salts)
         num_computed = len(pages) * size
         reach = self._reach(len(seq.tokens), len(seq.tokens) - num_computed)
         num_missing = self.allocator.pages_for(reach) - len(pages)
         # One page to grow for everyone who runs: without it the newcomer would be the next victim, again and again.
         fresh = None
-        if num_missing + len(self._running) <= self.allocator.num_free:
+        if num_missing + len(self.running) <= self.allocator.num_free:
             fresh = self.allocator.allocate(num_missing)
         if fresh is None:
             self.allocator.release(pages)
@@ -260,13 +244,15 @@ class Scheduler:
             previous = seq.page_hashes[-1] if number else ROOT
             tokens = seq.tokens[number * size : (number + 1) * size]
             seq.page_hashes.append(
-                self.allocator.seal(seq.pages[number], previous, tokens, seq.page_salt(number, size, self.salt))
+                self.allocator.seal(
+                    seq.pages[number], previous, tokens, seq.page_salt(number, size, self.weight_version)
+                )
             )
 
     def _preempt(self, seq: SequenceState) -> None:
-        self._running.remove(seq)
+        self.running.remove(seq)
         self._release_followers(seq)
-        insort(self._waiting, seq, key=_by_arrival)
+        insort(self.waiting, seq, key=_by_arrival)
         seq.num_preemptions += 1
         self._drop_pages(seq)
 
@@ -289,7 +275,7 @@ class Scheduler:
         start = seq.num_computed
         end = min(start + budget, seq.phase_end(start))
         num_logits = int(end == len(seq.tokens))
-        if seq.request.sampling.prompt_logprobs:
+        if seq.sampling.prompt_logprobs:
             first = max(start, len(seq.prompt_log_probs))
             if first < min(end, seq.num_prompt - 1):
                 num_logits = end - first

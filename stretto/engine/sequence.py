@@ -1,51 +1,124 @@
-"""What the scheduler, the runner and the engine tell each other: a sequence's state, a chunk of it, one step's plan.
+"""A sequence from admission to its end: what it was asked, where it stands in the cache, what was chosen, how it ends.
 
 Positions count from the first prompt token. Imports no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.engine.request import FinishReason, Request, TopLogprob
-from stretto.model.spec import Subnet
+from stretto.engine.grammar import GrammarCompiler, GrammarState
+from stretto.engine.request import Completion, FinishReason, Request, Sampling, TokenEvent, TopLogprob, Usage
+from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.text.stream import Detokenizer, StopStrings
+from stretto.text.tokenizer import Tokenizer
 
+SEED_MASK = (1 << 64) - 1
 _NEVER = 1 << 62
 """Position of something that has not happened yet."""
+_CONTEXT = 4
+"""Prompt tokens that the detokenizer looks at: whether a space comes first depends on what is before it."""
 
 
-def subnet_key(subnet: Subnet) -> bytes:
-    """16 bytes that two Subnets share only if they are equal."""
-    text = repr((subnet.layers, subnet.experts, subnet.top_k))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+class SubnetTable:
+    """Numbers for the Subnets that an engine has met: whatever is kept for a Subnet, it is kept by its number.
+
+    To hash a Subnet, or to compare two, costs as much as a layer.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Subnet, int] = {}
+        self._subnets: list[Subnet] = []
+
+    def number(self, subnet: Subnet) -> int:
+        """Equal for equal Subnets, however many objects there are."""
+        if subnet not in self._numbers:
+            self._numbers[subnet] = len(self._subnets)
+            self._subnets.append(subnet)
+        return self._numbers[subnet]
+
+    def __getitem__(self, number: int) -> Subnet:
+        return self._subnets[number]
+
+
+class TokenCounts:
+    """How often each distinct token of a sequence stands in its prompt and in its output, for penalties."""
+
+    def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
+        self._tokens = list(tokens[:num_prompt])
+        ids, counts = np.unique(np.array(self._tokens, dtype=np.int64), return_counts=True)
+        self._slot = {token: slot for slot, token in enumerate(ids.tolist())}
+        # Columns: token id, times in the prompt, times in the output. Room for as many again before it must grow.
+        self._table = np.zeros((2 * len(ids) + 16, 3), dtype=np.int64)
+        self._table[: len(ids), :2] = np.stack((ids, counts), 1)
+        self.move_to(tokens)
+
+    @property
+    def table(self) -> np.ndarray:
+        """int64 [distinct tokens, 3]: id, times in the prompt, times in the output (both 0 after a rejected draft)."""
+        return self._table[: len(self._slot)]
+
+    def move_to(self, tokens: Sequence[int]) -> None:
+        """Count ``tokens``, of the same prompt, instead; costs only what differs."""
+        tokens = list(tokens)
+        num_same = len(self._tokens)
+        if tokens[:num_same] != self._tokens:
+            pairs = zip(self._tokens, tokens, strict=False)
+            num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for token in self._tokens[num_same:]:
+            self._table[self._slot[token], 2] -= 1
+        for token in tokens[num_same:]:
+            slot = self._slot.get(token)
+            if slot is None:
+                slot = self._slot[token] = len(self._slot)
+                if slot == len(self._table):
+                    self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+                self._table[slot, 0] = token
+            self._table[slot, 2] += 1
+        self._tokens[num_same:] = tokens[num_same:]
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """One choice of one request while it is in the engine. Owned by the engine's thread; compared by identity.
 
-    The scheduler writes ``num_computed`` and everything about pages and preemption; the engine writes the rest.
-    ``tokens`` holds final tokens only: it grows at the end and is never shortened, drafted tokens stay outside.
+    The scheduler writes ``num_computed`` and everything about pages and preemption, the speculator what is drafted, the
+    engine the rest. ``tokens`` holds final tokens only: it grows at the end and is never shortened, drafts stay outside.
     """
 
     request: Request
+    subnets: tuple[int, int, int]
+    """Numbers of the Subnets that compute the prompt, the thinking and the answer."""
     index: int = 0
     """Which of the request's n choices."""
-    tokens: list[int] = field(default_factory=list)
-    """Prompt and output; filled with the prompt where nothing is given."""
+    sampling: Sampling = None  # type: ignore[assignment]  # the request's where nothing is given
+    """Its own: with its seed."""
+    is_streamed: bool = True
+    """Whether an event for every token is wanted."""
     arrived_s: float = 0.0
-    """The four times are the engine's clock, seconds; None: not yet."""
+    """The times are the engine's clock, seconds; None: not yet."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
-    finished_s: float | None = None
 
+    tokens: list[int] = field(init=False)
+    """Prompt and output."""
     num_prompt: int = field(init=False)
+    limit: int = _NEVER
+    """Length, prompt included, at which it ends whatever it says."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    min_length: int = field(init=False)
+    """Length, prompt included, before which nothing ends it."""
+    temperature: float | None = field(init=False)
+    """`Sampling.plain_temperature`."""
+
     num_computed: int = 0
     """Leading tokens whose keys and values are in ``pages``."""
     pages: list[int] = field(default_factory=list)
@@ -68,7 +141,6 @@ class SequenceState:
     lost_tokens: int = 0
     """Tokens that were computed then."""
 
-    seed: int = 0
     log_probs: list[float] = field(default_factory=list)
     """Of each output token, nats, processed."""
     versions: list[int] = field(default_factory=list)
@@ -84,44 +156,44 @@ class SequenceState:
     error: str | None = None
     flops: int = 0
     """Spent so far, recomputation and rejected drafts included."""
-    num_drafted: int = 0
-    num_accepted: int = 0
-    """Of the drafted ones."""
-    grammar: Any = None
-    """State of its grammar, where it has one."""
-    detokenizer: Any = None
+    grammar: GrammarState | None = None
+    detokenizer: Detokenizer | None = None
     """Incremental text of its output."""
-    stops: Any = None
-    """Search for its stop strings."""
+    stops: StopStrings | None = None
     text: str = ""
     """Visible text so far."""
 
-    _subnets: tuple[Subnet, Subnet, Subnet] = field(init=False, repr=False)
-    """Of the prompt, of thinking, of the answer."""
-    _keys: tuple[bytes, bytes, bytes] = field(init=False, repr=False)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafted ones."""
+    lookup: Any = None
+    """`stretto.engine.speculation.Lookup` of its tokens, where drafts are looked up."""
+    most_drafts: int = 0
+    """Tokens that may be drafted for it in this step; with the next three, of this step alone."""
+    drafts: list[int] = field(default_factory=list)
+    draft_rows: list[tuple[int, int]] = field(default_factory=list)
+    """For each draft: the drafting step, and the row there that it was drawn from."""
+    draft_masks: list[np.ndarray] = field(default_factory=list)
+    """What the grammar allows after each number of drafts, from none on; empty where there is no grammar."""
+
     _num_scanned: int = field(init=False, repr=False)
     """Tokens searched for the end of thinking."""
     _answer_start: int = field(init=False, repr=False)
+    _counts: TokenCounts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         assert self.request.prompt, f"request {self.request.id} has an empty prompt"
-        self.tokens = self.tokens or list(self.request.prompt)
-        self.num_prompt = self._num_scanned = len(self.request.prompt)
-        phases = self.request.phases
-        thinking = phases.thinking or phases.answer
-        self._subnets = (phases.prefill or thinking, thinking, phases.answer)
-        keys = {id(subnet): subnet_key(subnet) for subnet in self._subnets}
-        self._keys = tuple(keys[id(subnet)] for subnet in self._subnets)  # type: ignore[assignment]
-        self._answer_start = _NEVER if phases.thinking_end is not None else self.num_prompt
+        self.sampling = self.sampling or self.request.sampling
+        self.tokens = list(self.request.prompt)
+        self.num_prompt = self._num_scanned = len(self.tokens)
+        self.min_length = self.num_prompt + self.sampling.min_tokens
+        self.temperature = self.sampling.plain_temperature
+        self._answer_start = _NEVER if self.request.phases.thinking_end is not None else self.num_prompt
 
     @property
     def num_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
 
     @property
     def output(self) -> list[int]:
@@ -133,27 +205,56 @@ class SequenceState:
         return self.num_computed >= self.num_prompt and self.num_pending == 1
 
     @property
-    def subnet(self) -> Subnet:
+    def seed_bits(self) -> int:
+        """Its seed as uint64."""
+        return (self.sampling.seed or 0) & SEED_MASK
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafting leaves it what it was promised: a named seed promises the same tokens every time."""
+        return self.request.sampling.seed is None or self.sampling.is_greedy
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """Kept from step to step; None where there are no penalties."""
+        if self._counts is None and self.temperature is None and self.sampling.has_penalties:
+            self._counts = TokenCounts(self.tokens, self.num_prompt)
+        return self._counts
+
+    @property
+    def subnet(self) -> int:
         """Of the next token to compute."""
         if self.num_computed >= self._answer_start:  # asked for every token
-            return self._subnets[2]
+            return self.subnets[2]
         return self.subnet_at(self.num_computed)
 
-    def subnet_at(self, position: int) -> Subnet:
+    def subnet_at(self, position: int) -> int:
         """The Subnet that computes the token at ``position``.
 
         A position beyond the tokens belongs to the phase that the known tokens leave open, so a draft that contains the
         end of thinking must stop there.
         """
-        return self._subnets[self._phase_at(position)]
+        return self.subnets[self._phase_at(position)]
 
     def phase_end(self, position: int) -> int:
         """First later position that another Subnet computes, or the number of tokens where there is none."""
         phase = self._phase_at(position)
         borders = (self.num_prompt, self._answer_start, _NEVER)
-        while phase < 2 and self._keys[phase + 1] == self._keys[phase]:
+        while phase < 2 and self.subnets[phase + 1] == self.subnets[phase]:
             phase += 1
         return min(borders[phase], len(self.tokens))
+
+    def _phase_at(self, position: int) -> int:
+        """0 prompt, 1 thinking, 2 answer."""
+        if self._answer_start == _NEVER and self._num_scanned < len(self.tokens):
+            try:
+                end = self.tokens.index(self.request.phases.thinking_end, self._num_scanned)  # type: ignore[arg-type]
+                self._answer_start = end + 1
+            except ValueError:
+                self._num_scanned = len(self.tokens)
+        if position < self.num_prompt:
+            return 0
+        return 1 if position < self._answer_start else 2
 
     def key(self, start: int, end: int) -> bytes:
         """Which Subnets computed tokens ``start`` to ``end``; equal only for the same Subnets at the same offsets."""
@@ -161,44 +262,159 @@ class SequenceState:
         while start < end:
             stop = min(self.phase_end(start), end)
             assert stop > start, f"key up to {end} of {len(self.tokens)} tokens"
-            parts.append(self._keys[self._phase_at(start)] + (stop - start).to_bytes(4, "little"))
+            parts.append(self.subnet_at(start).to_bytes(4, "little") + (stop - start).to_bytes(4, "little"))
             start = stop
         return b"".join(parts)
 
-    def key_of(self, num_tokens: int) -> bytes:
-        """Of the first tokens of the prompt: equal only where their pages would be the same."""
-        text = array("q", self.tokens[:num_tokens]).tobytes() + self.page_salt(0, num_tokens, b"")
-        return hashlib.blake2b(text, digest_size=32).digest()
-
-    def page_salt(self, number: int, page_size: int, weights: bytes) -> bytes:
+    def page_salt(self, number: int, page_size: int, weight_version: int) -> bytes:
         """What page ``number`` depends on beside its tokens and the pages before it.
 
         Those who want no routes have pages of their own, which may lack them.
         """
-        # The key says itself where it ends, so no two triples are the same bytes.
         key = self.key(number * page_size, (number + 1) * page_size)
-        return key + bytes([self.request.want_routes]) + weights
+        return key + bytes([self.request.want_routes]) + weight_version.to_bytes(8, "little", signed=True)
 
-    def _phase_at(self, position: int) -> int:
-        """0 prompt, 1 thinking, 2 answer."""
-        if self._answer_start == _NEVER and self._num_scanned < len(self.tokens):
-            self._find_answer()
-        if position < self.num_prompt:
-            return 0
-        return 1 if position < self._answer_start else 2
+    def push(
+        self, token: int, logprob: float, version: int, top: tuple[TopLogprob, ...], now_s: float
+    ) -> TokenEvent | None:
+        """Record a chosen token and set the finish reason where it is the last; the event where one is wanted."""
+        if not math.isfinite(logprob):
+            self.fail("the network's output is not a finite number")
+            return None
+        self.tokens.append(token)
+        self.log_probs.append(logprob)
+        self.versions.append(version)
+        if self.sampling.top_logprobs:
+            self.top_log_probs.append(top)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        is_long, reads_text = len(self.tokens) >= self.min_length, self._reads_text
+        is_end = token in self.end_ids and is_long
+        text = ""
+        if reads_text and not is_end:
+            text = self.detokenizer.push([token])  # type: ignore[union-attr]
+            if self.stops is not None:
+                text = self.stops.push(text, search=is_long)
+                self.stop = self.stops.matched
+        if is_end:
+            self.finish_reason, self.stop = "stop", token
+        elif self.stop is not None:  # a stop string, found in the text
+            self.finish_reason = "stop"
+        elif self.grammar is not None:
+            self._follow(self.grammar, token)
+        if self.error is not None:
+            return None
+        if self.finish_reason is None and len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+        if reads_text:
+            if self.finish_reason is not None:
+                text += self._rest()
+            self.text += text
+        if not self.is_streamed:
+            return None
+        return TokenEvent(self.request.id, self.index, token, logprob, text, version, top)
 
-    def _find_answer(self) -> None:
-        thinking_end = self.request.phases.thinking_end
-        assert thinking_end is not None
+    def begin_drafts(self) -> bool:
+        """Forget the drafts of the last step, and see what the grammar allows next; False, and the choice has failed,
+        where that is nothing."""
+        self.drafts, self.draft_rows, self.draft_masks = [], [], []
+        if self.grammar is None:
+            return True
         try:
-            self._answer_start = self.tokens.index(thinking_end, self._num_scanned) + 1
-        except ValueError:
-            self._num_scanned = len(self.tokens)
+            self.draft_masks.append(self.grammar.mask())
+        except UserError as error:
+            self.fail(str(error))
+            return False
+        if not self.draft_masks[0].any():
+            self.fail("grammar: no token of the vocabulary can follow")
+        return self.finish_reason is None
+
+    def draft(self, token: int, row: tuple[int, int]) -> None:
+        """Draft ``token``; one that the grammar cannot go on from is left out, and so is what would follow."""
+        if self.grammar is not None:
+            if not self.grammar.accept(token):
+                self.most_drafts = len(self.drafts)
+                return
+            self.draft_masks.append(self.grammar.mask())
+        self.drafts.append(token)
+        self.draft_rows.append(row)
+
+    def end_early(self) -> None:
+        """End it with reason ``abort``; text that was held back belongs to it now."""
+        self.finish_reason = "abort"
+        if self._reads_text:
+            self.text += self._rest()
+
+    def fail(self, reason: str) -> None:
+        """End this choice, and no other, for ``reason``."""
+        self.finish_reason, self.error = "error", reason
+
+    def complete(self, routes: np.ndarray | None, now_s: float) -> Completion:
+        """The record of a sequence that has a finish reason."""
+        request, output = self.request, self.output
+        assert self.finish_reason is not None, f"{request.id}[{self.index}] has not ended"
+        if self.detokenizer is not None and not self._reads_text:
+            visible = output[:-1] if isinstance(self.stop, int) else output
+            self.text = self.detokenizer.push(visible) + self.detokenizer.finish()
+        prompt_logprobs = np.array(self.prompt_log_probs, np.float32) if self.sampling.prompt_logprobs else None
+        return Completion(
+            request_id=request.id,
+            index=self.index,
+            prompt=request.prompt,
+            tokens=tuple(output),
+            logprobs=np.array(self.log_probs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            stop=self.stop,
+            seed=self.sampling.seed or 0,
+            usage=Usage(
+                prompt_tokens=self.num_prompt,
+                cached_tokens=self.num_cached,
+                output_tokens=len(output),
+                flops=self.flops,
+                subnet=request.phases.answer.label(),
+                queued_s=(now_s if self.first_scheduled_s is None else self.first_scheduled_s) - self.arrived_s,
+                first_token_s=(now_s if self.first_token_s is None else self.first_token_s) - self.arrived_s,
+                total_s=now_s - self.arrived_s,
+                num_preemptions=self.num_preemptions,
+                drafted_tokens=self.num_drafted,
+                accepted_tokens=self.num_accepted,
+            ),
+            top=tuple(self.top_log_probs),
+            prompt_logprobs=prompt_logprobs,
+            routes=routes,
+            error=self.error,
+        )
+
+    @property
+    def _reads_text(self) -> bool:
+        """Text is wanted token by token, else all at the end, which costs less."""
+        return self.detokenizer is not None and (self.is_streamed or self.stops is not None)
+
+    def _rest(self) -> str:
+        """Text that was held back, at the end."""
+        if isinstance(self.stop, str):
+            return ""  # what follows a stop string is not part of the text
+        rest = self.detokenizer.finish()  # type: ignore[union-attr]
+        if self.stops is not None:
+            rest = self.stops.push(rest) + self.stops.finish()
+        return rest
+
+    def _follow(self, grammar: GrammarState, token: int) -> None:
+        """Tell the grammar; the choice stops where that is at its end, and fails where it cannot go on."""
+        try:
+            if not grammar.accept(token):
+                self.fail(f"grammar: token {token} does not follow")
+            elif grammar.is_finished:
+                self.finish_reason = "stop"
+        except UserError as error:
+            self.fail(str(error))
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Chunk:
-    """What the runner computes for one sequence in one step. Written by the scheduler; by the engine for drafts.
+    """What the runner computes for one sequence in one step. Written by the scheduler; by the speculator for drafts.
 
     Never changed once made; not declared frozen because that triples the time to make one, and every token has its own.
     """
@@ -208,7 +424,8 @@ class Chunk:
     """Position of the first token."""
     pages: tuple[int, ...]
     """The whole table up to the last token of the chunk."""
-    subnet: Subnet
+    subnet: int
+    """Its number."""
     num_logits: int
     """Logits are wanted for so many of the last tokens; 0 for a prompt that goes on."""
 
@@ -229,22 +446,85 @@ class StepPlan:
     """Lost their pages in this plan: see ``lost_pages``."""
 
 
-def check_fits(seq: SequenceState, num_pages: int, page_size: int, max_len: int, draft_tokens: int) -> None:
-    """Refuse a sequence that the cache could not hold to its last token.
+class Admission:
+    """Checks requests and makes their sequences: everything that can be wrong is said before they join a batch."""
 
-    Raises:
-        UserError: the prompt leaves no room in ``max_len``, or prompt and completion need more pages than there are.
-    """
-    name, num_new = f"request {seq.request.id}", seq.request.sampling.max_tokens
-    if seq.num_prompt >= max_len:
-        raise UserError(
-            f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {max_len} positions; shorten it"
-        )
-    most = min(seq.num_prompt + num_new, max_len) - 1  # the token sampled last is never computed
-    end = min(most + draft_tokens + 1, max_len) if draft_tokens else most
-    if end > num_pages * page_size:
-        raise UserError(
-            f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
-            f"{num_pages} cache pages of {page_size} tokens; lower it, shorten the prompt or give "
-            "the cache more memory"
-        )
+    def __init__(
+        self,
+        config: ModelConfig,
+        subnets: SubnetTable,
+        tokenizer: Tokenizer | None,
+        end_ids: tuple[int, ...],
+        *,
+        max_len: int,
+        has_routes: bool,
+        seeds: Callable[[], int],
+    ):
+        self._config, self._subnets, self._tokenizer, self._end_ids = config, subnets, tokenizer, end_ids
+        self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids()
+        self._grammars: GrammarCompiler | None = None  # made at the first grammar: it takes a while
+        self._max_len, self._has_routes, self._seeds = max_len, has_routes, seeds
+
+    def sequences(self, request: Request, now_s: float, *, is_streamed: bool) -> list[SequenceState]:
+        """One sequence for each choice.
+
+        Raises:
+            UserError: something in the request that this network or engine does not have.
+        """
+        self._check(request)
+        sampling, subnets = request.sampling, self._numbers(request)
+        first_seed = self._seeds() if sampling.seed is None else sampling.seed
+        limit = min(len(request.prompt) + sampling.max_tokens, self._max_len)
+        end_ids = frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids)))
+        sequences = []
+        for index in range(sampling.n):
+            own = sampling.model_copy(update={"seed": first_seed + index, "n": 1})
+            seq = SequenceState(request, subnets, index, own, is_streamed, now_s, limit=limit, end_ids=end_ids)
+            seq.grammar = self._grammar(request)
+            if self._tokenizer is not None:
+                seq.detokenizer = Detokenizer(self._tokenizer, self._special_ids, after=request.prompt[-_CONTEXT:])
+                seq.stops = StopStrings(sampling.stop) if sampling.stop else None
+            sequences.append(seq)
+        return sequences
+
+    def _check(self, request: Request) -> None:
+        name, vocab = f"request {request.id}", self._config.vocab_size
+        if not request.prompt:
+            raise UserError(f"{name}: prompt: empty; give at least one token")
+        low, high = min(request.prompt), max(request.prompt)
+        if low < 0 or high >= vocab:
+            wrong = low if low < 0 else high
+            raise UserError(f"{name}: prompt: {wrong} is not a token id; they go from 0 to {vocab - 1}")
+        request.sampling.check(vocab, name)
+        if self._tokenizer is None and (request.sampling.stop or request.sampling.grammar):
+            field = "stop" if request.sampling.stop else "grammar"
+            raise UserError(f"{name}: {field}: needs text, and this engine has no tokenizer; use stop_ids")
+        if request.want_routes and not self._has_routes:
+            raise UserError(f"{name}: want_routes: this engine keeps no routes; open it with routes")
+
+    def _numbers(self, request: Request) -> tuple[int, int, int]:
+        phases = request.phases
+        thinking = phases.thinking or phases.answer
+        prefill = phases.prefill or thinking
+        for subnet in (prefill, thinking, phases.answer):
+            check_subnet(self._config, subnet)
+        for name, earlier, later in (("thinking", prefill, thinking), ("answer", thinking, phases.answer)):
+            missing = sorted(set(later.layers) - set(earlier.layers))
+            if missing:
+                raise UserError(
+                    f"request {request.id}: phases.{name}: layers {missing} were left out in the phase before, so they "
+                    "have no keys of the tokens so far; give the earlier phase all layers of the later ones"
+                )
+        number = self._subnets.number
+        return number(prefill), number(thinking), number(phases.answer)
+
+    def _grammar(self, request: Request) -> GrammarState | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        assert self._tokenizer is not None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer)
+        ends = self._end_ids + request.sampling.stop_ids
+        known = tuple(token for token in ends if token < self._tokenizer.vocab_size)
+        return self._grammars.compile(grammar, known, f"request {request.id}")

@@ -3,9 +3,8 @@
 The tokens of a step are one flat list; a chunk of it is neighbouring positions of one sequence.
 
 Shape letters: N tokens of a step, D hidden, H query heads, G key/value heads, J = H + G heads that are rotated,
-C head width, R channels of it that are rotated, X = (H + 2·G)·C, P pages of the cache, Z tokens a page, Q chunks,
-B chunks of a group, M pages of the longest of them, T = M·Z, E experts, K chosen, S = N·K pairs, F = 2·I, I expert
-width.
+C head width, R channels of it that are rotated, X = (H + 2·G)·C, P pages of the cache, Z tokens a page, B chunks of a
+group, L tokens of each, M pages of the longest of them, T = M·Z, E experts, K chosen, S = N·K pairs, F = 2·I, I expert width.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops import exact, matmul
 from stretto.ops.grouped import swiglu
-from stretto.ops.operators import attention, attention_reference, rms_norm_reference, rotate
+from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
+from stretto.ops.operators import attention, rotate
 from stretto.ops.route import MASKED, Routes, route
 
 MAX_PAIRS = 24
@@ -89,13 +90,12 @@ class ExpertWeights:
 
 
 def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
-    """`rms_norm_reference`; the weight may be any shape that broadcasts to ``x_D``.
+    """`stretto.ops.operators.rms_norm_reference`; the weight may be any shape that broadcasts to ``x_D``.
 
     ``eps`` is an fp32 scalar *tensor*: then the scale is three operators, and each costs as much as a row's product.
     """
-    if x_D.dtype != torch.float32:
-        return (x_D * _scale(x_D, eps)).to(x_D.dtype).mul_(weight_D)
-    return (x_D * _scale(x_D, eps)).mul_(weight_D)
+    y_D = x_D * _scale(x_D, eps)
+    return (y_D if x_D.dtype == torch.float32 else y_D.to(x_D.dtype)).mul_(weight_D)
 
 
 def _scale(x_D: Tensor, eps: Tensor) -> Tensor:
@@ -129,62 +129,67 @@ def store(
     return qk_NJC[:, :-G]
 
 
-def store_reference(
+def store_rounded(
     qkv_NX: Tensor,
     weight_JC: Tensor | None,
     eps: float,
     spans: Spans,
     keys_PZGC: Tensor,
     values_PZGC: Tensor,
+    arithmetic: Arithmetic,
 ) -> Tensor:
-    """`store` as the model's attention does it, one token at a time; leaves ``qkv_NX`` alone."""
+    """`store` in an arithmetic that is not plain, rounded as the model's attention does; leaves ``qkv_NX`` alone."""
     G, C = keys_PZGC.shape[2:]
-    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
-    qk_NJC = qkv_NHC[:, :-G] if weight_JC is None else rms_norm_reference(qkv_NHC[:, :-G], weight_JC, eps)
     half = spans.cos_N1R.shape[-1] // 2
-    rotated_1NJC = rotate(qk_NJC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])
-    for slot, qk_JC, qkv_HC in zip(spans.slots_N.tolist(), rotated_1NJC[0], qkv_NHC, strict=True):
-        page, place = divmod(slot, keys_PZGC.shape[1])
-        keys_PZGC[page, place] = qk_JC[-G:]
-        values_PZGC[page, place] = qkv_HC[-G:]
-    return rotated_1NJC[0, :, :-G]
+    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
+    qk_NJC = qkv_NHC[:, :-G]
+    if weight_JC is not None:
+        qk_NJC = matmul.norm(qk_NJC, weight_JC, eps, arithmetic)
+    cos_1NR, sin_1NR = spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:]
+    qk_NJC = rounded(rotate(qk_NJC[None], cos_1NR, sin_1NR)[0], arithmetic)
+    for pool_PZGC, rows_NGC in ((keys_PZGC, qk_NJC[:, -G:]), (values_PZGC, qkv_NHC[:, -G:])):
+        pool_PZGC.flatten(0, 1).index_copy_(0, spans.slots_N, rows_NGC.to(pool_PZGC.dtype))
+    return qk_NJC[:, :-G]
 
 
-def attend(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, groups: tuple[Group, ...]) -> Tensor:
-    """Attention of every token to its own sequence up to itself, [N, H·C]; one call of torch's attention a group."""
-    parts = [_attend_group(q_NHC, keys_PZGC, values_PZGC, group) for group in groups]
+def attend(
+    q_NHC: Tensor,
+    keys_PZGC: Tensor,
+    values_PZGC: Tensor,
+    groups: tuple[Group, ...],
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Attention of every token to its own sequence up to itself, [N, H·C]; one call of torch's attention a group.
+
+    ``batch_invariant``: by `stretto.ops.exact.attention`, the same bits however the sequence was cut into chunks.
+    """
+    parts = [_attend_group(q_NHC, keys_PZGC, values_PZGC, group, batch_invariant) for group in groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: Group) -> Tensor:
+def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: Group, batch_invariant: bool) -> Tensor:
     _, H, C = q_NHC.shape
     P, _, G, _ = keys_PZGC.shape
-    B, length = group.num_chunks, group.length
+    B, L = group.num_chunks, group.length
     k_BGTC = keys_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
     v_BGTC = values_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
-    q_NHC = q_NHC[group.start : group.start + B * length]
-    if length == 1:  # the query heads that share a key head stand as its queries, which is faster than telling torch so
+    q_NHC = q_NHC[group.start : group.start + B * L]
+    if L == 1 and not batch_invariant:
+        # the query heads that share a key head stand as its queries, which is faster than telling torch so
         q_BGHC = q_NHC.view(B, G, H // G, C)
         return F.scaled_dot_product_attention(q_BGHC, k_BGTC, v_BGTC, attn_mask=group.mask_B1LT).reshape(B, H * C)
-    q_BHLC = q_NHC.view(B, length, H, C).transpose(1, 2)
-    if group.mask_B1LT is None:
-        k_BGTC, v_BGTC = k_BGTC[:, :, :length], v_BGTC[:, :, :length]
-    y_BHLC = attention(q_BHLC, k_BGTC, v_BGTC, group.mask_B1LT)
-    return y_BHLC.transpose(1, 2).reshape(B * length, H * C)
-
-
-def attend_reference(
-    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, tables: list[list[int]], positions: list[int]
-) -> Tensor:
-    """`attend` one token at a time: ``tables`` are the pages of each token's sequence, ``positions`` where it stands."""
-    rows = []
-    for q_HC, table, position in zip(q_NHC, tables, positions, strict=True):
-        k_GTC, v_GTC = (
-            pool_PZGC[table].flatten(0, 1)[: position + 1].transpose(0, 1) for pool_PZGC in (keys_PZGC, values_PZGC)
-        )
-        seen = torch.ones(1, 1, 1, position + 1, dtype=torch.bool, device=q_NHC.device)
-        rows.append(attention_reference(q_HC[None, :, None], k_GTC[None], v_GTC[None], seen).flatten())
-    return torch.stack(rows)
+    q_BHLC = q_NHC.view(B, L, H, C).transpose(1, 2)
+    if batch_invariant:
+        if group.mask_B1LT is None:
+            seen_B1LT = torch.ones(1, 1, L, k_BGTC.shape[2], dtype=torch.bool, device=q_NHC.device).tril()
+        else:
+            seen_B1LT = group.mask_B1LT == 0
+        y_BHLC = exact.attention(q_BHLC, k_BGTC, v_BGTC, seen_B1LT)
+    elif group.mask_B1LT is None:
+        y_BHLC = attention(q_BHLC, k_BGTC[:, :, :L], v_BGTC[:, :, :L], None)
+    else:
+        y_BHLC = attention(q_BHLC, k_BGTC, v_BGTC, group.mask_B1LT)
+    return y_BHLC.transpose(1, 2).reshape(B * L, H * C)
 
 
 def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
@@ -207,21 +212,29 @@ def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Ro
     return Routes(chosen_NK, gates_NK)
 
 
-def route_tokens(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
-    """`route_tokens_reference` for all tokens at once. ``gate_ED`` is fp32."""
-    x_ND = x_ND.float()
-    logits_NE = F.linear(x_ND, gate_ED) if rule.mask is None else torch.addmm(rule.mask, x_ND, gate_ED.t())
-    scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
-    if rule.bias is None:
-        gates_NK, chosen_NK = scores_NE.topk(rule.top_k)
+def route_tokens(x_ND: Tensor, gate: Weight, rule: RouteRule, arithmetic: Arithmetic = PLAIN) -> Routes:
+    """`route_tokens_reference` for all tokens at once.
+
+    ``gate`` is fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives `route`'s bits.
+    """
+    x_ND, is_exact = x_ND.float(), arithmetic.batch_invariant
+    if is_exact:
+        logits_NE = matmul.linear(x_ND, gate, None, arithmetic)
+        logits_NE = logits_NE if rule.mask is None else logits_NE + rule.mask
+        scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
     else:
-        chosen_NK = (scores_NE + rule.bias).topk(rule.top_k).indices
-        gates_NK = scores_NE.gather(-1, chosen_NK)
+        assert isinstance(gate, Tensor)
+        logits_NE = F.linear(x_ND, gate) if rule.mask is None else torch.addmm(rule.mask, x_ND, gate.t())
+        scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
+    choice_NE = scores_NE if rule.bias is None else scores_NE + rule.bias
+    chosen_NK = exact.top_k(choice_NE, rule.top_k) if is_exact else choice_NE.topk(rule.top_k).indices
+    gates_NK = scores_NE.gather(-1, chosen_NK)
     if rule.dropped_NK is not None:
         gates_NK.masked_fill_(rule.dropped_NK, 0.0)
-        chosen_NK.masked_fill_(rule.dropped_NK, gate_ED.shape[0])
+        chosen_NK.masked_fill_(rule.dropped_NK, logits_NE.shape[1])
     if rule.normalize:
-        gates_NK.div_(gates_NK.sum(-1, keepdim=True).add_(1e-20))
+        sum_N1 = exact.sum_in_order(gates_NK, -1)[:, None] if is_exact else gates_NK.sum(-1, keepdim=True)
+        gates_NK.div_(sum_N1 + 1e-20)
     return Routes(chosen_NK, gates_NK.mul_(rule.scaling) if rule.scaling != 1.0 else gates_NK)
 
 

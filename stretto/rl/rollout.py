@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from stretto.base.trajectory import Segment, WeightVersion
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.engine import Engine
-from stretto.engine.open import open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed
 from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
 from stretto.rl.recipe import PrecisionConfig, RolloutConfig
 from stretto.rl.weights import fetch

@@ -25,7 +25,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.base.trajectory import WeightVersion
-from stretto.engine.weights import state_checksum
+from stretto.engine.runner import state_checksum
 from stretto.model.checkpoint import write_file
 from stretto.ops.fp8 import FP8, Fp8Weight, quantise_weight
 

@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stretto.base.errors import UserError
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Stream
 from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
-from stretto.engine.service import Service
-from stretto.engine.stream import Stream
 from stretto.model.spec import Subnet
 from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (

@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from stretto.engine.async_engine import EngineFailed
 from stretto.engine.request import EngineStats
-from stretto.engine.stream import EngineFailed
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from stretto.base.errors import UserError, nearest
+from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
-from stretto.engine.stream import Closed, EngineFailed
 from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.engine.service import Service
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.serve.chat import read_chat, read_short_chat
 from stretto.serve.completions import read_completion
 from stretto.serve.elastic import ElasticPolicy, Resolver, ServedModel

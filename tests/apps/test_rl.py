@@ -15,7 +15,7 @@ import torch
 
 from stretto.base.config import read_recipe
 from stretto.base.track import read_metrics
-from stretto.engine.open import open_engine
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint
 from stretto.rl.launch import Job

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from stretto.apps.serve import SERVING
-from stretto.engine.open import open_engine
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.engine.service import Service
 from stretto.model.spec import Subnet
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings

@@ -13,11 +13,10 @@ from stretto.apps.search import SEARCH_FILE, SearchRecord
 from stretto.apps.serve import Fit, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
-from stretto.engine.memory import cache_within, least_bytes
-from stretto.engine.open import open_engine
+from stretto.engine.loading import cache_within, least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
-from stretto.ops.native.build import Library
+from stretto.ops.native import Library
 from stretto.search.rank import Sensitivities
 from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace
 from tests.apps.conftest import PRESETS, SERVED

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stretto.engine.engine import Engine
-from stretto.engine.naive import logits_naive, subnets_by_position
+from stretto.engine.reference import logits_naive, subnets_by_position
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from stretto.engine.cache import PageAllocator
 from stretto.engine.request import Phases, Request, Sampling
 from stretto.engine.scheduler import Scheduler
-from stretto.engine.sequence import Chunk, SequenceState, StepPlan
+from stretto.engine.sequence import Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import Subnet
 
 FULL = Subnet(layers=(0, 1), experts=(4, 4), top_k=(2, 2))
 HALF = Subnet(layers=(0, 1), experts=(2, 2), top_k=(1, 1))
 SMALL = Subnet(layers=(0,), experts=(2,), top_k=(1,))
 THINKING_END = 2
+TABLE = SubnetTable()
 PHASES = {
     "full": Phases(answer=FULL),
     "small": Phases(answer=SMALL),
@@ -35,7 +36,10 @@ def sequence(
     **sampling: object,
 ) -> SequenceState:
     settings = Sampling(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-    return SequenceState(Request(name, tuple(prompt), settings, PHASES[phases]), index)
+    own = PHASES[phases]
+    thinking = own.thinking or own.answer
+    subnets = (own.prefill or thinking, thinking, own.answer)
+    return SequenceState(Request(name, tuple(prompt), settings, own), tuple(map(TABLE.number, subnets)), index)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -57,7 +61,7 @@ class Loop:
     scheduler: Scheduler
     drafts: Sequence[int] = (0,)
     """Accepted drafts, step by step, round and round."""
-    slots: dict[tuple[int, int], tuple[int, str, bytes]] = field(default_factory=dict)
+    slots: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     num_steps: int = 0
     started: list[SequenceState] = field(default_factory=list)
     finished: list[SequenceState] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Loop:
         plan = self.scheduler.plan()
         self.scheduler.allocator.check([seq.pages for seq in self.scheduler.running])
         if plan is None:
-            assert not self.scheduler.has_work
+            assert not self.scheduler.waiting and not self.scheduler.running
             return None
         self.num_steps += 1
         self.preempted += plan.preempted
@@ -141,15 +145,22 @@ class Loop:
 
     def write(self, seq: SequenceState, start: int, end: int) -> None:
         """Write the slots, after a look at all that the tokens attend to."""
-        size, weights = self.scheduler.allocator.page_size, self.scheduler.salt
+        size, weights = self.scheduler.allocator.page_size, self.scheduler.weight_version
         for position in range(end):
             slot = seq.pages[position // size], position % size
-            content = (seq.tokens[position], seq.subnet_at(position).label(), weights)
+            content = (seq.tokens[position], seq.subnet_at(position), weights)
             if position >= start:
                 self.slots[slot] = content
             else:
                 assert self.slots[slot][:2] == content[:2], f"position {position} of {seq.request.id}"
                 assert self.slots[slot][2] == content[2] or not seq.is_sealing
+
+
+def abort(loop: Loop, seq: SequenceState) -> None:
+    """End a sequence before its time; nothing happens to one that has left."""
+    if seq in loop.scheduler.running or seq in loop.scheduler.waiting:
+        seq.finish_reason = seq.finish_reason or "abort"
+        loop.scheduler.finish(seq)
 
 
 def make(num_pages: int = 16, page_size: int = 4, **options: int | bool) -> Loop:

@@ -29,7 +29,7 @@ def test_a_prompt_is_found_again_but_for_its_last_token() -> None:
     allocator = PageAllocator(8, 4)
     tokens = list(range(12))
     pages = fill(allocator, tokens)
-    assert allocator.num_cached == 3 and allocator.num_used == 3
+    assert allocator.num_cached == 3 and allocator.num_free == 8 - 3
     assert allocator.match(tokens, SALT) == pages[:2]  # the third page ends with the last token
     assert allocator.match([*tokens, 99], SALT) == pages
     assert allocator.match(tokens[:4], SALT) == []
@@ -90,7 +90,7 @@ def test_nothing_is_found_after_forgetting_and_pages_in_use_stay() -> None:
     idle, used = fill(allocator, [1, 2, 3]), fill(allocator, [4, 5, 6])
     allocator.release(idle)
     allocator.forget()
-    assert allocator.num_cached == 0 and allocator.num_used == 2
+    assert allocator.num_cached == 0 and allocator.num_free == 6 - 2
     assert allocator.match([4, 5, 6], SALT) == []
     allocator.check([used])
     allocator.release(used)

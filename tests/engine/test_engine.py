@@ -1,28 +1,38 @@
-"""The engine against generation written out, under everything that may go on around a request."""
+"""The engine against generation written out, under everything that may go on around a request: what a completion brings with
+its tokens, and weights that change while requests are in flight."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stretto.base.errors import UserError
-from stretto.engine.naive import generate_naive
-from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request
+from stretto.engine.engine import Engine
+from stretto.engine.reference import generate_naive
+from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, TokenEvent
+from stretto.engine.runner import state_checksum
+from stretto.model.checkpoint import weights_hash, write_checkpoint
 from tests.engine.engines import (
     CONFIG,
     CORNER,
     FULL,
     SHALLOW,
+    SUBNETS,
     check_greedy,
     check_idle,
     engine,
+    full_routes,
     mixed,
     network,
     prompts,
     request,
     run,
+    tokenizer,
 )  # fmt: skip
 
 MODEL = network()
@@ -112,7 +122,7 @@ def test_an_error_of_one_request_is_its_own() -> None:
     subject = engine(text=True)
     for one in [*others, bad]:
         subject.add(one)
-    seq = next(seq for seq in subject._choices if seq.request.id == "bad")
+    (seq,) = subject._open["bad"]
     seq.grammar.mask = lambda: np.zeros(CONFIG.vocab_size // 32, np.int32)  # a dead end, made by hand
     done = run(subject)
     assert done["bad", 0].finish_reason == "error" and "grammar" in (done["bad", 0].error or "")
@@ -172,3 +182,225 @@ def test_usage_counts_what_was_computed() -> None:
     assert 0 < plain.flops < longer.flops and small.flops < longer.flops
     assert (longer.prompt_tokens, longer.output_tokens, longer.subnet) == (3, 5, FULL.label())
     assert 0 <= longer.queued_s <= longer.first_token_s <= longer.total_s
+
+
+@pytest.mark.parametrize("num_pages", [200, 26])
+def test_routes_and_logprobs_equal_one_forward(num_pages: int) -> None:
+    """Under chunked prefill, prefix hits and (26 pages) preemption."""
+    model = network()
+    asked = [
+        request(f"r{index}", prompt, SUBNETS[index % 4], routes=True, max_tokens=16)
+        for index, prompt in enumerate(prompts(9, 16))
+    ]
+    subject = engine(model, num_pages=num_pages, max_step_tokens=16, max_batch=6)
+    done = subject.generate(asked)
+    assert (subject.stats().num_preemptions > 0) == (num_pages == 26)
+    assert (subject.stats().cached_tokens > 0) == (num_pages == 200)
+    for one, completion in zip(asked, done, strict=True):
+        tokens = completion.prompt + completion.tokens
+        assert completion.routes is not None and completion.routes.dtype == np.uint8
+        reference_TLK = full_routes(model, tokens[:-1], one.phases.answer)
+        np.testing.assert_array_equal(np.sort(completion.routes, -1), np.sort(reference_TLK, -1))
+        logp_TV = model.logits(torch.tensor([tokens[:-1]]), one.phases.answer)[0].log_softmax(-1)
+        chosen = logp_TV[len(completion.prompt) - 1 :].gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        # logits of size 30 after 5 layers of fp32 (eps 6e-8) and sums of at most 64 terms
+        np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=2e-4)
+
+
+def test_routes_after_a_hit_come_from_those_who_kept_them() -> None:
+    prompt = prompts(4, 1, 30, 30)[0]
+    subject = engine()
+    plain = subject.generate([request("plain", prompt)])[0]
+    assert plain.routes is None
+    first = subject.generate([request("first", prompt, routes=True)])[0]
+    second = subject.generate([request("second", prompt, routes=True)])[0]
+    assert first.usage.cached_tokens == 0 and second.usage.cached_tokens == 28
+    np.testing.assert_array_equal(first.routes, second.routes)
+
+
+def test_without_routes_there_is_no_room_for_them() -> None:
+    subject = engine(engine={"routes": False})
+    assert subject._runner.pool.routes_PZLK is None
+    with pytest.raises(UserError, match="want_routes"):
+        subject.add(request("x", (5,), routes=True))
+
+
+def test_prompt_logprobs() -> None:
+    model, prompt = network(), prompts(6, 1, 50, 50)[0]
+    subject = engine(model, max_step_tokens=12)
+    subject.generate([request("before", prompt)])  # leaves its pages in the prefix cache
+    done = subject.generate([request("x", prompt, prompt_logprobs=True, temperature=0.5, seed=1, top_logprobs=3)])[0]
+    logp_TV = model.logits(torch.tensor([prompt]))[0].log_softmax(-1)
+    reference = logp_TV[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(done.prompt_logprobs, reference.numpy(), atol=2e-4)
+    assert [len(top) for top in done.top] == [3] * 10
+    assert all(top[0].logprob >= logprob for top, logprob in zip(done.top, done.logprobs, strict=True))
+
+
+def test_ends() -> None:
+    greedy = engine().generate([request("x", (9, 8, 7), max_tokens=20)])[0]
+    end = greedy.tokens[4]
+    first = greedy.tokens.index(end) + 1
+    stopped = engine().generate([request("x", (9, 8, 7), max_tokens=20, stop_ids=(end,))])[0]
+    assert stopped.tokens == greedy.tokens[:first]
+    assert (stopped.finish_reason, stopped.stop, greedy.finish_reason, greedy.stop) == ("stop", end, "length", None)
+    with_end = engine(engine={"end_ids": (end,)})
+    assert with_end.generate([request("x", (9, 8, 7), max_tokens=20)])[0].tokens == stopped.tokens
+    ignoring = with_end.generate([request("y", (9, 8, 7), max_tokens=20, ignore_eos=True)])[0]
+    assert ignoring.tokens == greedy.tokens
+    held = with_end.generate([request("z", (9, 8, 7), max_tokens=20, min_tokens=12)])[0]
+    assert len(held.tokens) >= 12 and end not in held.tokens[:11]
+    longest = engine(max_len=15).generate([request("x", (9, 8, 7), max_tokens=99)])[0]
+    assert longest.tokens == engine().generate([request("x", (9, 8, 7), max_tokens=12)])[0].tokens
+
+
+def streamed(subject: Engine, asked: Request) -> tuple[str, list[int], Completion]:
+    subject.add(asked)
+    text, tokens, done = "", [], None
+    while subject.has_work:
+        for event in subject.step():
+            if isinstance(event, TokenEvent):
+                assert done is None
+                text, tokens = text + event.text, [*tokens, event.token]
+            else:
+                done = event
+    assert done is not None
+    return text, tokens, done
+
+
+def test_stop_strings_and_streamed_text() -> None:
+    prompt = tokenizer().encode("the cat")
+    text, tokens, done = streamed(engine(text=True), request("x", prompt, temperature=1.0, seed=3, max_tokens=40))
+    assert text == done.text and tuple(tokens) == done.tokens
+    whole = engine(text=True).generate([request("x", prompt, temperature=1.0, seed=3, max_tokens=40)])[0]
+    assert (whole.text, whole.tokens) == (text, done.tokens)
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut, cut_tokens, ended = streamed(
+        engine(text=True), request("x", prompt, temperature=1.0, seed=3, max_tokens=40, stop=(stop,))
+    )
+    assert cut == ended.text == text[: text.index(stop)]
+    assert (ended.finish_reason, ended.stop) == ("stop", stop)
+    assert tuple(cut_tokens) == done.tokens[: len(cut_tokens)]
+    quiet = engine(text=True).generate([request("x", prompt, temperature=1.0, seed=3, max_tokens=40, stop=(stop,))])[0]
+    assert (quiet.text, quiet.tokens) == (ended.text, ended.tokens)
+
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["cat", "dog"]}}, "required": ["a"]})
+
+
+def test_a_grammar_is_followed() -> None:
+    grammar = Grammar(kind="json_schema", text=SCHEMA)
+    asked = [
+        request(str(seed), tokenizer().encode("the"), temperature=1.0, seed=seed, max_tokens=80, grammar=grammar)
+        for seed in range(6)
+    ]
+    done = engine(text=True).generate(asked)
+    finished = [completion for completion in done if completion.finish_reason == "stop"]
+    assert finished
+    for completion in finished:
+        assert json.loads(completion.text)["a"] in ("cat", "dog")
+
+
+def other_weights(seed: int = 1) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in network(seed).state_dict().items()}
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_weights_change_under_way(keep_cache: bool) -> None:
+    """Tokens say which weights they are from; with a fresh cache, each follows from those weights alone."""
+    subject = engine(network(), num_pages=60)
+    asked = [
+        request(f"r{index}", prompt, routes=True, max_tokens=20) for index, prompt in enumerate(prompts(12, 6, 5, 30))
+    ]
+    for one in asked:
+        subject.add(one)
+    for _ in range(12):
+        subject.step()
+    before = {name: list(seq.tokens) for name, (seq,) in subject._open.items()}
+    log_probs = {name: list(seq.log_probs) for name, (seq,) in subject._open.items()}
+    subject.load_weights(3, other_weights(), keep_cache=keep_cache)
+    done = run(subject)
+    old, new = network(), network(1)
+    num_changed = 0
+    for one in asked:
+        completion = done[one.id, 0]
+        num_old = len(before[one.id]) - len(one.prompt)
+        assert completion.versions.tolist() == [0] * num_old + [3] * (20 - num_old)
+        np.testing.assert_array_equal(completion.logprobs[:num_old], np.array(log_probs[one.id], np.float32))
+        tokens = [*one.prompt, *completion.tokens]
+        first = max(0, len(before[one.id]) - 1)
+        follow = new.logits(torch.tensor([tokens]))[0].argmax(-1)[len(before[one.id]) - 1 : -1].tolist()
+        num_changed += follow != tokens[len(before[one.id]) :]
+        routes = completion.routes
+        assert routes is not None and len(routes) == len(tokens) - 1
+        if num_old:  # its rows of before are those of the old weights
+            reference = full_routes(old, tokens[:first], FULL)
+            np.testing.assert_array_equal(np.sort(routes[:first], -1), np.sort(reference, -1))
+        if not keep_cache:
+            reference = full_routes(new, tokens[:-1], FULL)
+            np.testing.assert_array_equal(
+                np.sort(routes[first:], -1), np.sort(reference[first:], -1)
+            ) if num_old else None
+    assert any(0 < len(tokens) - len(one.prompt) < 20 for one, tokens in zip(asked, before.values(), strict=True))
+    assert (num_changed > 0) == keep_cache
+    check_idle(subject)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_the_prefix_cache_never_crosses_versions(keep_cache: bool) -> None:
+    prompt = prompts(13, 1, 50, 50)[0]
+    subject = engine(network())
+    subject.add(request("running", prompt[:30], max_tokens=40))
+    for _ in range(8):
+        subject.step()
+    subject.load_weights(1, other_weights(), keep_cache=keep_cache)
+    run(subject)  # fills and seals pages under mixed weights, if it is let
+    hit = subject.generate([request("fresh", prompt[:30] + (9,))])[0]
+    reference = engine(network(1)).generate([request("fresh", prompt[:30] + (9,))])[0]
+    assert hit.tokens == reference.tokens
+    assert (hit.usage.cached_tokens == 0) == keep_cache  # pages computed anew are the new weights' own
+    np.testing.assert_allclose(hit.logprobs, reference.logprobs, atol=2e-4)
+
+
+def wrong_shape(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return state | {"norm.weight": torch.ones(7)}
+
+
+@pytest.mark.parametrize(
+    ("change", "checksum", "problem"),
+    [
+        (wrong_shape, None, "norm.weight: shape"),
+        (lambda state: {name: state[name] for name in list(state)[1:]}, None, "missing"),
+        (lambda state: state | {"more": torch.ones(1)}, None, "more"),
+        (dict, "0123", "checksum"),
+    ],
+)
+def test_a_failed_change_leaves_the_old_weights(change: object, checksum: str | None, problem: str) -> None:
+    subject = engine(network(), version=5)
+    asked = request("x", prompts(14, 1)[0], max_tokens=20)
+    subject.add(asked)
+    subject.step()
+    subject.step()
+    with pytest.raises(UserError, match=problem):
+        subject.load_weights(6, change(other_weights()), checksum=checksum)  # type: ignore[operator]
+    done = run(subject)["x", 0]
+    check_greedy(network(), asked, done)
+    assert set(done.versions.tolist()) == {5} and subject.stats().weight_version == 5
+
+
+def test_weights_from_a_folder(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "new", network(1), CONFIG)
+    write_checkpoint(tmp_path / "other", network(1, CONFIG.replace(top_k=2)), CONFIG.replace(top_k=2))
+    subject = engine(network())
+    with pytest.raises(UserError, match="top_k"):
+        subject.load_weights(1, tmp_path / "other")
+    with pytest.raises(UserError, match="checksum"):
+        subject.load_weights(1, tmp_path / "new", checksum="wrong")
+    subject.load_weights(1, tmp_path / "new", checksum=weights_hash(tmp_path / "new"))
+    asked = [request("x", (5, 6, 7))]
+    assert subject.generate(asked)[0].tokens == engine(network(1)).generate(asked)[0].tokens
+    with pytest.raises(UserError, match="serves already"):
+        subject.load_weights(1, tmp_path / "new")
+    state = other_weights(2)
+    subject.load_weights(2, state, checksum=state_checksum(state))
+    assert subject.stats().weight_version == 2

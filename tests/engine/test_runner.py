@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.engine.runner import KvPool, Runner
-from stretto.engine.sequence import Chunk
+from stretto.engine.forward_torch import KvPool
+from stretto.engine.runner import Runner
+from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build
 
@@ -19,6 +20,7 @@ SHAPE: dict[str, Any] = {
     "num_experts": 6, "top_k": 3, "expert_intermediate_size": 8, "max_positions": 32, "qk_norm": True,
 }  # fmt: skip
 TOKENS = (5, 6, 7, 8, 9, 10, 11)
+TABLE = SubnetTable()
 ROUNDING = 4e-5
 """32 roundings of logits that reach 10, in fp32; see test_forward."""
 
@@ -32,11 +34,11 @@ def network(seed: int = 0, **changes: Any) -> Transformer:
 
 
 def runner(model: Transformer, routes: bool = True) -> Runner:
-    return Runner(model, num_pages=8, page_size=4, device="cpu", dtype=torch.float32, routes=routes)
+    return Runner(model, TABLE, num_pages=8, page_size=4, routes=routes)
 
 
 def chunk(model: Transformer, tokens: tuple[int, ...] = TOKENS, start: int = 0, subnet: Subnet | None = None) -> Chunk:
-    return Chunk(tokens, start, (3, 1, 6, 2), subnet or model.config.full(), len(tokens))
+    return Chunk(tokens, start, (3, 1, 6, 2), TABLE.number(subnet or model.config.full()), len(tokens))
 
 
 def expected(model: Transformer, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -59,7 +61,7 @@ def test_positions_can_be_computed_again() -> None:
     engine.forward([chunk(model)], True)
     engine.forward([chunk(model, (20, 21, 22), 3, model.config.subnet(depth=2, top_k=1))], True)
     final = (*TOKENS[:3], 12, 13, 14, 15)
-    logits_MV = engine.forward([chunk(model, final[2:], 2)], True).logits_MV
+    logits_MV = engine.forward([chunk(model, final[2:], 2)], True)
     assert (logits_MV - expected(model, final)[2:]).abs().max() <= ROUNDING
     fresh = runner(model)
     fresh.forward([chunk(model, final)], True)
@@ -68,17 +70,17 @@ def test_positions_can_be_computed_again() -> None:
 
 def test_logits_come_in_the_order_of_the_chunks_and_only_where_wanted() -> None:
     model = network()
-    engine, full = runner(model), model.config.full()
+    engine, full = runner(model), TABLE.number(model.config.full())
     chunks = [
         Chunk(TOKENS, 0, (0, 1), full, 2),
         Chunk((3,), 0, (2,), full, 1),
         Chunk(TOKENS[:5], 0, (3, 4), full, 0),
         Chunk(TOKENS[:2], 0, (5,), full, 1),
     ]
-    logits_MV = engine.forward(chunks, False).logits_MV
+    logits_MV = engine.forward(chunks, False)
     wanted = torch.cat((expected(model, TOKENS)[-2:], expected(model, (3,))[-1:], expected(model, TOKENS[:2])[-1:]))
     assert (logits_MV - wanted).abs().max() <= ROUNDING
-    assert engine.forward([chunks[2]], False).logits_MV.shape == (0, 31)
+    assert engine.forward([chunks[2]], False).shape == (0, 31)
 
 
 def test_routes_of_skipped_layers_and_of_absent_choices_are_the_sentinel() -> None:
@@ -86,7 +88,7 @@ def test_routes_of_skipped_layers_and_of_absent_choices_are_the_sentinel() -> No
     engine, subnet = runner(model), model.config.subnet(depth=2, top_k=2)
     pages = (3, 1, 6, 2)
     assert engine.read_routes(pages, 0, 2).dtype == np.uint16
-    engine.forward([chunk(model, TOKENS[:4]), Chunk((9, 9), 0, (0,), subnet, 1)], True)
+    engine.forward([chunk(model, TOKENS[:4]), Chunk((9, 9), 0, (0,), TABLE.number(subnet), 1)], True)
     full, small = engine.read_routes(pages, 0, 4), engine.read_routes((0,), 0, 2)
     assert full.shape == (4, 3, 3)
     assert full.max() < 300
@@ -117,8 +119,8 @@ def test_loaded_weights_serve_at_once() -> None:
     place = model.embedding.weight.data_ptr()
     engine.load_weights(other.state_dict())
     assert model.embedding.weight.data_ptr() == place
-    logits_MV = engine.forward([chunk(model)], False).logits_MV
-    assert torch.equal(logits_MV, runner(other).forward([chunk(other)], False).logits_MV)
+    logits_MV = engine.forward([chunk(model)], False)
+    assert torch.equal(logits_MV, runner(other).forward([chunk(other)], False))
     assert (logits_MV - expected(other, TOKENS)).abs().max() <= ROUNDING
 
 
@@ -133,8 +135,8 @@ def test_loaded_weights_serve_at_once() -> None:
 def test_wrong_weights_are_refused_and_change_nothing(damage: Any, problem: str) -> None:
     model, state = network(), dict(network(1).state_dict())
     engine = runner(model)
-    before = engine.forward([chunk(model)], False).logits_MV
+    before = engine.forward([chunk(model)], False)
     damage(state)
     with pytest.raises(UserError, match=f"^weights: .*{problem}.*; "):
         engine.load_weights(state)
-    assert torch.equal(engine.forward([chunk(model)], False).logits_MV, before)
+    assert torch.equal(engine.forward([chunk(model)], False), before)

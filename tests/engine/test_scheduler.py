@@ -1,15 +1,24 @@
-"""Every sequence finishes, in order, within its budget, and each token finds the keys and values it should."""
+"""Every sequence finishes, in order, within its budget, and each token finds the keys and values it should; under any load."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
+from stretto.engine.sequence import SequenceState
 from tests.engine.scheduler_loop import (
     FULL,
     HALF,
+    PHASES,
     SMALL,
+    TABLE,
     THINKING_END,
+    Loop,
+    abort,
     alone,
     chunk_sizes,
     make,
@@ -25,7 +34,7 @@ def test_decodes_come_first_and_prompts_share_what_is_left() -> None:
     assert chunk_sizes(loop.step()) == [("a", 3), ("b", 5)]
     assert chunk_sizes(loop.step()) == [("a", 1), ("b", 4), ("c", 3)]
     assert chunk_sizes(loop.step()) == [("a", 1), ("b", 1), ("c", 1)]
-    assert loop.scheduler.num_running == 3 and loop.scheduler.num_waiting == 0
+    assert len(loop.scheduler.running) == 3 and not loop.scheduler.waiting
 
 
 def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
@@ -33,7 +42,7 @@ def test_nobody_takes_pages_before_there_are_tokens_for_it() -> None:
     loop.scheduler.add(sequence([0] * 20, name="a"))
     loop.scheduler.add(sequence([1] * 3, name="b"))
     assert chunk_sizes(loop.step()) == chunk_sizes(loop.step()) == [("a", 8)]
-    assert loop.scheduler.num_running == 1
+    assert len(loop.scheduler.running) == 1
     assert chunk_sizes(loop.step()) == [("a", 4), ("b", 3)]
 
 
@@ -64,7 +73,7 @@ def test_a_chunk_ends_where_the_subnet_changes() -> None:
         plan = loop.step()
         assert plan is not None
         seen.append(
-            (plan.chunks[0].start, len(plan.chunks[0].tokens), plan.chunks[0].subnet, plan.chunks[0].num_logits)
+            (plan.chunks[0].start, len(plan.chunks[0].tokens), TABLE[plan.chunks[0].subnet], plan.chunks[0].num_logits)
         )
     assert seen[:3] == [(0, 5, FULL, 0), (5, 3, HALF, 0), (8, 3, SMALL, 1)]
     assert seen[3][:2] == (11, 1)
@@ -76,7 +85,7 @@ def test_equal_subnets_are_one_phase() -> None:
     seq.tokens += [1, 1]
     assert seq.phase_end(0) == 7
     assert seq.key(0, 4) == sequence([1] * 4, phases="full").key(0, 4) != sequence([1] * 4, phases="small").key(0, 4)
-    assert seq.page_salt(0, 4, b"v0") != seq.page_salt(0, 4, b"v1")
+    assert seq.page_salt(0, 4, 0) != seq.page_salt(0, 4, 1)
 
 
 def test_choices_wait_for_their_common_prompt_and_let_others_pass() -> None:
@@ -99,7 +108,7 @@ def test_requests_with_one_prompt_compute_it_once() -> None:
     for seq in (first, *others, small):
         loop.scheduler.add(seq)
     assert chunk_sizes(loop.step()) == [("a", 9), ("d", 7)], "another Subnet's pages are others"
-    loop.scheduler.abort(first)
+    abort(loop, first)
     assert chunk_sizes(loop.step()) == [("d", 2), ("b", 1), ("c", 2)]
     again = sequence([*prompt, 4], name="e")
     loop.scheduler.add(again)
@@ -112,7 +121,7 @@ def test_the_next_one_computes_the_prompt_where_the_first_has_gone() -> None:
     for seq in queue:
         loop.scheduler.add(seq)
     assert chunk_sizes(loop.step()) == [("a", 8)]
-    loop.scheduler.abort(queue[0])
+    abort(loop, queue[0])
     assert chunk_sizes(loop.step()) == [("b", 8)] and queue[1].num_cached == 8
     assert chunk_sizes(loop.step()) == [("b", 1), ("c", 1)]
 
@@ -122,7 +131,7 @@ def test_choices_do_not_wait_for_one_that_is_gone_nor_without_a_cache() -> None:
     choices = [sequence([1] * 9, name="a", index=index) for index in range(2)]
     for seq in choices:
         loop.scheduler.add(seq)
-    loop.scheduler.abort(choices[0])
+    abort(loop, choices[0])
     assert chunk_sizes(loop.step()) == [("a", 8)] and loop.started == choices[1:]
     loop = make(max_step_tokens=32, prefix_cache=False)
     for index in range(2):
@@ -162,10 +171,10 @@ def test_aborting_frees_pages_wherever_the_sequence_is() -> None:
         loop.scheduler.add(seq)
     run_until_preemption(loop)
     for seq in (waiting, preempted, running, running):
-        loop.scheduler.abort(seq)
+        abort(loop, seq)
         loop.scheduler.allocator.check([other.pages for other in loop.scheduler.running])
         assert seq.finish_reason == "abort"
-    assert loop.step() is None and loop.scheduler.allocator.num_used == 0
+    assert loop.step() is None and loop.scheduler.allocator.num_free == 5
 
 
 @pytest.mark.parametrize(
@@ -179,7 +188,7 @@ def test_what_can_never_fit_is_refused(num_prompt: int, max_tokens: int, message
     loop = make(num_pages=8)
     with pytest.raises(UserError, match=message):
         loop.scheduler.add(sequence([0] * num_prompt, max_tokens))
-    assert not loop.scheduler.has_work
+    assert not loop.scheduler.waiting
     loop.scheduler.add(sequence([0] * 30, max_tokens=3))  # the last of 33 tokens is never computed
     while loop.step():
         pass
@@ -197,7 +206,7 @@ def test_prompt_log_probs_are_computed_for_every_prompt_token_once() -> None:
     assert plan is not None and (plan.chunks[0].start, plan.chunks[0].num_logits) == (0, 6)
     seq.prompt_log_probs += [0.0] * 6
     loop.scheduler.computed(seq, 6)
-    loop.scheduler.weights_changed(b"new", keep_cache=False)
+    loop.scheduler.weights_changed(1, keep_cache=False)
     plan = loop.scheduler.plan()
     assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (6, 0)
     loop.scheduler.computed(seq, 6)
@@ -212,7 +221,7 @@ def test_new_weights_find_nothing_of_the_old(keep_cache: bool) -> None:
     loop.scheduler.add(seq)
     loop.step()
     computed = seq.num_computed
-    assert loop.scheduler.weights_changed(b"new", keep_cache=keep_cache) == (() if keep_cache else (seq,))
+    assert loop.scheduler.weights_changed(1, keep_cache=keep_cache) == (() if keep_cache else (seq,))
     assert seq.num_computed == (computed if keep_cache else 0) and seq.lost_tokens == (0 if keep_cache else computed)
     assert loop.scheduler.allocator.num_cached == 0
     assert all([loop.step() for _ in range(6)])
@@ -222,3 +231,99 @@ def test_new_weights_find_nothing_of_the_old(keep_cache: bool) -> None:
     while loop.step():
         pass
     assert other.num_cached == (0 if keep_cache else 8)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the random load, ``wait`` steps after the one before; its first choice may be aborted later."""
+
+    wait: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int
+    phases: str
+    abort_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    wait=st.sampled_from([0, 0, 0, 1, 5]),
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
+    max_tokens=st.integers(1, 10),
+    n=st.sampled_from([1, 1, 1, 3]),
+    phases=st.sampled_from(sorted(PHASES)),
+    abort_after=st.sampled_from([None, None, None, 0, 2, 6]),
+)
+
+
+def run_load(loop: Loop, load: list[Arrival], swap_at: int | None) -> tuple[list[SequenceState], set[int]]:
+    """Add, abort and step until all is done; returns the accepted sequences and which of them were aborted."""
+    pending = [(sum(each.wait for each in load[: place + 1]), place, each) for place, each in enumerate(load)]
+    accepted: list[SequenceState] = []
+    aborts: list[tuple[int, SequenceState]] = []
+    aborted: set[int] = set()
+    for clock in range(10_000):
+        while pending and pending[0][0] <= clock:
+            _, place, each = pending.pop(0)
+            for index in range(each.n):
+                seq = sequence(each.prompt, each.max_tokens, str(place), each.phases, index)
+                try:
+                    loop.scheduler.add(seq)
+                except UserError:
+                    continue
+                accepted.append(seq)
+                if index == 0 and each.abort_after is not None:
+                    aborts.append((clock + each.abort_after, seq))
+        for at, seq in aborts:
+            if at == clock and seq.finish_reason is None and seq not in loop.finished:
+                abort(loop, seq)
+                aborted.add(seq.order)
+        if clock == swap_at:
+            loop.scheduler.weights_changed(1, keep_cache=len(load) % 2 == 0)
+        if loop.step() is None and not pending:
+            return accepted, aborted
+    raise AssertionError("starvation")
+
+
+@settings(max_examples=100)
+@given(
+    load=st.lists(arrivals, max_size=12),
+    num_pages=st.integers(2, 16),
+    page_size=st.integers(1, 4),
+    max_batch=st.integers(1, 6),
+    spare_tokens=st.integers(0, 10),
+    draft_tokens=st.sampled_from([0, 0, 1, 3]),
+    drafts=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    prefix_cache=st.booleans(),
+    swap_at=st.sampled_from([None, None, 3, 10]),
+)
+@example([Arrival(0, (1,) * 9, 8, 3, "thinking", None)] * 3, 7, 3, 6, 2, 3, [3, 0, 1], True, None)
+def test_any_load_is_finished_in_order_without_a_leak(
+    load: list[Arrival],
+    num_pages: int,
+    page_size: int,
+    max_batch: int,
+    spare_tokens: int,
+    draft_tokens: int,
+    drafts: list[int],
+    prefix_cache: bool,
+    swap_at: int | None,
+) -> None:
+    loop = make(
+        num_pages,
+        page_size,
+        max_batch=max_batch,
+        max_step_tokens=max(max_batch, draft_tokens + 1) + spare_tokens,
+        max_len=20,
+        draft_tokens=draft_tokens,
+        prefix_cache=prefix_cache,
+    )
+    loop.drafts = drafts
+    accepted, aborted = run_load(loop, load, swap_at)
+    assert {seq.order for seq in loop.finished} == {seq.order for seq in accepted} - aborted
+    for seq in loop.finished:
+        num_new = min(seq.request.sampling.max_tokens, 20 - seq.num_prompt)
+        assert seq.output == alone(list(seq.request.prompt), num_new), "a token depends on who else was there"
+    loop.scheduler.allocator.check([])
+    assert loop.scheduler.allocator.num_free == num_pages
+    assert not loop.scheduler._leaders

@@ -10,27 +10,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.operators import rms_norm_reference, rotary_tables
+from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables, rotate
 from stretto.ops.paged import (
     ExpertWeights,
     Group,
     RouteRule,
     Spans,
     attend,
-    attend_reference,
     chosen_experts,
     chosen_experts_reference,
     norm,
     route_tokens,
     route_tokens_reference,
     store,
-    store_reference,
 )
 from stretto.ops.route import MASKED, Routes
 
 Close = Callable[[Tensor, Tensor, int], None]
 PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8
 EPS = torch.tensor(1e-2)
+
+
+def store_reference(
+    qkv_NX: Tensor,
+    weight_JC: Tensor | None,
+    eps: float,
+    spans: Spans,
+    keys_PZGC: Tensor,
+    values_PZGC: Tensor,
+) -> Tensor:
+    """`store` as the model's attention does it, one token at a time; leaves ``qkv_NX`` alone."""
+    G, C = keys_PZGC.shape[2:]
+    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
+    qk_NJC = qkv_NHC[:, :-G] if weight_JC is None else rms_norm_reference(qkv_NHC[:, :-G], weight_JC, eps)
+    half = spans.cos_N1R.shape[-1] // 2
+    rotated_1NJC = rotate(qk_NJC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])
+    for slot, qk_JC, qkv_HC in zip(spans.slots_N.tolist(), rotated_1NJC[0], qkv_NHC, strict=True):
+        page, place = divmod(slot, keys_PZGC.shape[1])
+        keys_PZGC[page, place] = qk_JC[-G:]
+        values_PZGC[page, place] = qkv_HC[-G:]
+    return rotated_1NJC[0, :, :-G]
+
+
+def attend_reference(
+    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, tables: list[list[int]], positions: list[int]
+) -> Tensor:
+    """`attend` one token at a time: ``tables`` are the pages of each token's sequence, ``positions`` where it stands."""
+    rows = []
+    for q_HC, table, position in zip(q_NHC, tables, positions, strict=True):
+        k_GTC, v_GTC = (
+            pool_PZGC[table].flatten(0, 1)[: position + 1].transpose(0, 1) for pool_PZGC in (keys_PZGC, values_PZGC)
+        )
+        seen = torch.ones(1, 1, 1, position + 1, dtype=torch.bool, device=q_NHC.device)
+        rows.append(attention_reference(q_HC[None, :, None], k_GTC[None], v_GTC[None], seen).flatten())
+    return torch.stack(rows)
 
 
 def spans(positions: list[int], tables: list[list[int]], rotated: int) -> Spans:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.weights import read_weights
+from stretto.engine.runner import read_weights
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops.matmul import Arithmetic

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
-from stretto.engine.service import Service
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.serve.elastic import ServedModel

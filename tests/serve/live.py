@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stretto.engine.service import Service
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import DrainingServer, ServeSettings, create_app, make_server, open_socket
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.engine.naive import generate_naive
+from stretto.engine.reference import generate_naive
 from stretto.engine.request import Sampling
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build

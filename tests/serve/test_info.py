@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.engine.service import Service
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from stretto.engine.service import Service
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings
 from tests.serve.live import live

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stretto.engine.service import Service
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from tests.serve.visits import ACCESSIBILITY, FOCUS, OBSERVE, PAIRS, PROMPT, STOPS, Visit, expected_routes

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.engine.service import Service
 from stretto.serve.elastic import Resolver, ServedModel
 from stretto.serve.limits import ApiError
 from stretto.serve.server import ServeSettings

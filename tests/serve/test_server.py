@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.engine.service import Service
+from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.serve.client import ApiFailure, Client
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings, open_socket

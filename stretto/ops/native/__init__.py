@@ -1,0 +1,448 @@
+"""The compiled CPU kernels, found beside this file: compiled at first use, loaded, and called.
+
+The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is kept
+in the user's cache folder under a hash of its sources, the compiler and the processor it was compiled for.
+
+Shape letters: L layers, D hidden, C head width, G key/value heads, E experts, I SwiGLU width, W branches of balance state,
+R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z page size, K experts a token,
+S drafting steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.base.paths import replacing
+from stretto.base.track import progress
+
+SOURCES = Path(__file__).parent
+VARIABLE = "STRETTO_NATIVE"
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights and cache; arithmetic is fp32 for both."""
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The compiled kernels, or why there are none."""
+
+    handle: ctypes.CDLL | None
+    reason: str
+    """Empty where there is a handle."""
+
+
+def load(environment: Mapping[str, str] | None = None) -> Library:
+    """The kernels as ``STRETTO_NATIVE`` asks: ``1`` must have them, ``0`` must not, ``auto`` (the default) may.
+
+    Raises:
+        UserError: an unknown value, or ``1`` where they cannot be compiled.
+    """
+    environment = os.environ if environment is None else environment
+    choice = environment.get(VARIABLE) or "auto"
+    if choice not in ("0", "1", "auto"):
+        raise UserError(f"{VARIABLE}: unknown value {choice!r}; use 0, 1 or auto")
+    if choice == "0":
+        return Library(None, f"{VARIABLE}=0")
+    library = _compiled(environment)
+    if library.handle is None and choice == "1":
+        raise UserError(
+            f"{VARIABLE}: the CPU kernels cannot be used: {library.reason}; install a C++ compiler "
+            f"(g++ 12 or later), or set {VARIABLE}=auto to run without"
+        )
+    return library
+
+
+def _compiled(environment: Mapping[str, str]) -> Library:
+    if sys.platform != "linux":
+        return Library(None, f"not supported on {sys.platform}")
+    name = environment.get("CXX") or next((found for found in ("g++", "clang++") if shutil.which(found)), None)
+    compiler = name and shutil.which(name)
+    if not compiler:
+        return Library(None, f"no C++ compiler {name!r}" if name else "no C++ compiler")
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "stretto" / f"native-{_key(compiler)}.so"
+    if not path.is_file() and (problem := _compile(compiler, path)):
+        return Library(None, problem)
+    try:
+        return Library(ctypes.CDLL(str(path)), "")
+    except OSError as error:
+        return Library(None, f"{path} cannot be loaded: {error}; delete it")
+
+
+def _key(compiler: str) -> str:
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h", ".inc"):
+            digest.update(source.read_bytes())
+    # its version, and what -march=native stands for here: a home folder may be shared by different machines
+    told = subprocess.run([compiler, *_FLAGS, "-E", "-v", "-x", "c++", os.devnull], capture_output=True, check=False)
+    digest.update(told.stderr)
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> str | None:
+    """Compile to ``path``; returns what went wrong, on one line."""
+    with progress("Compiling the CPU kernels (once)", total=1) as advance, tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / path.name
+        command = [compiler, *_FLAGS, str(SOURCES / "decode.cpp"), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        advance(1)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            return f"{compiler} failed: {(errors or done.stderr.splitlines() or ['no message'])[0]}"
+        with replacing(path) as temporary:
+            shutil.copyfile(built, temporary)
+    return None
+
+
+# The records of abi.h, field by field; what the fields mean is said there.
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
+        + _fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
+        + _fields(_FLOAT, "eps scaling")
+        + _fields(ctypes.c_int64, "num_pages")
+        + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        _fields(_POINTER, "attention_norm qkv qkv_bias out q_norm k_norm mlp_norm gate_up down")
+        + _fields(_POINTER, "router shared_gate_up shared_down bias rank")
+        + _fields(_INT, "num_experts inner shared_inner moe_row")
+    )
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = _fields(_INT, "active num_experts top_k branch")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = _fields(_INT, "num_tokens num_logits num_threads write_routes") + _fields(
+        _POINTER, "token position table subnet pages choices logit_tokens logits"
+    )
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = _fields(_INT, "num_rows num_steps num_threads num_ends") + _fields(
+        _POINTER, "token position table subnet most end ends pages choices temperature seed drafted probabilities"
+    )
+
+
+class _Choose(ctypes.Structure):
+    _fields_ = _fields(_INT, "num_sequences vocab num_threads num_drafts") + _fields(
+        _POINTER, "logits num_drafted position drafted draft temperature seed num_kept chosen logprob"
+    )
+
+
+_RECORDS = (_Shape, _Layer, _Choice, _Step, _Draft, _Choose)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the kernels compute with. The tensors are read where they lie: weights written in place are seen at once."""
+
+    num_heads: int
+    norm_eps: float
+    softmax: bool
+    normalize: bool
+    scaling: float
+    max_top_k: int
+    cos_TR: Tensor
+    """fp32, for every position that may occur."""
+    sin_TR: Tensor
+    layers: Sequence[Mapping[str, Tensor | None]]
+    """Of each layer the tensors that ``StrettoLayer`` of abi.h points to, by their names there; ``rank`` in int64."""
+    embedding_VD: Tensor
+    norm_D: Tensor
+    head_VD: Tensor
+    keys_LPZGC: Tensor
+    values_LPZGC: Tensor
+    routes_PZLK: Tensor | None
+    """uint8 or uint16; L counts MoE layers here, K is ``max_top_k``."""
+
+
+class Decoder:
+    """The compiled step of one network. Not for use from two threads at once."""
+
+    def __init__(self, library: ctypes.CDLL, network: Network):
+        sizes = (_INT * len(_RECORDS))()
+        library.stretto_sizes(sizes)
+        ours = [ctypes.sizeof(kind) for kind in _RECORDS]
+        assert list(sizes) == ours, f"records of the compiled library {list(sizes)}, here {ours}"
+        library.stretto_create.restype = _POINTER
+        self._library, self._network = library, network
+        self._num_experts = [0 if (gate := layer["router"]) is None else len(gate) for layer in network.layers]
+        self._ranks: list[Tensor] = []  # alive as long as the kernels
+        records, moe_row = (_Layer * len(network.layers))(), 0
+        for place, num_experts in enumerate(self._num_experts):
+            records[place] = self._layer(network.layers[place], num_experts, moe_row)
+            moe_row += num_experts > 0
+        self._handle = library.stretto_create(ctypes.byref(_shape(network, moe_row)), records)
+        weakref.finalize(self, library.stretto_destroy, _POINTER(self._handle))
+        self._choices = np.zeros((0, len(network.layers), 4), np.int32)
+
+    def subnet(self, choices: Sequence[tuple[int, int, int] | None]) -> int:
+        """Register a Subnet; returns its number.
+
+        Args:
+            choices: for each layer how many experts, by rank, may be chosen, how many a token chooses, and its row of
+                balance state, all 0 in a dense layer. None: the layer is skipped.
+        """
+        rows = [(0, 0, 0, 0) if choice is None else (1, *choice) for choice in choices]
+        for row, experts in zip(rows, self._num_experts, strict=True):
+            assert not row[0] or not experts or 1 <= row[2] <= row[1] <= experts, f"choice {row} of {experts} experts"
+        self._choices = np.concatenate((self._choices, np.array([rows], np.int32)))
+        return len(self._choices) - 1
+
+    def step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        tables: Sequence[int],
+        subnets: Sequence[int],
+        pages: Sequence[int],
+        logits: Sequence[int],
+        write_routes: bool,
+    ) -> Tensor:
+        """Compute one step, all sequences in one list: keys, values and (``write_routes``) routes go to the pools.
+
+        A token's result does not depend, to the bit, on the others in the step. Of experts with equal scores the one
+        with the lowest id is chosen first. The experts of a token are added in rising order of id.
+
+        Args:
+            tables: for each token, where in ``pages`` the table of its sequence starts.
+            subnets: for each token a number that `subnet` gave.
+            pages: page tables of all sequences, one after the other.
+            logits: tokens whose logits are wanted.
+
+        Returns:
+            fp32 logits [M, V].
+        """
+        assert not write_routes or self._network.routes_PZLK is not None, "no pool for routes"
+        self._check(tokens, positions, max(positions))
+        lists = (tokens, positions, tables, subnets, pages, logits)
+        _alive, starts = _flat(lists)
+        logits_MV = torch.empty(len(logits), len(self._network.head_VD))
+        record = _Step(
+            *(len(tokens), len(logits), torch.get_num_threads(), write_routes),
+            *starts[:-1],
+            self._choices.ctypes.data,
+            starts[-1],
+            logits_MV.data_ptr(),
+        )
+        self._library.stretto_step(_POINTER(self._handle), ctypes.byref(record))
+        return logits_MV
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        tables: Sequence[int],
+        subnets: Sequence[int],
+        pages: Sequence[int],
+        most: Sequence[int],
+        ends: Sequence[int],
+        end_ids: Sequence[int],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+    ) -> tuple[np.ndarray, Tensor | None]:
+        """Let each sequence decode by itself; keys and values go to the pools, routes nowhere.
+
+        A sequence stops after one of ``end_ids`` or its own end, and gets nothing more where it stands at one already.
+
+        Args:
+            tokens: the newest of each sequence, computed first; the other lists are by sequence too, as in `step`.
+            pages: the tables reach to the last drafted position.
+            most: tokens to draft at most.
+            ends: a token that nothing is drafted after; -1: none.
+            temperatures: 0: the most probable token is drafted.
+            seeds: uint64.
+
+        Returns:
+            The tokens [N, S], int32, -1 behind the last; and, unless all are greedy, the probabilities [S, N, V] (fp32)
+            by which those of the others were drawn.
+        """
+        num_steps = max(most)
+        self._check(tokens, positions, max(map(sum, zip(positions, most, strict=True))) - 1)
+        _alive, starts = _flat((tokens, positions, tables, subnets, most, ends, end_ids, pages))
+        temperature_N, seed_N = np.array(temperatures, np.float32), np.array(seeds, np.uint64)
+        drafted_NS = np.empty((len(tokens), num_steps), np.int32)
+        probs_SNV = torch.empty(num_steps, len(tokens), len(self._network.head_VD)) if any(temperatures) else None
+        record = _Draft(
+            *(len(tokens), num_steps, torch.get_num_threads(), len(end_ids)),
+            *starts,
+            self._choices.ctypes.data,
+            temperature_N.ctypes.data,
+            seed_N.ctypes.data,
+            drafted_NS.ctypes.data,
+            None if probs_SNV is None else probs_SNV.data_ptr(),
+        )
+        self._library.stretto_draft(_POINTER(self._handle), ctypes.byref(record))
+        return drafted_NS, probs_SNV
+
+    def _check(self, tokens: Sequence[int], positions: Sequence[int], last: int) -> None:
+        """Out of range they would read memory that is not ours."""
+        vocab, length = len(self._network.head_VD), len(self._network.cos_TR)
+        assert min(tokens) >= 0 and max(tokens) < vocab, f"token ids {tokens} of {vocab}"
+        assert min(positions) >= 0 and last < length, f"positions {positions} up to {last} of {length}"
+
+    def _layer(self, tensors: Mapping[str, Tensor | None], num_experts: int, moe_row: int) -> _Layer:
+        down, gate_up, qkv, shared = map(tensors.get, ("down", "gate_up", "qkv", "shared_down"))
+        assert down is not None and gate_up is not None and qkv is not None
+        hidden, inner = down.shape[-2:]
+        shapes = {
+            "attention_norm": (hidden,),
+            "mlp_norm": (hidden,),
+            "qkv_bias": (len(qkv),),
+            "gate_up": (*gate_up.shape[:-2], 2 * inner, hidden),
+        }
+        dtypes = {"bias": torch.float32, "rank": torch.int32}
+        pointers = {}
+        for name, tensor in tensors.items():
+            if name == "rank" and tensor is not None:
+                tensor = tensor.to(torch.int32)
+                self._ranks.append(tensor)
+            dtype = dtypes.get(name, self._network.embedding_VD.dtype)
+            pointers[name] = _pointer(tensor, dtype, *shapes.get(name, ()))
+        shared_inner = 0 if shared is None else shared.shape[-1]
+        return _Layer(**pointers, num_experts=num_experts, inner=inner, shared_inner=shared_inner, moe_row=moe_row)
+
+
+def _shape(network: Network, num_moe_layers: int) -> _Shape:
+    dtype, (vocab, hidden) = network.embedding_VD.dtype, network.embedding_VD.shape
+    assert dtype in DTYPES, f"no kernels for {dtype}"
+    _, num_pages, page_size, num_kv_heads, head_dim = pool = network.keys_LPZGC.shape
+    group = network.num_heads // num_kv_heads
+    assert group <= 64, f"{group} query heads share a key head; the kernels take 64"
+    assert pool == network.values_LPZGC.shape, f"{tuple(pool)} keys, {tuple(network.values_LPZGC.shape)} values"
+    routes = network.routes_PZLK
+    assert routes is None or routes.shape[2:] == (num_moe_layers, network.max_top_k), f"routes {tuple(routes.shape)}"
+    return _Shape(
+        num_layers=len(network.layers),
+        hidden=hidden,
+        num_heads=network.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_half=network.cos_TR.shape[1],
+        vocab=vocab,
+        page_size=page_size,
+        num_moe_layers=num_moe_layers,
+        route_slots=network.max_top_k,
+        route_bytes=0 if routes is None else routes.element_size(),
+        softmax=network.softmax,
+        normalize=network.normalize,
+        is_bfloat16=dtype == torch.bfloat16,
+        eps=network.norm_eps,
+        scaling=network.scaling,
+        num_pages=num_pages,
+        cosine=_pointer(network.cos_TR, torch.float32),
+        sine=_pointer(network.sin_TR, torch.float32, *network.cos_TR.shape),
+        embedding=_pointer(network.embedding_VD, dtype),
+        norm=_pointer(network.norm_D, dtype, hidden),
+        head=_pointer(network.head_VD, dtype, vocab, hidden),
+        keys=_pointer(network.keys_LPZGC, dtype),
+        values=_pointer(network.values_LPZGC, dtype),
+        routes=None if routes is None else _pointer(routes, routes.dtype),
+    )
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), f"{tensor.device}, strides {tensor.stride()}"
+    assert tensor.dtype == dtype, f"{tensor.dtype}, not {dtype}"
+    assert not shape or tensor.shape == shape, f"{tuple(tensor.shape)}, not {shape}"
+    return tensor.data_ptr()
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
+    """All numbers as one int32 array, which must outlive the call, and the address at which each list begins."""
+    numbers = np.array([*chain(*lists)], np.int32)
+    return numbers, list(accumulate([4 * len(values) for values in lists[:-1]], initial=numbers.ctypes.data))
+
+
+class Chosen(NamedTuple):
+    """For each sequence, the accepted drafts and one token more."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    """Nats, of the distribution that the token was drawn from; of temperature 1 where it was not drawn."""
+
+
+def choose_tokens(
+    library: ctypes.CDLL,
+    logits_MV: Tensor,
+    positions: Sequence[int],
+    temperatures: Sequence[float],
+    seeds: Sequence[int],
+    drafts: Sequence[Sequence[int]],
+    draft_rows: Sequence[int],
+) -> Chosen:
+    """Choose the next tokens of sequences whose distribution nothing but a temperature changes: one call instead of
+    some thirty of torch and numpy.
+
+    A draft stands where a greedy sequence would have chosen it, or else with the probability that keeps the
+    distribution the target's (Leviathan 2211.17192); the first that does not is replaced and ends its sequence.
+
+    Args:
+        logits_MV: fp32; the rows of each sequence together, one more than it has drafts.
+        positions: of the token that each sequence's first row chooses.
+        temperatures: 0: the most probable token, of several the one with the lowest id.
+        seeds: uint64; `stretto.engine.sampling.uniform` of seed, position and purpose decides.
+        drafts: of each sequence.
+        draft_rows: for each draft the address of the probabilities [V] (fp32) it was drawn by; 0 where it was certain,
+            or its sequence is greedy. Those tables must live until this returns.
+    """
+    num_rows, vocab = logits_MV.shape
+    counts = [len(tokens) for tokens in drafts]
+    drafted = [token for tokens in drafts for token in tokens]
+    num = len(counts)
+    assert logits_MV.is_contiguous() and logits_MV.dtype == torch.float32, f"{logits_MV.dtype}, {logits_MV.stride()}"
+    assert num_rows == len(drafted) + num and len(draft_rows) == len(drafted), f"{num_rows} rows for {counts}"
+    assert all([0 <= token < vocab for token in drafted]), f"drafts {drafted} of {vocab}"
+    assert len(temperatures) == len(seeds) == len(positions) == num, f"{num} sequences, {len(seeds)} seeds"
+    _alive, starts = _flat((counts, positions, drafted))
+    wide, temperature_S = np.array([*seeds, *draft_rows], np.uint64), np.array(temperatures, np.float32)
+    out, logprob_M = np.empty(num + num_rows, np.int32), np.empty(num_rows, np.float32)
+    seed, kept = wide.ctypes.data, out.ctypes.data
+    record = _Choose(
+        *(num, vocab, torch.get_num_threads(), len(drafted), logits_MV.data_ptr()),
+        *starts,
+        *(seed + 8 * num, temperature_S.ctypes.data, seed, kept, kept + 4 * num, logprob_M.ctypes.data),
+    )
+    library.stretto_choose(ctypes.byref(record))
+    found, logprobs = out.tolist(), logprob_M.tolist()
+    if not drafted:
+        return Chosen([[token] for token in found[num:]], [[logprob] for logprob in logprobs])
+    result, row = Chosen([], []), 0
+    for count, num_kept in zip(counts, found[:num], strict=True):
+        result.ids.append(found[num + row : num + row + num_kept + 1])
+        result.logprobs.append(logprobs[row : row + num_kept + 1])
+        row += count + 1
+    return result

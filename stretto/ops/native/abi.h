@@ -1,4 +1,4 @@
-// The records that Python passes (decode.py mirrors them field by field; `stretto_sizes` lets it check).
+// The records that Python passes (__init__.py mirrors them field by field; `stretto_sizes` lets it check).
 #pragma once
 
 #include <cstdint>

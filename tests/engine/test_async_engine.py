@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import Closed, EngineFailed, Stream
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, TokenEvent
-from stretto.engine.service import Service
-from stretto.engine.stream import Closed, EngineFailed, Stream
 from tests.engine.engines import check_idle, engine, network, request
 
 MODEL = network()
@@ -72,7 +72,7 @@ def test_who_leaves_aborts(how: str) -> None:
                 await reader
         elif how == "close":
             await anext(stream)
-            await stream.aclose()
+            stream.close()
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         elif how == "forget":
@@ -152,7 +152,7 @@ def test_a_dead_engine_fails_everyone_with_the_reason() -> None:
 def test_weights_change_while_requests_run() -> None:
     async def work(service: Service, subject: Engine) -> None:
         reader = asyncio.create_task(collect(service, "x", max_tokens=60))
-        while (await service.stats()).output_tokens == 0 and not subject._choices:
+        while (await service.stats()).output_tokens == 0 and not subject._open:
             await asyncio.sleep(0)
         await service.load_weights(1, network(1).state_dict())
         with pytest.raises(UserError, match="checksum"):

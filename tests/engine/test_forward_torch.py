@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.engine.naive import generate_naive, logits_naive, subnets_by_position
+from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
 from stretto.engine.request import Phases, Sampling
 from stretto.engine.runner import Runner
-from stretto.engine.sequence import Chunk
+from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, MoeLayer, Transformer, build
-from stretto.ops.native.build import load
+from stretto.ops.native import load
 
+TABLE = SubnetTable()
 PAGE = 4
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -58,7 +59,7 @@ def network(name: str) -> Transformer:
 
 
 def runner(model: Transformer, num_pages: int = 64) -> Runner:
-    return Runner(model, num_pages=num_pages, page_size=PAGE, device="cpu", dtype=torch.float32, routes=True)
+    return Runner(model, TABLE, num_pages=num_pages, page_size=PAGE, routes=True)
 
 
 def subnets(config: ModelConfig) -> list[Subnet]:
@@ -86,7 +87,7 @@ class Sequence:
         num = min(num, len(self.tokens) - self.done)
         end = self.done + num
         pages = tuple(self.pages[: -(-end // PAGE)])
-        made = Chunk(tuple(self.tokens[self.done : end]), self.done, pages, self.subnet, num)
+        made = Chunk(tuple(self.tokens[self.done : end]), self.done, pages, TABLE.number(self.subnet), num)
         self.done = end
         return made
 
@@ -110,7 +111,7 @@ def run(engine: Runner, made: list[Sequence], rng: random.Random, chunk: int = 1
     """Compute all of ``made`` in steps of random composition and random chunks."""
     for members in steps(made, rng, len(made)):
         chunks = [member.chunk(rng.choice((1, 1, 2, 3, chunk))) for member in members]
-        logits_MV = engine.forward(chunks, want_routes).logits_MV
+        logits_MV = engine.forward(chunks, want_routes)
         assert logits_MV.dtype == torch.float32
         for member, rows in zip(members, logits_MV.split([len(part.tokens) for part in chunks]), strict=True):
             member.logits.append(rows)
@@ -171,7 +172,7 @@ def test_chunks_of_one_size_give_the_models_logits(name: str, size: int) -> None
     sequence.tokens = [token % VOCAB for token in range(5, 34)]
     parts = []
     while sequence.done < len(sequence.tokens):
-        parts.append(engine.forward([sequence.chunk(size)], False).logits_MV)
+        parts.append(engine.forward([sequence.chunk(size)], False))
     expected = model_logits(model, sequence.tokens, sequence.subnet)
     assert distance(torch.cat(parts), expected) <= 32
 
@@ -187,7 +188,7 @@ def test_many_chunks_of_very_different_lengths_decode_together() -> None:
         sequence.pages = [next(spare) for _ in range(16)]
         while sequence.done < len(sequence.tokens) - 1:
             engine.forward([sequence.chunk(len(sequence.tokens) - 1)], False)
-    logits_MV = engine.forward([sequence.chunk(1) for sequence in made], False).logits_MV
+    logits_MV = engine.forward([sequence.chunk(1) for sequence in made], False)
     for sequence, row in zip(made, logits_MV, strict=True):
         assert distance(row, model_logits(model, sequence.tokens, sequence.subnet)[-1]) <= 32
 
@@ -199,8 +200,7 @@ def test_compiled_and_torch_steps_share_a_cache(name: str) -> None:
     if library.handle is None:
         pytest.skip(library.reason)
     model, rng = network(name), random.Random(7)
-    sizes = {"num_pages": 64, "page_size": PAGE, "device": "cpu", "dtype": torch.float32}
-    engine = Runner(model, **sizes, routes=True, library=library, max_native_tokens=6)
+    engine = Runner(model, TABLE, num_pages=64, page_size=PAGE, routes=True, library=library, max_native_tokens=6)
     made = sequences(model.config, rng, 6)
     run(engine, made, rng)
     for sequence in made:
@@ -221,8 +221,9 @@ def test_phases_read_the_cache_of_larger_ones() -> None:
     engine, pages = runner(model), tuple(range(10, 14))
     parts = []
     for start, end in ((0, 3), (3, 5), (5, 6), (6, 8), (8, 9), (9, 13)):
-        chunk = Chunk(tuple(tokens[start:end]), start, pages[: -(-end // PAGE)], by_position[start], end - start)
-        parts.append(engine.forward([chunk], False).logits_MV)
+        subnet = TABLE.number(by_position[start])
+        chunk = Chunk(tuple(tokens[start:end]), start, pages[: -(-end // PAGE)], subnet, end - start)
+        parts.append(engine.forward([chunk], False))
     with torch.inference_mode():
         expected = logits_naive(model, tokens, by_position)
     assert distance(torch.cat(parts), expected) <= 32

@@ -12,7 +12,7 @@ import torch
 
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Request
-from stretto.ops.native.build import Library, load
+from stretto.ops.native import Library, load
 from tests.engine.engines import FULL, SUBNETS, check_idle, network, prompts, request, run
 
 MODEL = network()

@@ -1,9 +1,11 @@
-"""The batched sampler against a definition of every processor for one row, in plain Python and fp64."""
+"""The batched sampler against a definition of every processor for one row, in plain Python and fp64; that draws follow their
+distribution, by chi-square; and that random numbers are what they claim to be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,14 +16,20 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.request import Sampling
-from stretto.engine.sampler import (
+from stretto.engine.sampling import (
+    Purpose,
     SamplerCache,
-    check_sampling,
-    is_greedy,
+    acceptance,
+    draw,
+    probabilities,
     process,
+    residual,
     sample,
     top_log_probs,
+    uniform,
 )
+from stretto.engine.sequence import TokenCounts
+from tests.engine.chi_square import chi_square
 
 VOCAB = 12
 END = 0
@@ -43,7 +51,7 @@ def reference(
         ends = {*row.stop_ids, *(() if row.ignore_eos else (END,))}
         held = [-math.inf if i in ends else v for i, v in enumerate(x)]
         x = held if max(held) > -math.inf else x
-    if is_greedy(row):
+    if row.is_greedy:
         return log_softmax(x)
     probs = [math.exp(v) for v in log_softmax([v / row.temperature for v in x])]
     if row.top_k:
@@ -141,8 +149,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(cases: list[Case], position
     for index, case in enumerate(cases):
         alone_1V = run([case])
         assert torch.equal(alone_1V[0], logp_MV[index])
-        assert sample(alone_1V, [case[1]], [position]).ids_M[0] == chosen.ids_M[index]
-        assert chosen.logp_M[index] == logp_MV[index, chosen.ids_M[index]] > -math.inf
+        assert sample(alone_1V, [case[1]], [position])[0] == chosen[index]
+        assert logp_MV[index, chosen[index]] > -math.inf
 
 
 @pytest.mark.parametrize("vocab", [700, 2048, 40_000])
@@ -159,7 +167,7 @@ def test_large_rows_do_not_depend_on_their_number_or_on_threads(vocab: int) -> N
         for index, row in enumerate(rows):
             alone_1V = process(logits_MV[index : index + 1], [row], [()], [0])
             assert torch.equal(alone_1V[0], logp_MV[index])
-            assert sample(alone_1V, [row], [index]).ids_M[0] == chosen.ids_M[index]
+            assert sample(alone_1V, [row], [index])[0] == chosen[index]
     torch.set_num_threads(num_threads)
 
 
@@ -201,6 +209,7 @@ def test_counts_kept_from_step_to_step_equal_counting_anew(
 ) -> None:
     rows = [Sampling(temperature=0, repetition_penalty=1.4), Sampling(temperature=0, presence_penalty=0.5)]
     cache, tokens, other = SamplerCache(), list(prompt), list(prompt)
+    counts = [TokenCounts(prompt, len(prompt)) for _ in rows]
     logits_MV = torch.linspace(-2, 2, 2 * VOCAB).reshape(2, VOCAB)
     for num_back, new in steps:  # drafts that were rejected are taken back
         del tokens[max(len(prompt), len(tokens) - num_back) :]
@@ -208,16 +217,17 @@ def test_counts_kept_from_step_to_step_equal_counting_anew(
         other.append(len(tokens) % VOCAB)
         for order in ([0, 1], [1, 0], [0]):  # the composition of a batch changes
             args = ([rows[i] for i in order], [[tokens, other][i] for i in order], [len(prompt)] * len(order))
-            got_MV = process(logits_MV[order], *args, cache=cache)
+            got_MV = process(logits_MV[order], *args, counts=[counts[i] for i in order], cache=cache)
             assert torch.equal(got_MV, process(logits_MV[order], *args))
 
 
 def test_greedy_takes_the_lowest_id_of_equals_and_reports_temperature_one() -> None:
     logits_MV = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).expand(3, -1)
     rows = [Sampling(temperature=0, top_k=1), Sampling(temperature=0, top_p=0.1), Sampling(temperature=1, seed=1)]
-    chosen = sample(process(logits_MV, rows, [()] * 3, [0] * 3), rows, [0, 1, 2])
-    assert chosen.ids_M.tolist()[:2] == [1, 1]
-    assert chosen.logp_M[:2].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
+    logp_MV = process(logits_MV, rows, [()] * 3, [0] * 3)
+    chosen = sample(logp_MV, rows, [0, 1, 2])
+    assert chosen.tolist()[:2] == [1, 1]
+    assert logp_MV[[0, 1], chosen[:2]].tolist() == pytest.approx([float(logits_MV[0].log_softmax(-1)[1])] * 2)
 
 
 def test_alternatives_are_ordered_and_possible() -> None:
@@ -231,7 +241,7 @@ def test_alternatives_are_ordered_and_possible() -> None:
 
 def test_a_step_without_logits_is_empty() -> None:
     logp_MV = process(torch.empty(0, VOCAB), [], [], [])
-    assert sample(logp_MV, [], []).ids_M.tolist() == []
+    assert sample(logp_MV, [], []).tolist() == []
 
 
 def test_logits_are_left_as_they_were() -> None:
@@ -252,4 +262,87 @@ def test_logits_are_left_as_they_were() -> None:
 )
 def test_settings_beyond_the_vocabulary_are_refused(sampling: Sampling, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_sampling(sampling, VOCAB, "request")
+        sampling.check(VOCAB, "request")
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        Sampling(seed=5),
+        Sampling(seed=5, temperature=0.6, top_k=7),
+        Sampling(seed=5, temperature=1.5, top_p=0.83, repetition_penalty=1.5),
+    ],
+    ids=["plain", "top-k", "top-p"],
+)
+def test_draws_follow_the_processed_distribution(row: Sampling, vary: str) -> None:
+    num = 5_000
+    logits_1V = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
+    logp_1V = process(logits_1V, [row], [[1, 2, 2]], [1])
+    rows = [row.replace(seed=seed) for seed in range(num)] if vary == "seed" else [row] * num
+    positions = [7] * num if vary == "seed" else range(num)
+    chosen = sample(logp_1V.expand(num, -1), rows, positions)
+    chi_square(chosen.numpy(), logp_1V[0].double().exp().numpy())
+
+
+@pytest.mark.parametrize("vocab", [256, 1000, 3000])
+def test_draw_inverts_the_running_sum(vocab: int) -> None:
+    probs_MV = torch.randn(200, vocab, generator=torch.Generator().manual_seed(4)).mul(3).softmax(-1)
+    probs_MV[:, ::3] = 0.0
+    u_M = uniform(np.arange(200), 0, 0)
+    u_M[:2] = 0.0, 1.0 - 2.0**-52
+    ids_M = draw(probs_MV.log(), u_M)
+    ends_MV = probs_MV.double().cumsum(-1)
+    share_M1 = torch.from_numpy(u_M)[:, None] * ends_MV[:, -1:]
+    rounding = 1e-6  # chunks are summed in fp32
+    taken_M1 = ends_MV.gather(-1, ids_M[:, None])
+    assert (probs_MV.gather(-1, ids_M[:, None]) > 0).all()
+    assert (taken_M1 > share_M1 - rounding).all()
+    assert (taken_M1 - probs_MV.gather(-1, ids_M[:, None]) <= share_M1 + rounding).all()
+
+
+def test_random_numbers_are_even_and_independent() -> None:
+    seeds, positions = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
+    u = uniform(seeds, positions, Purpose.SAMPLE)
+    flat = np.full(20, 0.05)
+    assert u.min() >= 0.0 and u.max() < 1.0
+    chi_square((u.ravel() * 20).astype(int), flat)
+    for other in (u[1:], u[:, 1:], u.T, uniform(seeds, positions, Purpose.ACCEPT)):
+        mine = u[: other.shape[0], : other.shape[1]]
+        pairs = (mine * 10).astype(int) * 10 + (other * 10).astype(int)
+        off_diagonal = pairs[~np.eye(*pairs.shape, dtype=bool)]  # the transpose shares its diagonal
+        chi_square(off_diagonal, np.full(100, 0.01))
+    assert uniform(3, 4, 1) == uniform(np.array([3]), np.array([4]), 1) == uniform(3 + 2**64, 4, 1)
+    assert uniform(-1, 4, 1) == uniform(np.array([-1]), 4, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+def test_speculation_pieces_give_the_target_distribution(temperature: float) -> None:
+    num, generator = 8_000, torch.Generator().manual_seed(8)
+    row = Sampling(temperature=temperature, seed=0)
+    rows = [row.replace(seed=seed) for seed in range(num)]
+    target_1V, draft_1V = torch.randn(2, 1, VOCAB, generator=generator).log_softmax(-1)
+    drafted_M = sample(draft_1V.expand(num, -1), rows, [9] * num, Purpose.DRAFT)
+    p_MV, q_MV = (probabilities(logp_1V, [row]).expand(num, -1) for logp_1V in (target_1V, draft_1V))
+    seeds = np.arange(num)
+    accepted_M = torch.from_numpy(uniform(seeds, 9, Purpose.ACCEPT)) < acceptance(p_MV, q_MV, drafted_M)
+    replaced_M = draw(residual(p_MV, q_MV).log(), uniform(seeds, 9, Purpose.RESIDUAL))
+    final_M = torch.where(accepted_M, drafted_M, replaced_M)
+    if temperature:
+        chi_square(final_M.numpy(), p_MV[0].double().numpy())
+        expected = float(torch.minimum(p_MV[0], q_MV[0]).sum())
+        assert abs(float(accepted_M.double().mean()) - expected) < 5 * math.sqrt(0.25 / num)
+    else:
+        assert (final_M == target_1V.argmax()).all()
+        assert bool(accepted_M.all()) == bool(target_1V.argmax() == draft_1V.argmax())
+
+
+def test_residual_of_equal_distributions_is_the_target() -> None:
+    probs_MV = torch.randn(2, VOCAB).softmax(-1)
+    assert torch.equal(residual(probs_MV, probs_MV), probs_MV)
+
+
+def test_one_number_alone_is_the_one_among_many() -> None:
+    many = uniform(np.arange(40), 9, 2)
+    assert [float(uniform(seed, 9, 2)[0]) for seed in range(40)] == many.tolist()
+    assert all(one != other for one, other in pairwise(many.tolist()))

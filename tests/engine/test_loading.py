@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
-from stretto.engine.open import generation_ends, open_engine
+from stretto.engine.loading import generation_ends, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
-from stretto.ops.native.build import Library
+from stretto.ops.native import Library
 from tests.engine.engines import CONFIG, CORNER, SIZES, engine, network, request, tokenizer
 
 TORCH = Library(None, "the tests' networks are too small for it to matter")

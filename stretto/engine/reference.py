@@ -8,7 +8,7 @@ Shape letters: T tokens, D hidden, V vocabulary, N tokens of one Subnet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.engine.request import Phases, Sampling
-from stretto.engine.sampler import process, sample
+from stretto.engine.sampling import process, sample
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, Geometry, SwiGlu, Transformer
 from stretto.ops.operators import rotary_tables
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NaiveResult:
+class Generated(NamedTuple):
     """What `generate_naive` sampled."""
 
     tokens: tuple[int, ...]
-    """An ending id included."""
     logprobs: np.ndarray
     """fp32 [T], processed, nats."""
 
@@ -40,7 +38,7 @@ def generate_naive(
     subnet: Subnet | Phases,
     *,
     end_ids: tuple[int, ...] = (),
-) -> NaiveResult:
+) -> Generated:
     """Complete ``prompt`` by at most ``sampling.max_tokens``; ``end_ids`` are the tokenizer's own ends.
 
     Reads of ``sampling`` what is about tokens: not ``n``, stop strings or a grammar. A seed of None counts as 0.
@@ -56,12 +54,11 @@ def generate_naive(
         subnets = subnets_by_position(tokens, len(prompt), phases)
         logits_1V = logits_naive(model, tokens, subnets)[-1:]
         logp_1V = process(logits_1V, [row], [tokens], [len(prompt)], end_ids=end_ids)
-        chosen = sample(logp_1V, [row], [len(tokens)])
-        tokens.append(int(chosen.ids_M))
-        logprobs.append(float(chosen.logp_M))
+        tokens.append(int(sample(logp_1V, [row], [len(tokens)])))
+        logprobs.append(float(logp_1V[0, tokens[-1]]))
         if tokens[-1] in ends and len(logprobs) >= sampling.min_tokens:
             break
-    return NaiveResult(tuple(tokens[len(prompt) :]), np.array(logprobs, np.float32))
+    return Generated(tuple(tokens[len(prompt) :]), np.array(logprobs, np.float32))
 
 
 def subnets_by_position(tokens: Sequence[int], num_prompt: int, phases: Phases) -> list[Subnet]:

@@ -1,4 +1,4 @@
-"""Self-speculation is exact, whatever the draft."""
+"""Self-speculation is exact, whatever the draft; lookups find the right place; and what is drafted is worth its time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
 from stretto.engine.engine import Engine
-from stretto.engine.judge import Proposal
 from stretto.engine.request import Grammar, Phases, SpeculateConfig
 from stretto.engine.runner import Runner
-from stretto.engine.sampler import SamplerCache, probabilities, process
-from stretto.engine.sequence import Chunk, SequenceState
-from stretto.engine.speculate import Speculator, can_draft, draft_candidates
-from stretto.engine.utility import TRIALS, Draft, Watch
+from stretto.engine.sampling import probabilities, process
+from stretto.engine.sequence import Chunk, SequenceState, SubnetTable
+from stretto.engine.speculation import (
+    FIRST_WAIT,
+    LOOKUPS,
+    ORDER,
+    TRIALS,
+    WARM_STEPS,
+    Draft,
+    Lookup,
+    Speculator,
+    Watch,
+    can_draft,
+    continuation,
+    draft_candidates,
+)
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.native.build import Library, load
+from stretto.ops.native import Library, load
+from tests.engine.chi_square import chi_square as check_chi_square
 from tests.engine.engines import (
     CONFIG,
     CORNER,
@@ -53,7 +67,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 class Always(Watch):
     """Drafts whatever it costs, each length in turn, so that a test meets every case."""
 
-    def choose(self, num_rows: int, shares: Sequence[float] | None = None) -> Draft | None:
+    def choose(self, num_rows: int, shares: Sequence[float]) -> Draft | None:
         self.num = getattr(self, "num", 0) + 1
         return Draft(self.candidates[0], 1 + self.num % 4)
 
@@ -62,9 +76,9 @@ def drafting(draft: Subnet, library: Library = TORCH, **options: Any) -> Engine:
     """An engine that drafts in every step that may."""
     speculate = SpeculateConfig(draft=draft, max_draft=4)
     subject = engine(MODEL, speculate=speculate, engine={"library": library}, **options)
-    watch = subject._stepper._watch
+    watch = subject._speculator.watch
     assert watch is not None
-    subject._stepper._watch = Always(watch.candidates, 4)
+    subject._speculator.watch = Always(watch.candidates, 4)
     return subject
 
 
@@ -148,32 +162,34 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
     """
     model = network(3, SMALL)
     num, page_size, prompt = 4000, 8, (1, 2, 3)
+    table = SubnetTable()
     runner = Runner(
-        model, num_pages=num, page_size=page_size, device="cpu", dtype=torch.float32, routes=False, library=library
+        model, table, num_pages=num, page_size=page_size, routes=False, library=library
     )  # one page each is enough: 3 prompt tokens and 3 more
-    cache = SamplerCache()
-    speculator = Speculator(runner, page_size, (), cache)
-    draft = Draft(SMALL.subnet(depth=2, top_k=1), 2)
+    full, subnet = table.number(SMALL.full()), table.number(SMALL.subnet(depth=2, top_k=1))
+    speculator = Speculator(runner, table, (), Watch([subnet], 2))
+    draft = Draft(subnet, 2)
     firsts = np.zeros(12)
     seconds = np.zeros((12, 12))
     num_accepted = 0
     for start in range(0, num, 500):
-        proposals = []
+        sequences = []
         for seed in range(start, start + 500):
             own = request(str(seed), prompt, SMALL.full(), **{"temperature": 1.0, "seed": seed, **settings})
-            seq = SequenceState(own, seed=seed)
+            seq = SequenceState(own, (full, full, full))
             seq.pages, seq.num_computed = [seed], 0
             seq.table = (seed,)
-            proposals.append(Proposal(seq, 2, temperature=cache.plain(own.sampling)))
-        from_prompt(runner, proposals)
-        verified = speculator.verify(proposals, speculator.draft(proposals, draft), False)
-        for tokens in verified.ids:
+            seq.most_drafts = 2
+            sequences.append(seq)
+        from_prompt(runner, sequences)
+        verified = speculator.verify(sequences, speculator.draft(sequences, draft), False)
+        for tokens, *_ in verified.values():
             firsts[tokens[0]] += 1
             num_accepted += len(tokens) - 1
             if len(tokens) > 1:
                 seconds[tokens[0], tokens[1]] += 1
     assert 0.1 * num < num_accepted < 1.9 * num
-    sampling = proposals[0].seq.request.sampling
+    sampling = sequences[0].sampling
 
     def target(tokens: Sequence[int]) -> np.ndarray:
         logits_1V = model.logits(torch.tensor([tokens]))[0, -1:]
@@ -189,11 +205,11 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
         assert statistic < bound, f"{statistic} of {freedom} degrees of freedom, at most {bound}"
 
 
-def from_prompt(runner: Runner, proposals: Sequence[Proposal]) -> None:
+def from_prompt(runner: Runner, sequences: Sequence[SequenceState]) -> None:
     """Compute all but the last prompt token of each."""
-    runner.forward([Chunk(tuple(p.seq.tokens[:-1]), 0, p.seq.table, p.seq.subnet, 0) for p in proposals], False)
-    for proposal in proposals:
-        proposal.seq.num_computed = len(proposal.seq.tokens) - 1
+    runner.forward([Chunk(tuple(seq.tokens[:-1]), 0, seq.table, seq.subnet, 0) for seq in sequences], False)
+    for seq in sequences:
+        seq.num_computed = len(seq.tokens) - 1
 
 
 def test_a_named_seed_is_kept_its_promise(library: Library) -> None:
@@ -237,8 +253,8 @@ def test_candidates_are_measured_on_the_first_requests() -> None:
     subject = engine(MODEL, speculate=SpeculateConfig(), engine={"drafts": (CORNER,)})
     asked = [request("x", (5, 6), max_tokens=100)]
     assert subject.generate(asked)[0].tokens == engine(MODEL).generate(asked)[0].tokens
-    watch = subject._stepper._watch
-    assert watch is not None and watch.utility(1) is not None
+    watch = subject._speculator.watch
+    assert watch is not None and utility(watch)
     assert len(watch.candidates) > 2 and subject.stats().drafted_tokens > 2 * TRIALS
 
 
@@ -269,3 +285,148 @@ def test_settings_of_neighbours_change_no_token(library: Library) -> None:
         for ours, theirs in zip(together, alone, strict=True):
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-4)
         assert all(len(tops) == 3 for tops in together[3].top)
+
+
+class AlwaysLookUp(Watch):
+    """Looks up in every step that has a match, at each length in turn."""
+
+    def choose(self, num_rows: int, shares: Sequence[float]) -> Draft | None:
+        self.num = getattr(self, "num", 0) + 1
+        return Draft(None, 1 + self.num % 4, LOOKUPS[0]) if shares[-2] else None
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.lists(st.integers(0, 60), max_size=6))
+def test_finds_the_newest_place(tokens: list[int], stops: list[int]) -> None:
+    lookup = Lookup()
+    for stop in sorted({min(stop, len(tokens)) for stop in stops} | {len(tokens)}):
+        known = tokens[:stop]
+        lookup.find(known, 8)
+        places = [start for start in range(ORDER, stop) if known[start - ORDER : start] == known[-ORDER:]]
+        assert lookup.length == 0 if not places else lookup.start == places[-1]
+        if places:
+            same = [
+                num
+                for num in range(1, 9)
+                if num <= lookup.start and known[lookup.start - num : lookup.start] == known[-num:]
+            ]
+            assert lookup.length == max(same)
+
+
+def test_a_draft_goes_on_as_the_text_repeats_itself() -> None:
+    assert [continuation([7, 1, 2, 3, 1, 2, 3], 4, step) for step in range(5)] == [1, 2, 3, 1, 2]
+    assert [continuation([5, 5, 5, 5], 3, step) for step in range(3)] == [5, 5, 5]
+    assert [continuation([1, 2, 3, 4, 5, 6], 2, step) for step in range(3)] == [3, 4, 5]
+
+
+def test_greedy_is_identical_with_lookups() -> None:
+    asked = [
+        request(f"r{index}", (*prompt, *prompt[-6:]), (FULL, CORNER)[index % 2], max_tokens=40)
+        for index, prompt in enumerate(prompts(5, 8))
+    ]
+    plain = engine(MODEL).generate(asked)
+    subject = engine(MODEL, speculate=SpeculateConfig(draft=CORNER, max_draft=4), num_pages=300)
+    subject._speculator.watch = AlwaysLookUp([], 4, lookup=True)
+    done = subject.generate(asked)
+    assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
+    stats = subject.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    check_idle(subject)
+
+
+def test_sampled_tokens_are_distributed_as_without_lookups() -> None:
+    allowed = [1, 2, 3]
+    # every three of them stand together somewhere, so each second token is drafted
+    prompt = (1, 1, 1, 2, 1, 1, 3, 1, 2, 2, 1, 2, 3, 1, 3, 2, 1, 3, 3, 2, 2, 2, 3, 2, 3, 3, 3, 1, 1)
+    settings = {"temperature": 4.0, "logit_bias": dict.fromkeys(allowed, 100.0), "max_tokens": 3, "n": 64, "seed": None}
+    subject = engine(MODEL, speculate=SpeculateConfig(draft=CORNER, max_draft=4), num_pages=900)
+    subject._speculator.watch = AlwaysLookUp([], 4, lookup=True)
+    counts = np.zeros(len(allowed), int)
+    for number in range(16):
+        for done in subject.generate([request(f"r{number}", prompt, FULL, **settings)]):
+            counts[allowed.index(done.tokens[1])] += 1
+    assert subject.stats().drafted_tokens > counts.sum() / 5
+
+    def after(tokens: tuple[int, ...]) -> np.ndarray:
+        logits_V = MODEL.logits(torch.tensor([tokens]), FULL)[0, -1]
+        return (logits_V[allowed] / 4.0).softmax(-1).double().numpy()
+
+    expected = sum(first * after((*prompt, token)) for token, first in zip(allowed, after(prompt), strict=True))
+    check_chi_square(np.repeat(np.arange(len(allowed)), counts), np.asarray(expected))
+
+
+FIRST, SECOND = 0, 1
+"""Numbers of Subnets."""
+
+
+def utility(watch: Watch) -> float:
+    """Of the best draft for one row, as known now."""
+    costs = watch._at(1)
+    return watch._best(costs, dict.fromkeys(costs.draft, 1.0))[0]
+
+
+def expected_tokens(acceptance: float, num_drafted: int) -> float:
+    """Tokens a cycle yields when each draft is accepted with the same probability (Leviathan, 2211.17192, eq. 1)."""
+    return sum(acceptance**power for power in range(num_drafted + 1))
+
+
+def feed(watch: Watch, draft_s: float, verify_s: float, acceptance: float, num_steps: int) -> list[Draft | None]:
+    """Let the watch choose ``num_steps`` times at made-up costs; a plain step takes 1 s."""
+    chosen: list[Draft | None] = []
+    for _ in range(num_steps):
+        draft = watch.choose(1, [1.0])
+        chosen.append(draft)
+        if draft is None:
+            watch.plain(1, 1.0)
+            continue
+        accepted = round(100 * (expected_tokens(acceptance, draft.num_tokens) - 1))
+        rejected = round(100 * (1 - acceptance**draft.num_tokens))
+        verify = 1.0 + (verify_s - 1.0) * draft.num_tokens
+        watch.cycle(1, draft, draft_s * draft.num_tokens, verify, accepted, rejected)
+    return chosen
+
+
+def test_drafting_pays() -> None:
+    watch = Watch([FIRST], 4)
+    chosen = feed(watch, draft_s=0.1, verify_s=1.05, acceptance=0.9, num_steps=60)
+    assert chosen[:WARM_STEPS] == [None] * WARM_STEPS
+    assert chosen[-1] == Draft(FIRST, 4)
+    assert utility(watch) == pytest.approx(expected_tokens(0.9, 4) / (0.4 + 1.2), rel=0.02)
+
+
+def test_the_length_follows_acceptance() -> None:
+    watch = Watch([FIRST], 8)
+    chosen = feed(watch, draft_s=0.15, verify_s=1.05, acceptance=0.4, num_steps=80)[-1]
+    assert chosen is not None and chosen.num_tokens in (1, 2)
+
+
+def test_drafting_that_does_not_pay_is_switched_off_and_tried_again() -> None:
+    watch = Watch([FIRST], 4)
+    feed(watch, draft_s=0.6, verify_s=1.4, acceptance=0.5, num_steps=WARM_STEPS + TRIALS)
+    rest = feed(watch, draft_s=0.6, verify_s=1.4, acceptance=0.5, num_steps=400)
+    assert utility(watch) < 1
+    assert rest[:FIRST_WAIT] == [None] * FIRST_WAIT
+    num_drafted = sum(draft is not None for draft in rest)
+    assert 0 < num_drafted < 0.1 * len(rest)
+    better = feed(watch, draft_s=0.05, verify_s=1.01, acceptance=0.95, num_steps=1500)  # the traffic has changed
+    assert better[-1] is not None
+
+
+def test_the_better_candidate_wins() -> None:
+    watch = Watch([SECOND, FIRST], 4)
+    for _ in range(80):
+        draft = watch.choose(2, [1.0, 1.0])
+        if draft is None:
+            watch.plain(2, 1.0)
+        elif draft.subnet == FIRST:
+            watch.cycle(2, draft, 0.05 * draft.num_tokens, 1.1, 80 * draft.num_tokens, 20)
+        else:
+            watch.cycle(2, draft, 0.9 * draft.num_tokens, 1.1, 95 * draft.num_tokens, 5)
+    assert draft is not None and draft.subnet == FIRST
+
+
+def test_rows_that_cannot_be_drafted_for_count() -> None:
+    watch = Watch([FIRST], 4)
+    feed(watch, draft_s=0.3, verify_s=1.1, acceptance=0.7, num_steps=40)
+    assert watch.choose(1, [1.0]) is not None
+    assert watch.choose(1, [0.1]) is None
+    assert watch.choose(1, [0.0]) is None

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for asyncio callers.
+"""An engine in a thread of its own, for asyncio callers, and the stream of events that each request gets.
 
 The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
 all tokens of a step.
@@ -11,8 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -22,23 +23,113 @@ from stretto.base.errors import UserError
 from stretto.base.loops import from_thread, settle
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
-from stretto.engine.stream import Channel, Closed, EngineFailed, Stream
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Something for the engine's thread to do between two steps."""
-
-    run: Callable[[], None]
-    refuse: Callable[[EngineFailed], None]
-    """Called instead where the engine is dead."""
+class EngineFailed(RuntimeError):  # noqa: N818 - says what happened
+    """The engine's thread has died, with what it died of; every open and every later request gets this."""
 
 
-class Service:
+class Closed(RuntimeError):  # noqa: N818 - a state, not a fault
+    """The engine is draining or closed and takes no new requests."""
+
+
+class Channel:
+    """Where the engine's thread leaves a request's events. It knows no `Stream`, so that a forgotten one can go."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int):
+        self.loop = loop
+        self.num_open = num_open
+        """Choices unfinished; the engine's thread counts."""
+        self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self.admitted: asyncio.Future[None] = loop.create_future()
+
+    def tell(self, error: Exception | None) -> None:
+        """From the engine's thread: taken, or what went wrong."""
+        from_thread(self.loop, self._tell, error)
+
+    def _tell(self, error: Exception | None) -> None:
+        if error is not None:
+            self.events.put_nowait(error)
+        if not self.admitted.done():
+            settle(self.admitted, None, error)
+            self.admitted.exception()  # looked at: a caller that only iterates meets an error there
+
+
+class Stream(AsyncIterator[Event]):
+    """Events of one request, in order; it ends after the `Completion` of each of its choices.
+
+    Left early - closed, its consumer cancelled, or forgotten - it aborts the request. A slow reader holds nobody back:
+    what waits for it is at most the request's own tokens.
+    """
+
+    def __init__(self, channel: Channel, abandon: Callable[[], None]):
+        self._channel, self._abandon = channel, abandon
+        self._num_open = channel.num_open
+
+    async def admitted(self) -> Self:
+        """Return once the engine has taken the request.
+
+        Raises:
+            UserError: it cannot be served. QueueFull: not now. EngineFailed: no more.
+        """
+        try:
+            await asyncio.shield(self._channel.admitted)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._num_open <= 0:
+            raise StopAsyncIteration
+        try:
+            event = await self._channel.events.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(event, Exception):
+            self._num_open = 0
+            raise event
+        self._num_open -= isinstance(event, Completion)
+        return event
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events, those together that have come together: a reader that fell behind catches up at once."""
+        async for event in self:
+            events = [event]
+            try:
+                while self._num_open > 0 and not self._channel.events.empty():
+                    events.append(await anext(self))
+            except Exception:
+                yield events  # what came before it failed
+                raise
+            yield events
+
+    def close(self) -> None:
+        """Abort what is unfinished; does nothing the second time."""
+        if self._num_open > 0:
+            self._num_open = 0
+            self._abandon()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_Command = tuple[Callable[[], None], Callable[[EngineFailed], None]]
+"""Something for the engine's thread to do between two steps, and what to do instead where the engine is dead."""
+
+
+class AsyncEngine:
     """Runs an `Engine` in one thread. `submit` belongs inside a running event loop, any number of loops may."""
 
     def __init__(self, engine: Engine):
@@ -46,7 +137,8 @@ class Service:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: dict[str, Channel] = {}  # by request id; the engine's thread alone touches it
         self._busy_s = 0.0  # the engine's thread alone touches it, too
-        self._error: EngineFailed | None = None
+        self.error: EngineFailed | None = None
+        """Why the engine is dead; None while it lives."""
         self._is_accepting = True
         self._is_stopping = False
         # Held while a command is handed in: after the thread's last look at the inbox none may be. Re-entrant, since
@@ -59,13 +151,8 @@ class Service:
         return self
 
     @property
-    def error(self) -> EngineFailed | None:
-        """Why the engine is dead; None while it lives."""
-        return self._error
-
-    @property
     def is_accepting(self) -> bool:
-        return self._is_accepting and self._error is None
+        return self._is_accepting and self.error is None
 
     def submit(self, request: Request) -> Stream:
         """Hand ``request`` in. Its events come from the returned stream; so does a refusal (see `Stream.admitted`).
@@ -91,8 +178,9 @@ class Service:
                 del self._open[request.id]
                 self._engine.abort(request.id)
 
-        self._post(_Command(add, channel.tell))
-        return Stream(request, channel, lambda: self._post(_Command(abandon, _ignore)))
+        stream = Stream(channel, lambda: self._post(abandon, lambda error: None))
+        self._post(add, channel.tell)
+        return stream
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Run ``work`` on the engine's thread between two steps; returns what it returns, raises what it raises."""
@@ -110,7 +198,7 @@ class Service:
             else:
                 from_thread(loop, settle, future, result, None)
 
-        self._post(_Command(run, fail))
+        self._post(run, fail)
         return await future
 
     async def abort(self, request_id: str) -> None:
@@ -135,17 +223,15 @@ class Service:
     async def drain(self) -> None:
         """Take nothing new; return when all that was taken is finished, or the engine is dead."""
         self._is_accepting = False
-        try:
+        with suppress(EngineFailed):
             while await self.call(lambda engine: bool(self._open) or engine.has_work):
                 await asyncio.sleep(_DRAIN_POLL_S)
-        except EngineFailed:
-            return
 
     def close(self) -> None:
         """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
         self._is_accepting = False
         if self._thread.is_alive():
-            self._post(_Command(self._stop, _ignore))
+            self._post(self._stop, lambda error: None)
             self._thread.join()
 
     def _stop(self) -> None:
@@ -153,20 +239,20 @@ class Service:
             self._dispatch(self._engine.abort(request_id))
         self._is_stopping = True
 
-    def _post(self, command: _Command) -> None:
+    def _post(self, run: Callable[[], None], refuse: Callable[[EngineFailed], None]) -> None:
         with self._lock:
-            if self._error is None:
-                self._inbox.put(command)
+            if self.error is None:
+                self._inbox.put((run, refuse))
                 return
-        command.refuse(self._error)
+        refuse(self.error)
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
                 if not self._engine.has_work:
-                    self._inbox.get().run()
+                    self._inbox.get()[0]()
                 while not self._is_stopping and not self._inbox.empty():
-                    self._inbox.get().run()
+                    self._inbox.get()[0]()
                 if self._engine.has_work:
                     started_s = time.perf_counter()
                     self._dispatch(self._engine.step())
@@ -179,12 +265,12 @@ class Service:
 
     def _fail(self, error: EngineFailed) -> None:
         with self._lock:
-            self._error = error
+            self.error = error
         for channel in self._open.values():
             channel.tell(error)
         self._open.clear()
         while not self._inbox.empty():
-            self._inbox.get().refuse(error)
+            self._inbox.get()[1](error)
 
     def _dispatch(self, events: Sequence[Event]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Channel, Event]]] = {}
@@ -204,7 +290,3 @@ class Service:
 def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
     for channel, event in deliveries:
         channel.events.put_nowait(event)
-
-
-def _ignore(error: EngineFailed) -> None:
-    """For what need not be done any more once the engine is dead."""

@@ -1,0 +1,128 @@
+"""Steps of few tokens through the compiled CPU kernels: what `TorchForward` does for them, in one call.
+
+Shape letters: L layers, P pages, Z page size, G key/value heads, C head width, K experts a token, N tokens, M wanted logits,
+S drafting steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.forward_torch import KvPool, largest_top_k
+from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.spec import Subnet
+from stretto.model.transformer import Block, SwiGlu, Transformer
+from stretto.ops.native import Decoder, Network
+from stretto.ops.operators import rotary_tables
+
+
+class NativeForward:
+    """The compiled forward pass of one model over one pool. Weights must be changed in place, never replaced."""
+
+    def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
+        config = model.config
+        longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
+        cos_TR, sin_TR = rotary_tables(torch.arange(longest), config.rotary_dim, config.rope_theta)
+        network = Network(
+            num_heads=config.num_heads,
+            norm_eps=config.norm_eps,
+            softmax=config.router == "softmax",
+            normalize=config.normalize_gates,
+            scaling=config.routed_scaling,
+            max_top_k=largest_top_k(config),
+            cos_TR=cos_TR,
+            sin_TR=sin_TR,
+            layers=[_layer(block, config.selection_bias) for block in model.blocks],
+            embedding_VD=model.embedding.weight.detach(),
+            norm_D=model.norm.weight.detach(),
+            head_VD=model.head_VD.detach(),
+            keys_LPZGC=pool.keys_LPZGC,
+            values_LPZGC=pool.values_LPZGC,
+            routes_PZLK=pool.routes_PZLK,
+        )
+        self.library, self._config, self._subnets = library, config, subnets
+        self._decoder = Decoder(library, network)
+        self._numbers: dict[int, int] = {}
+
+    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
+        """As `TorchForward.forward`: logits [M, V] (fp32); keys, values and routes go to the pools."""
+        lists: list[list[int]] = [[] for _ in range(6)]
+        tokens, positions, tables, subnets, pages, logits = lists
+        for chunk in chunks:
+            num = len(chunk.tokens)
+            tables += [len(pages)] * num
+            subnets += [self._number(chunk.subnet)] * num
+            tokens += chunk.tokens
+            positions += range(chunk.start, chunk.start + num)
+            pages += chunk.pages
+            logits += range(len(tokens) - chunk.num_logits, len(tokens))
+        return self._decoder.step(tokens, positions, tables, subnets, pages, logits, want_routes)
+
+    def draft(
+        self,
+        chunks: Sequence[Chunk],
+        most: Sequence[int],
+        ends: Sequence[int],
+        end_ids: Sequence[int],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+    ) -> tuple[np.ndarray, Tensor | None]:
+        """Let chunks of one token each decode on by themselves; the last five arguments and what is returned are those
+        of `Decoder.draft`. The chunks' page tables reach to the last position that may be drafted."""
+        tables: list[int] = []
+        pages: list[int] = []
+        for chunk in chunks:
+            tables.append(len(pages))
+            pages += chunk.pages
+        tokens, positions = [chunk.tokens[0] for chunk in chunks], [chunk.start for chunk in chunks]
+        subnets = [self._number(chunk.subnet) for chunk in chunks]
+        return self._decoder.draft(tokens, positions, tables, subnets, pages, most, ends, end_ids, temperatures, seeds)
+
+    def _number(self, subnet: int) -> int:
+        """What the kernels call it."""
+        number = self._numbers.get(subnet)
+        if number is None:
+            number = self._numbers[subnet] = self._decoder.subnet(self._choices(self._subnets[subnet]))
+        return number
+
+    def _choices(self, subnet: Subnet) -> list[tuple[int, int, int] | None]:
+        config = self._config
+        choices: list[tuple[int, int, int] | None] = [None] * config.num_layers
+        kept = iter(zip(subnet.experts, subnet.top_k, strict=True))
+        for layer in subnet.layers:
+            if layer in config.dense_layers:
+                choices[layer] = (0, 0, 0)
+            else:
+                num_experts, top_k = next(kept)
+                choices[layer] = (num_experts, top_k, config.branch(num_experts))
+        return choices
+
+
+def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
+    """The block's tensors by their names in the kernels."""
+    assert isinstance(block, Block)
+    attention, mlp = block.attention, block.mlp
+    tensors = {
+        "attention_norm": block.attention_norm.weight,
+        "qkv": attention.qkv.weight,
+        "qkv_bias": attention.qkv.bias,
+        "out": attention.out.weight,
+        "q_norm": attention.q_norm,
+        "k_norm": attention.k_norm,
+        "mlp_norm": block.mlp_norm.weight,
+        "router": None,
+    }
+    if isinstance(mlp, SwiGlu):
+        tensors |= {"gate_up": mlp.gate_up.weight, "down": mlp.down.weight}
+    else:
+        tensors |= {"gate_up": mlp.gate_up, "down": mlp.down, "router": mlp.gate, "rank": mlp.rank_E}
+        if selection_bias:
+            tensors["bias"] = mlp.bias_WE
+        if mlp.shared is not None:
+            tensors |= {"shared_gate_up": mlp.shared.gate_up.weight, "shared_down": mlp.shared.down.weight}
+    return {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}

@@ -1,0 +1,415 @@
+"""The forward pass over paged sequences in torch: all tokens of a step in one flat list, each under a Subnet of its own.
+
+`Planner` makes the tensors that depend on the step alone, `TorchForward` takes them through the network. Plain arithmetic is
+arranged for speed: products that add to the stream by transposed matrices, sums in place. In any other each product goes
+through `stretto.ops.matmul`: a rollout rounds as the trainer's forward pass does, and, batch-invariant, to the same bits.
+
+Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
+heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,
+K chosen, L layers (of routes: MoE layers), P pages, Z tokens a page; in a layout: Q chunks, B chunks of a group, M pages of
+the longest chunk, T = M·Z keys, U Subnets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain, groupby
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
+from stretto.ops import exact, grouped, matmul, paged
+from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
+from stretto.ops.operators import rotary_tables
+from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans
+from stretto.ops.route import MASKED
+
+_MAX_KNOWN = 1024
+"""Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
+
+    keys_LPZGC: Tensor
+    values_LPZGC: Tensor
+    routes_PZLK: Tensor | None
+    """uint8 or uint16; the dtype's largest value: no expert."""
+
+    @staticmethod
+    def allocate(
+        config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
+    ) -> KvPool:
+        # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        pool = None
+        if routes:
+            kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
+            shape_PZLK = (num_pages, page_size, config.num_moe_layers, largest_top_k(config))
+            pool = torch.full(shape_PZLK, torch.iinfo(kind).max, dtype=kind, device=device)
+        return KvPool(keys, values, pool)
+
+    @staticmethod
+    def bytes_per_page(config: ModelConfig, dtype: torch.dtype, page_size: int, routes: bool) -> int:
+        """Bytes that one page takes."""
+        page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
+        return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a Subnet means in each MoE layer of the maximum network."""
+
+    num_experts: tuple[int, ...]
+    """By MoE row; 0 where the layer is left out. So is ``top_k``."""
+    top_k: tuple[int, ...]
+    bias_LE: Tensor
+    """fp32, added to scores: the balance bias, `MASKED` where an expert may not be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring layers that compute the same tokens."""
+
+    layers: tuple[int, ...]
+    tokens_N: Tensor | None
+    """int64, which tokens of the step; None: all."""
+    spans: Spans
+    rules: dict[int, RouteRule]
+    """By MoE row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A whole step."""
+
+    ids_N: Tensor
+    slots_N: Tensor
+    """int64, place of each token in the cache."""
+    runs: tuple[Run, ...]
+    wanted_M: Tensor | None
+    """int64, tokens whose logits are wanted, by chunk as the caller ordered them; None: all, in order."""
+
+
+class Planner:
+    """Makes layouts for one network; remembers what Subnets mean. Made anew when weights change: it holds biases."""
+
+    def __init__(self, model: Transformer, subnets: SubnetTable, page_size: int, batch_invariant: bool):
+        config, embedding_VD = model.config, model.embedding.weight
+        self._config, self._subnets, self._page_size = config, subnets, page_size
+        self._device, self._dtype = embedding_VD.device, embedding_VD.dtype
+        self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+        if batch_invariant:
+            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
+        else:
+            positions = torch.arange(config.max_positions, device=self._device)
+            cos_PR, sin_PR = rotary_tables(positions, config.rotary_dim, config.rope_theta)
+        halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
+        self._rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
+        self._choices: dict[int, Choices] = {}
+        self._rules: dict[tuple[tuple[int, int], ...], dict[int, RouteRule]] = {}
+
+    def layout(self, chunks: Sequence[Chunk]) -> Layout:
+        """Tensors of a step over ``chunks``; tokens are reordered so that chunks of one length are neighbours."""
+        places = sorted(range(len(chunks)), key=lambda place: _group_key(chunks[place], self._page_size))
+        ordered = [chunks[place] for place in places]
+        layers = {chunk.subnet: self._subnets[chunk.subnet].layers for chunk in ordered}
+        runs: list[Run] = []
+        parts: dict[tuple[int, ...], Run] = {}
+        for keep, members in groupby(
+            range(self._config.num_layers), lambda layer: tuple(number for number in layers if layer in layers[number])
+        ):
+            if keep:
+                if keep not in parts:
+                    parts[keep] = self._part(ordered, None if len(keep) == len(layers) else keep)
+                runs.append(replace(parts[keep], layers=tuple(members)))
+        whole = next((run.spans for run in runs if run.tokens_N is None), None)
+        slots_N = self._spans(ordered).slots_N if whole is None else whole.slots_N
+        ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
+        return Layout(ids_N, slots_N, tuple(runs), self._wanted(chunks, places))
+
+    def _choices_of(self, number: int) -> Choices:
+        if number not in self._choices:
+            if len(self._choices) >= _MAX_KNOWN:
+                self._choices.clear()
+                self._rules.clear()
+            self._choices[number] = self._read(self._subnets[number])
+        return self._choices[number]
+
+    def _read(self, subnet: Subnet) -> Choices:
+        config = self._config
+        num_experts, top_k = [0] * len(self._moe), [0] * len(self._moe)
+        kept = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
+        bias_LE = torch.full((len(self._moe), config.num_experts), MASKED, device=self._device)
+        for row, width, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+            num_experts[row], top_k[row], layer = width, k, self._moe[row]
+            own_E = layer.bias_WE[config.branch(width)].float() if config.selection_bias else torch.tensor(0.0)
+            allowed_E = layer.rank_E < width
+            bias_LE[row, : len(allowed_E)] = torch.where(allowed_E, own_E.to(self._device), MASKED)
+        return Choices(tuple(num_experts), tuple(top_k), bias_LE)
+
+    def _part(self, chunks: list[Chunk], keep: tuple[int, ...] | None) -> Run:
+        """The tokens whose Subnet is in ``keep`` (None: all), for whatever layers."""
+        tokens_N = None
+        if keep is not None:
+            stays_Q = np.array([chunk.subnet in keep for chunk in chunks])
+            stays_N = np.repeat(stays_Q, [len(chunk.tokens) for chunk in chunks])
+            tokens_N = self._tensor(np.flatnonzero(stays_N))
+            chunks = [chunk for chunk in chunks if chunk.subnet in keep]
+        return Run((), tokens_N, self._spans(chunks), self._rules_of(chunks))
+
+    def _spans(self, chunks: list[Chunk]) -> Spans:
+        size = self._page_size
+        lengths_Q = np.array([len(chunk.tokens) for chunk in chunks])
+        starts_Q = np.array([chunk.start for chunk in chunks])
+        num_pages_Q = -(-(starts_Q + lengths_Q) // size)
+        table_QM = np.zeros((len(chunks), num_pages_Q.max()), np.int64)
+        for row, (chunk, num_pages) in enumerate(zip(chunks, num_pages_Q.tolist(), strict=True)):
+            assert len(chunk.pages) >= num_pages, f"{len(chunk.pages)} pages for {chunk.end} tokens"
+            # padded with its own first page: masked keys of somebody else's that are not finite would still spoil the sum
+            table_QM[row] = chunk.pages[0]
+            table_QM[row, :num_pages] = chunk.pages[:num_pages]
+        chunk_N = np.repeat(np.arange(len(chunks)), lengths_Q)
+        first_Q = np.cumsum(lengths_Q) - lengths_Q
+        positions_N = np.arange(len(chunk_N)) + (starts_Q - first_Q)[chunk_N]
+        assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is past the network's"
+        slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
+        rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
+        groups = []
+        for a, b in _neighbours(chunks, size):
+            num_pages, length = int(num_pages_Q[a:b].max()), int(lengths_Q[a])
+            mask_B1LT = None
+            if length == 1 or starts_Q[a:b].any():
+                visible_BL1 = starts_Q[a:b, None, None] + np.arange(1, length + 1)[:, None]
+                hidden_BLT = self._tensor(visible_BL1 <= np.arange(num_pages * size))
+                mask_B1LT = torch.zeros(hidden_BLT.shape, dtype=self._dtype, device=self._device)
+                mask_B1LT = mask_B1LT.masked_fill_(hidden_BLT, float("-inf")).unsqueeze(1)
+            pages = self._tensor(table_QM[a:b, :num_pages].reshape(-1))
+            groups.append(Group(int(first_Q[a]), b - a, length, pages, mask_B1LT))
+        return Spans(rotary_N2R[:, :1], rotary_N2R[:, 1:], self._tensor(slots_N), tuple(groups))
+
+    def _rules_of(self, chunks: list[Chunk]) -> dict[int, RouteRule]:
+        distinct = list(dict.fromkeys(chunk.subnet for chunk in chunks))
+        key: tuple[tuple[int, int], ...] = ((distinct[0], 0),)
+        if len(distinct) > 1:
+            key = tuple((chunk.subnet, len(chunk.tokens)) for chunk in chunks)
+        if key not in self._rules:
+            if len(self._rules) >= _MAX_KNOWN:
+                self._rules.clear()
+            subnet_Q = np.array([distinct.index(chunk.subnet) for chunk in chunks])
+            subnet_N = np.repeat(subnet_Q, [len(chunk.tokens) for chunk in chunks])
+            choices = [self._choices_of(number) for number in distinct]
+            self._rules[key] = dict(self._make_rules(choices, self._tensor(subnet_N)))
+        return self._rules[key]
+
+    def _make_rules(self, distinct: list[Choices], subnet_N: Tensor) -> Iterator[tuple[int, RouteRule]]:
+        """A rule for each MoE layer that all of ``distinct`` keep; token n belongs to ``distinct[subnet_N[n]]``."""
+        config, softmax = self._config, self._config.router == "softmax"
+        for row, (moe, own) in enumerate(zip(self._moe, config.experts_by_layer, strict=True)):
+            widths = {choice.num_experts[row] for choice in distinct}
+            ks = [choice.top_k[row] for choice in distinct]
+            if 0 in widths:
+                continue
+            bias = mask = dropped_NK = None
+            if config.selection_bias or widths != {own}:
+                bias_UE = torch.stack([choice.bias_LE[row, : len(moe.rank_E)] for choice in distinct])
+                bias = bias_UE[0] if len(widths) == 1 else bias_UE.index_select(0, subnet_N)
+                if softmax and widths != {own}:
+                    mask = torch.where(bias == MASKED, MASKED, 0.0)
+            if len(set(ks)) > 1:
+                k_N = torch.tensor(ks, device=self._device).index_select(0, subnet_N)
+                dropped_NK = torch.arange(max(ks), device=self._device) >= k_N[:, None]
+            scaling = config.routed_scaling
+            yield row, RouteRule(max(ks), softmax, config.normalize_gates, scaling, bias, mask, dropped_NK)
+
+    def _wanted(self, chunks: Sequence[Chunk], places: list[int]) -> Tensor | None:
+        ends = list(accumulate(len(chunks[place].tokens) for place in places))
+        end_of = dict(zip(places, ends, strict=True))
+        wanted = [row for at, chunk in enumerate(chunks) for row in range(end_of[at] - chunk.num_logits, end_of[at])]
+        return None if wanted == list(range(ends[-1])) else self._tensor(np.array(wanted, np.int64))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _group_key(chunk: Chunk, page_size: int) -> tuple[int, bool, int]:
+    return len(chunk.tokens), chunk.start == 0 and len(chunk.tokens) > 1, chunk.end // page_size
+
+
+def _neighbours(chunks: list[Chunk], page_size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of ordered chunks that attend together: alike, and none gathers more than twice the pages it has."""
+    first = 0
+    for end in range(1, len(chunks) + 1):
+        if end < len(chunks):
+            (length, is_fresh, pages), start = _group_key(chunks[end], page_size), _group_key(chunks[first], page_size)
+            if (length, is_fresh) == start[:2] and pages <= 2 * start[2] + 4:
+                continue
+        yield first, end
+        first = end
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGluWeights:
+    """A dense or shared SwiGLU. Matrices are prepared for the arithmetic, here and below."""
+
+    gate_up: Weight
+    down: Weight
+    """Added to the stream, see `TorchForward._added`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """Router, experts and shared experts."""
+
+    row: int
+    """Of the layer among the maximum network's MoE layers."""
+    gate: Weight
+    """fp32: routers decide on small differences."""
+    experts: ExpertWeights | ExpertMatrices
+    shared: SwiGluWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block."""
+
+    attention_norm_D: Tensor
+    qkv: Weight
+    qkv_bias_X: Tensor | None
+    qk_norm_JC: Tensor | None
+    out: Weight
+    """Added to the stream."""
+    mlp_norm_D: Tensor
+    mlp: SwiGluWeights | MoeWeights
+
+
+class TorchForward:
+    """The forward pass of one model over one pool. Made anew when weights change: some of what it holds are copies."""
+
+    def __init__(self, model: Transformer, subnets: SubnetTable, pool: KvPool, arithmetic: Arithmetic):
+        eps = model.config.norm_eps
+        self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
+        self._eps, self._eps_tensor = eps, torch.tensor(eps, device=pool.keys_LPZGC.device)
+        self._linear: Callable[..., Tensor] = F.linear
+        self._swiglu: Callable[..., Tensor] = grouped.swiglu
+        self._norm: Callable[..., Tensor] = partial(paged.norm, eps=self._eps_tensor)
+        if not self._is_plain:
+            self._linear, self._swiglu = partial(linear, arithmetic=arithmetic), partial(swiglu, arithmetic=arithmetic)
+            self._norm = partial(matmul.norm, eps=eps, arithmetic=arithmetic)
+        self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
+        self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
+        self._planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
+        rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
+        self._embedding_VD = model.embedding.weight.detach()
+        self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
+        self._norm_D = model.norm.weight.detach()
+        self._head = prepare(model.head_VD, self._inner)
+
+    def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
+        """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
+        layout = self._planner.layout(chunks)
+        pool, routes_NLK = self._routes_PZLK, None
+        if want_routes:
+            assert pool is not None, "the pool has no room for routes"
+            # what stands where a token runs no such layer or has fewer choices
+            routes_NLK = layout.slots_N.new_full((len(layout.ids_N), *pool.shape[2:]), self._no_expert)
+        x_ND = rounded(self._embedding_VD.index_select(0, layout.ids_N), self._arithmetic)
+        for run in layout.runs:
+            part_ND = x_ND if run.tokens_N is None else x_ND.index_select(0, run.tokens_N)
+            for place in run.layers:
+                part_ND = self._block(place, part_ND, run, routes_NLK)
+            x_ND = part_ND if run.tokens_N is None else x_ND.index_copy_(0, run.tokens_N, part_ND)
+        if pool is not None and routes_NLK is not None:
+            # torch copies rows of int16 but not of uint16
+            narrow = torch.int16 if pool.dtype == torch.uint16 else torch.uint8
+            pool.view(narrow).flatten(0, 1).index_copy_(0, layout.slots_N, routes_NLK.to(pool.dtype).view(narrow))
+        if layout.wanted_M is not None:
+            x_ND = x_ND.index_select(0, layout.wanted_M)
+        return linear(self._norm(x_ND, self._norm_D), self._head, None, self._inner).float()
+
+    def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
+        layer, arithmetic = self._layers[place], self._arithmetic
+        keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
+        qkv_NX = self._linear(self._norm(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X)
+        if self._is_plain:
+            q_NHC = paged.store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
+        else:
+            q_NHC = paged.store_rounded(
+                qkv_NX, layer.qk_norm_JC, self._eps, run.spans, keys_PZGC, values_PZGC, arithmetic
+            )
+        y_NX = paged.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
+        x_ND = self._add(x_ND, y_NX, layer.out)
+        normed_ND, mlp = self._norm(x_ND, layer.mlp_norm_D), layer.mlp
+        if isinstance(mlp, SwiGluWeights):
+            return self._add_swiglu(x_ND, normed_ND, mlp)
+        rule = run.rules[mlp.row]
+        routes = paged.route_tokens(normed_ND, mlp.gate, rule, self._inner)
+        if routes_NLK is not None:
+            chosen_NK = routes.chosen_NK
+            if rule.dropped_NK is not None:
+                chosen_NK = chosen_NK.masked_fill(rule.dropped_NK, self._no_expert)
+            routes_NLK[slice(None) if run.tokens_N is None else run.tokens_N, mlp.row, : rule.top_k] = chosen_NK
+        if isinstance(mlp.experts, ExpertWeights):
+            x_ND = paged.chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
+            return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
+        y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic)
+        if mlp.shared is not None:
+            y_ND = self._add_swiglu(y_ND, normed_ND, mlp.shared)
+        return rounded(x_ND + y_ND, arithmetic)
+
+    def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
+        """``x_ND`` and the product of ``y_NF`` with a matrix that `_added` made."""
+        if self._is_plain:
+            return torch.addmm(x_ND, y_NF, weight)  # type: ignore[arg-type]  # a Tensor then
+        return rounded(x_ND + self._linear(y_NF, weight), self._arithmetic)
+
+    def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
+        return self._add(x_ND, self._swiglu(self._linear(normed_ND, weights.gate_up)), weights.down)
+
+    def _layer(self, block: nn.Module, row: int) -> LayerWeights:
+        assert isinstance(block, Block)
+        attention, mlp, arithmetic = block.attention, block.mlp, self._arithmetic
+        qk_norm_JC = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q_HC = attention.q_norm.expand(attention.num_heads, -1)
+            qk_norm_JC = torch.cat((q_HC, attention.k_norm.expand(attention.num_kv_heads, -1))).detach()
+        weights: SwiGluWeights | MoeWeights
+        if isinstance(mlp, MoeLayer):
+            shared = None if mlp.shared is None else self._swiglu_weights(mlp.shared)
+            gate, matrices = prepare(mlp.gate.float(), self._inner), (mlp.gate_up.detach(), mlp.down.detach())
+            if self._is_plain:
+                weights = MoeWeights(row, gate, ExpertWeights.of(*matrices), shared)
+            else:
+                weights = MoeWeights(row, gate, ExpertMatrices.of(*matrices, arithmetic), shared)
+        else:
+            weights = self._swiglu_weights(mlp)
+        return LayerWeights(
+            attention_norm_D=block.attention_norm.weight.detach(),
+            qkv=prepare(attention.qkv.weight, arithmetic),
+            qkv_bias_X=None if attention.qkv.bias is None else attention.qkv.bias.detach(),
+            qk_norm_JC=qk_norm_JC,
+            out=self._added(attention.out.weight),
+            mlp_norm_D=block.mlp_norm.weight.detach(),
+            mlp=weights,
+        )
+
+    def _swiglu_weights(self, layer: SwiGlu) -> SwiGluWeights:
+        return SwiGluWeights(prepare(layer.gate_up.weight, self._arithmetic), self._added(layer.down.weight))
+
+    def _added(self, weight_FD: Tensor) -> Weight:
+        """As `_add` takes it: transposed for plain arithmetic."""
+        return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)
+
+
+def largest_top_k(config: ModelConfig) -> int:
+    """Route slots a token has in each layer; 1 where a network has no MoE layer, so that the pool has a shape."""
+    return max((config.top_k, *config.top_k_by_layer))
