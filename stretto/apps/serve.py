@@ -142,7 +142,7 @@ def serve_settings(
         "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
         "cors_origins": list(cors_origins),
         "floor": floor,
-        "elastic": {"first_token_s": first_token_s},
+        "first_token_s": first_token_s,
     }
     return validate(ServeSettings, fields, "stretto serve")
 

@@ -79,9 +79,7 @@ class Info:
         ]
 
     async def models(self, http: HttpRequest) -> Response:
-        name = self._model.name
-        names = [name, *(f"{name}:{preset}" for preset in self._model.choices())]
-        return JSONResponse({"object": "list", "data": [self._entry(each) for each in names]})
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._model.names()]})
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -89,27 +87,19 @@ class Info:
         return JSONResponse(self._entry(name))
 
     async def info(self, http: HttpRequest) -> Response:
-        model, config = self._model, self._model.config
+        model, config, resolver = self._model, self._model.config, self._backend.resolver
         stats = await self._stats()
+        # What a Subnet keeps of each axis is a beginning of the last three.
+        same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
+        limits = {"layers": config.num_layers, "min_layers": model.min_depth}
         return JSONResponse(
             {
                 "model": model.name,
-                "presets": {name: self._sizes(choice.of(config)) for name, choice in model.choices().items()},
-                "default": self._backend.resolver.control.rungs[0].name,
-                "limits": {
-                    "layers": config.num_layers,
-                    "min_layers": model.min_depth,
-                    "experts": config.num_experts,
-                    "top_k": config.top_k,
-                },
+                "presets": {name: self._sizes(subnet) for name, subnet in resolver.named.items()},
+                "default": resolver.control.rungs[0].name,
+                "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
-                "vocab_size": config.vocab_size,
-                "num_experts": config.num_experts,
-                "num_moe_layers": config.num_moe_layers,
-                # What a Subnet keeps of each axis is a beginning of these.
-                "moe_layers": config.moe_layers,
-                "expert_orders": config.expert_orders,
-                "layer_ranking": config.layer_ranking,
+                **{name: getattr(config, name) for name in same},
                 "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
                 "kernels": {} if stats is None else stats.kernels,
             }
@@ -124,7 +114,7 @@ class Info:
         service, gate = self._backend.service, self._backend.gate
         status = "failed" if service.error else "draining" if gate.is_draining or not service.is_accepting else "ok"
         body = {"status": status, "model": self._model.name} | ({"error": str(service.error)} if service.error else {})
-        return JSONResponse(body, status_code=200 if status == "ok" else 503)
+        return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
         text = self._backend.metrics.render(await self._stats())
