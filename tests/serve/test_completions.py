@@ -14,6 +14,7 @@ from stretto.engine.naive import generate_naive
 from stretto.engine.request import Sampling
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
+from stretto.serve import elastic
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]
@@ -83,10 +84,14 @@ def test_an_axis_replaces_the_presets_own(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("floor", [None, "corner"])
-def test_a_burst_gets_smaller_subnets_only_above_a_floor(connect: Any, floor: str | None) -> None:
+def test_a_burst_gets_smaller_subnets_only_above_a_floor(
+    connect: Any, floor: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, num_waiting in {"SHRINK_WAITING": 2, "GROW_WAITING": 0, "REFUSE_WAITING": 12}.items():
+        monkeypatch.setattr(elastic, name, num_waiting)
+
     async def run() -> list[httpx.Response]:
-        elastic = {"shrink_waiting": 2, "grow_waiting": 0, "refuse_waiting": 12}
-        async with connect(floor=floor, elastic=elastic) as client:
+        async with connect(floor=floor) as client:
             body = {"prompt": "The cat", "max_tokens": 8, "ignore_eos": True}
             named = {**body, "model": "x:half"}
             bodies = [named if number % 5 == 4 else body for number in range(20)]
