@@ -13,10 +13,11 @@ from stretto.base.paths import RECIPES, write_json, write_text
 from stretto.report.page import Section, render, write_page
 from stretto.report.rl import (
     RlData,
-    endings_caption,
+    endings,
     headline,
     is_rl_run,
-    mismatch_caption,
+    mismatch,
+    panels,
     queues,
     read_rl_run,
     rl_page,
@@ -111,8 +112,8 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert table["the trainer waited"].value == pytest.approx(0.25)
     assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
-    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch_caption(DATA)
-    assert "96 trained and 24 dropped" in endings_caption(DATA)
+    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch(DATA).caption
+    assert "96 trained and 24 dropped" in endings(DATA).caption
 
 
 def test_a_run_without_steps_gets_sentences_instead_of_pictures() -> None:
@@ -175,7 +176,8 @@ def test_series_of_a_run_that_was_resumed_have_one_value_a_step() -> None:
 
 def test_groups_of_a_synchronous_run_none_alive_between_steps() -> None:
     none_alive = {f"groups/{name}": 0.0 for name in ("in_flight", "ready", "training")}
-    figure = queues(replace(DATA, rows=tuple(each | none_alive for each in DATA.rows)))
+    quiet = replace(DATA, rows=tuple(each | none_alive for each in DATA.rows))
+    figure = panels(quiet, queues(quiet))
     assert figure.axes[0].collections
 
 
