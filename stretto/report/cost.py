@@ -16,28 +16,26 @@ from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT
 
 def ledger_table(ledger: Ledger) -> Table:
     """Every stage of a model's history, and its cost alone and with its parents."""
+
+    def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
+        return (
+            Cell(name, note=note),
+            Cell(counts_as),
+            _flops(receipt.flops),
+            Cell(numbers.si(receipt.tokens), receipt.tokens),
+            Cell(numbers.duration(receipt.device_s), receipt.device_s),
+            Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
+        )
+
     roles = {"parent": "parent", "own": "this model"}
-    rows = [
-        (Cell(row.receipt.stage, note=row.name), Cell(roles[row.role]), *_amounts(row.receipt)) for row in ledger.rows
-    ]
-    totals = [(Cell("This model alone"), Cell(""), *_amounts(ledger.alone))]
-    if _has_parent(ledger):
-        totals.append((Cell("With its parent"), Cell(""), *_amounts(ledger.with_parents)))
+    rows = tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
+    totals = (line("This model alone", "", ledger.alone), line("With its parent", "", ledger.with_parents))
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
-    return Table("Every stage", columns, tuple(rows), tuple(totals), num_words=2)
+    return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
 
 
 def _has_parent(ledger: Ledger) -> bool:
     return any(row.role == "parent" for row in ledger.rows)
-
-
-def _amounts(receipt: Receipt) -> tuple[Cell, ...]:
-    return (
-        _flops(receipt.flops),
-        Cell(numbers.si(receipt.tokens), receipt.tokens),
-        Cell(numbers.duration(receipt.device_s), receipt.device_s),
-        Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
-    )
 
 
 def _flops(flops: int, note: str = "") -> Cell:
@@ -123,15 +121,13 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
 def cost_caption(ledger: Ledger | None, family: Family | None) -> str:
     text = []
     if ledger is not None:
-        alone, whole = ledger.alone.flops, ledger.with_parents.flops
+        alone, whole = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
+        said = f"This model cost {alone}; it has no parent."
         if _has_parent(ledger):
-            share = f", {numbers.percent(alone / whole)} of it" if whole else ""
-            text.append(
-                f"With its parent this model cost {numbers.si(whole, 'FLOPs')}; what came after the parent cost "
-                f"{numbers.si(alone, 'FLOPs')}{share}."
-            )
-        else:
-            text.append(f"This model cost {numbers.si(alone, 'FLOPs')}; it has no parent.")
+            said = f"With its parent this model cost {whole}; what came after the parent cost {alone}"
+            flops = ledger.with_parents.flops
+            said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
+        text.append(said)
     if family is not None:
         text.append(family_sentence(family))
     return " ".join(text)

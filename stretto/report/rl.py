@@ -19,7 +19,7 @@ from stretto.base.config import validate
 from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.records import git_commit, read_lineage
-from stretto.base.track import progress, read_metrics
+from stretto.base.track import read_metrics
 from stretto.report import style
 from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
 from stretto.report.rl_timeline import timeline, timeline_caption
@@ -57,27 +57,24 @@ class RlData:
     recipe: str = ""
     """The complete recipe, as text."""
 
-    def series(self, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and the finite values of ``metric``."""
-        found = {row["step"]: row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))}
-        return list(found), list(found.values())
+    def series(self, metric: str) -> dict[float, float]:
+        """The finite values of ``metric`` by step."""
+        return {row["step"]: row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))}
 
     def values(self, metric: str) -> list[float]:
-        return self.series(metric)[1]
+        return list(self.series(metric).values())
 
     def at(self, metric: str, steps: Sequence[float]) -> np.ndarray:
         """Its values at ``steps``; 0 where it was not logged."""
-        known = dict(zip(*self.series(metric), strict=True))
+        known = self.series(metric)
         return np.array([known.get(step, 0.0) for step in steps])
 
     def has(self, *metrics: str) -> bool:
         """Whether one of them was logged."""
-        return any(math.isfinite(row.get(metric, math.nan)) for row in self.rows for metric in metrics)
+        return any(self.series(metric) for metric in metrics)
 
     def last(self, metric: str) -> float | None:
-        """Its last finite value."""
-        values = self.values(metric)
-        return values[-1] if values else None
+        return next(reversed(self.values(metric)), None)
 
     def mean(self, metric: str) -> float:
         """Over the steps that logged it."""
@@ -89,8 +86,8 @@ class RlData:
 
     def named(self, prefix: str) -> list[str]:
         """Metrics that begin with ``prefix``, in alphabetical order, without it."""
-        found = {name.removeprefix(prefix) for row in self.rows for name in row if name.startswith(prefix)}
-        return sorted(name for name in found if self.has(prefix + name))
+        found = sorted({name for row in self.rows for name in row if name.startswith(prefix)})
+        return [name.removeprefix(prefix) for name in found if self.has(name)]
 
 
 def is_rl_run(run: Path) -> bool:
@@ -127,14 +124,9 @@ def read_rl_run(run: Path) -> RlData:
 
 
 def report_rl_run(run: Path) -> Path:
-    """Write ``report/`` into the run folder, all of it or nothing; returns its page.
-
-    Raises:
-        UserError: as `read_rl_run`, or the folder cannot be written.
-    """
-    page = rl_page(read_rl_run(run))
-    with progress("report", len(page.sections)) as advance:
-        return write_page(page, run, advance)
+    """Write ``report/`` into the run folder, all of it or nothing; returns its page. Raises as `read_rl_run`, and
+    `UserError` where the folder cannot be written."""
+    return write_page(rl_page(read_rl_run(run)), run)
 
 
 def rl_page(data: RlData) -> Page:
@@ -173,39 +165,38 @@ def headline(data: RlData) -> str:
     """The run in a sentence or two."""
     done = int(max((row["step"] for row in data.rows), default=0))
     text = counted(done, "step") + ("" if done >= data.num_steps else f" of {data.num_steps:,}")
-    held_out, rewards = data.values("eval/reward"), data.values("reward/mean")
+    held_out, rewards, ages = (data.values(name) for name in ("eval/reward", "reward/mean", "staleness/max"))
     if len(held_out) > 1:
         text += f": held-out reward from {held_out[0]:.3f} to {held_out[-1]:.3f}"
     elif rewards:
         text += f": reward from {rewards[0]:.3f} to {rewards[-1]:.3f}"
     text += "."
-    if data.has("staleness/max"):
-        oldest = int(max(data.values("staleness/max")))
-        text += f" No trained token was older than {counted(oldest, 'version')}; the bound is {data.bound}."
+    if ages:
+        text += f" No trained token was older than {counted(int(max(ages)), 'version')}; the bound is {data.bound}."
     return text
 
 
 def summary(data: RlData) -> Table:
     """The run's totals."""
-    steps, wall = data.series("time/wall_s")
-    wall_s, waited_s = math.fsum(wall), data.total("wait/trainer_s")
-    rows = [("time in steps", Cell(duration(wall_s), wall_s))]
+    wall, waited_s = data.series("time/wall_s"), data.total("wait/trainer_s")
+    wall_s = math.fsum(wall.values())
+    rows = {"time in steps": Cell(duration(wall_s), wall_s)}
     if wall_s:
         for kind in ("samples", "tokens"):
-            num = float(data.at(f"speed/{kind}_per_s", steps) @ wall)
-            rows.append((f"{kind} trained", Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")))
-        rows.append(("the trainer waited", Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))))
+            num = float(data.at(f"speed/{kind}_per_s", list(wall)) @ list(wall.values()))
+            rows[f"{kind} trained"] = Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")
+        rows["the trainer waited"] = Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))
     given_up = [value for name in ("stale", "failed") if (value := data.last(f"groups/{name}")) is not None]
-    known = (
-        ("largest staleness, versions", max(data.values("staleness/max"), default=None)),
-        ("mismatch K3 of the same version, largest mean", max(data.values("mismatch/same_k3_mean"), default=None)),
-        ("groups trained", data.last("groups/trained")),
-        ("groups dropped, all rewards equal", data.last("groups/filtered")),
-        ("groups too old, given up", sum(given_up) if given_up else None),
-        ("roles restarted", data.total("failures/restarts") if data.has("failures/restarts") else None),
-    )
-    rows += [(name, Cell(short(value), value)) for name, value in known if value is not None]
-    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows))
+    known = {
+        "largest staleness, versions": max(data.values("staleness/max"), default=None),
+        "mismatch K3 of the same version, largest mean": max(data.values("mismatch/same_k3_mean"), default=None),
+        "groups trained": data.last("groups/trained"),
+        "groups dropped, all rewards equal": data.last("groups/filtered"),
+        "groups too old, given up": sum(given_up) if given_up else None,
+        "roles restarted": data.total("failures/restarts") if data.has("failures/restarts") else None,
+    }
+    rows |= {name: Cell(short(value), value) for name, value in known.items() if value is not None}
+    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +268,8 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
     style.dress(axes, panel.title, "Step", "")
     notes = [*panel.notes]
     shown = [(line, line.colour or SERIES[place % len(SERIES)]) for place, line in enumerate(panel.lines)]
-    found = [(line, colour, *data.series(line.metric)) for line, colour in shown if data.has(line.metric)]
-    values = [value for *_, each in found for value in each]
+    found = [(line, colour, each) for line, colour in shown if (each := data.series(line.metric))]
+    values = [value for *_, each in found for value in each.values()]
     floor = 0.0
     if panel.log and max(values) > 0:
         axes.set_yscale("log")
@@ -286,9 +277,10 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
     if panel.bound is not None:
         axes.axhline(panel.bound, color=INK, linewidth=1.3, linestyle=(0, (5, 3)), zorder=2)
     labels = _stack(axes, panel)
-    for line, colour, steps, each in found:
-        end = _curve(axes, line.kind, colour, steps, np.maximum(each, floor) if floor else np.array(each))
-        text = f"{line.name}  {panel.form(each[-1] if floor and end <= floor else end)}"
+    for line, colour, each in found:
+        steps, exact = list(each), np.array(list(each.values()))
+        end = _curve(axes, line.kind, colour, steps, np.maximum(exact, floor) if floor else exact)
+        text = f"{line.name}  {panel.form(exact[-1] if floor and end <= floor else end)}"
         labels.append(Label(steps[-1], end, text, colour, bold=line.kind == "points"))
     if floor:
         low, high = axes.get_ylim()
@@ -386,7 +378,7 @@ def reward(data: RlData) -> Picture:
 
 def _each(data: RlData, prefix: str) -> list[Line]:
     """A line for every metric of that prefix."""
-    return [Line(prefix + name, name.replace("_", " ")) for name in data.named(prefix)]
+    return [Line(prefix + name, name) for name in data.named(prefix)]
 
 
 def staleness(data: RlData) -> Picture:
@@ -494,13 +486,13 @@ def samples(data: RlData) -> Picture:
 
 def waits(data: RlData) -> Picture:
     """What the trainer's time went into, and how much of theirs the roles had nothing to do."""
-    steps, wall = data.series("time/wall_s")
-    waited = percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
+    wall = data.series("time/wall_s")
+    steps, waited = list(wall), percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
     idle = [name for name in data.named("bubble/") if name != "trainer"]
     bubbles = "".join(f" {name}: nothing to do for {percent(data.mean(f'bubble/{name}'))}." for name in idle)
     times = (("step", "busy/trainer/step_s", BLUE), ("publish", "busy/trainer/publish_s", GREEN),
              ("snapshot", "busy/trainer/snapshot_s", SAND), ("waits", "wait/trainer_s", ORANGE))  # fmt: skip
-    shares = [(name, data.at(metric, steps) / wall, colour) for name, metric, colour in times]
+    shares = [(name, data.at(metric, steps) / list(wall.values()), colour) for name, metric, colour in times]
     used = sum((values for _, values, _ in shares), np.zeros(len(steps)))
     shares.append(("other", np.maximum(0.0, 1.0 - used), PALE))
     areas = {f"{name}  {percent(values.mean())}": (values, colour) for name, values, colour in shares if values.any()}
@@ -518,13 +510,13 @@ def waits(data: RlData) -> Picture:
 def queues(data: RlData) -> Picture:
     slots = data.values("groups/free_slots")
     free = f", and {short(float(np.mean(slots)))} slots were free" if slots else ""
-    steps, _ = data.series("groups/in_flight")
+    steps = list(data.series("groups/in_flight"))
     states = (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
     found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in states]
     # the synchronous loop ends its steps with none alive
     found = [each for each in found if each[1].any()] or found[:1]
     areas = {f"{name}  ⌀ {short(num.mean())}": (num, colour) for name, num, colour in found}
-    depths = _each(data, "queue/")[: len(SERIES)]
+    depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
     return Picture(
         f"On average {short(data.mean('groups/ready'))} groups were ready when a step ended{free}.",
         "Groups by state, and requests that wait, over steps.",
@@ -544,7 +536,7 @@ def endings(data: RlData) -> Picture:
     totals = {"failures/restarts": "roles restarted", "failures/steps_undone": "steps made again",
               "failures/tokens_resumed": "tokens taken up again"}  # fmt: skip
     totals |= {f"discarded/{name}": f"tokens, {name.removesuffix('_tokens')}" for name in data.named("discarded/")}
-    steps, _ = data.series("groups/trained")
+    steps = list(data.series("groups/trained"))
     ended = [(name, data.at(f"groups/{key}", steps), colour) for key, (name, colour) in ways.items()]
     areas = {f"{name}  {values[-1]:,.0f}": (values, colour) for name, values, colour in ended if values.any()}
     bars = {name: value for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None}

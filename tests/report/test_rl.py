@@ -171,7 +171,7 @@ def test_time_that_was_worked_is_shared_out_among_bins() -> None:
 
 def test_series_of_a_run_that_was_resumed_have_one_value_a_step() -> None:
     data = replace(DATA, rows=({"step": 1, "a": 1.0}, {"step": 2, "a": math.nan}, {"step": 1, "a": 3.0}))
-    assert data.series("a") == ([1], [3.0])
+    assert data.series("a") == {1: 3.0}
 
 
 def test_groups_of_a_synchronous_run_none_alive_between_steps() -> None:
@@ -207,7 +207,7 @@ def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
     assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
         2,
         1,
-        ([1], [0.5]),
+        {1: 0.5},
         False,
     )
     group, step, activate = data.spans
