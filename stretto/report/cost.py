@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -61,12 +62,9 @@ def family_table(family: Family) -> Table:
 
 def family_sentence(family: Family) -> str:
     """Which way is cheaper, and from how many sizes on."""
-    least = family.break_even
-    verdict = (
-        "never pays off at these costs: a size out of it costs as much as one trained alone"
-        if least is None
-        else f"pays off from {numbers.counted(least, 'size')} on"
-    )
+    verdict = "never pays off at these costs: a size out of it costs as much as one trained alone"
+    if family.break_even is not None:
+        verdict = f"pays off from {numbers.counted(family.break_even, 'size')} on"
     basis = "" if family.basis == "measured" else "; training alone is computed from shape and tokens, not measured"
     return (
         f"{numbers.counted(len(family.rows), 'size')} out of one parent cost {numbers.percent(family.share_of_alone)} of "
@@ -74,25 +72,23 @@ def family_sentence(family: Family) -> str:
     )
 
 
-_PARENT, _OWN = "#56616f", (ORANGE, GREEN, SKY, PINK, SAND)
+_PARENT = "#56616f"
 
 
 def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     """FLOPs of every stage: this model alone and with its parent, and a family of sizes against training each alone."""
     bars: list[tuple[str, list[tuple[str, int, str]]]] = []  # name; label, FLOPs and colour of each part
     if ledger is not None:
-        own = [row for row in ledger.rows if row.role == "own"]
-        parts = [(row.receipt.stage, row.receipt.flops, _OWN[place % len(_OWN)]) for place, row in enumerate(own)]
-        bars.append(("this model alone", parts))
-        parents = [(row.receipt.stage, row.receipt.flops, _PARENT) for row in ledger.rows if row.role == "parent"]
-        if parents:
-            bars.append(("with its parent", parents + parts))
+        shades = {"parent": repeat(_PARENT), "own": cycle((ORANGE, GREEN, SKY, PINK, SAND))}
+        stages = [(row.role, (row.receipt.stage, row.receipt.flops, next(shades[row.role]))) for row in ledger.rows]
+        bars.append(("this model alone", [part for role, part in stages if role == "own"]))
+        if _has_parent(ledger):
+            bars.append(("with its parent", [part for _, part in stages]))
     if family is not None:
-        num, rows = numbers.counted(len(family.rows), "size"), list(enumerate(family.rows))
-        shades, computed = (BLUE, SKY), "" if family.basis == "measured" else "\n(computed)"
-        parts = [(row.name, row.own_flops, shades[place % 2]) for place, row in rows]
+        num, computed = numbers.counted(len(family.rows), "size"), "" if family.basis == "measured" else "\n(computed)"
+        parts = [(row.name, row.own_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num} out of\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
-        parts = [(row.name, row.alone.flops, shades[place % 2]) for place, row in rows]
+        parts = [(row.name, row.alone.flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num},\neach trained alone{computed}", parts))
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))

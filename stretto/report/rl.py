@@ -96,11 +96,7 @@ def is_rl_run(run: Path) -> bool:
 
 
 def read_rl_run(run: Path) -> RlData:
-    """What the run folder holds.
-
-    Raises:
-        UserError: the run has logged nothing yet, or its files are damaged.
-    """
+    """What the run folder holds. Raises `UserError` where nothing was logged yet, or files are damaged."""
     path, checkpoint = run / RECIPE_FILE, run / CHECKPOINT
     recipe = validate(RlRecipe, read_json(path), str(path))
     train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
