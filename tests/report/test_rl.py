@@ -165,7 +165,7 @@ def test_time_in_which_the_run_was_stopped_is_cut_out() -> None:
 def test_time_that_was_worked_is_shared_out_among_bins() -> None:
     edges = np.array([0.0, 1.0, 2.0, 4.0])
     worked = covered([Span("a", "b", 0.5, 1.5), Span("a", "b", 1.0, 3.0)], edges)
-    assert worked.tolist() == [0.5, 1.5, 1.0]
+    assert (worked * np.diff(edges)).tolist() == [0.5, 1.5, 1.0]
     assert covered([], edges).tolist() == [0.0, 0.0, 0.0]
 
 
