@@ -47,7 +47,10 @@ def serve(
     from stretto.apps.serve import ServeOptions, serve_command, serve_settings
 
     options = ServeOptions(subnet, memory, latency_ms, device, dtype, max_batch, max_len, speculate)
-    serve_command(source, options, serve_settings(host, port, api_key, cors, floor, first_token_s))
+    settings = serve_settings(
+        api_key, host=host, port=port, cors_origins=cors, floor=floor, first_token_s=first_token_s
+    )
+    serve_command(source, options, settings)
 
 
 def chat(

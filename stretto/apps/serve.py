@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import rich
 import torch
@@ -73,44 +73,32 @@ class ServeOptions:
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
     """Serve ``source`` until stopped."""
     with closing(open_socket(settings.host, settings.port)) as listening:
-        opened, default, presets = _open(source, options)
-        engine = opened.engine
-        model = ServedModel(
-            name=opened.name,
-            config=opened.config,
-            presets=presets,
-            tokenizer=opened.tokenizer,
-            max_len=engine.max_len,
-            default=default,
-            stop_ids=generation_ends(opened.folder, opened.config.vocab_size),
-            weight_bytes=engine.model.embedding.weight.element_size(),
-            min_depth=_min_depth(opened),
-        )
-        with closing(Service(engine).start()) as service:
+        opened, model = _open(source, options)
+        with closing(Service(opened.engine).start()) as service:
             app = create_app(service, model, settings)
             host, port = listening.getsockname()[:2]
-            _announce(opened, default, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> Iterator[str]:
     """Pieces of the completion of ``prompt`` as they come."""
-    opened, default, _ = _open(source, options)
+    opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
-    yield from _stream(opened.engine, ids, default.of(opened.config), sampling)
+    yield from _stream(opened.engine, ids, model.default.of(model.config), sampling)
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
     """A conversation on the console; ends at end of input."""
-    opened, default, _ = _open(source, options)
-    tokenizer = opened.tokenizer
+    opened, model = _open(source, options)
+    tokenizer, subnet = opened.tokenizer, model.default.of(model.config)
     assert tokenizer is not None
     if tokenizer.chat_template is None:
         problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
         raise UserError(f"{opened.folder}: chat_template: {problem}")
     messages = [{"role": "system", "content": system}] if system else []
-    rich.print(f"[dim]{opened.name}, {default.of(opened.config).label()}; Ctrl-D ends[/dim]")
+    rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
     while True:
         try:
             line = input("> ")
@@ -121,7 +109,7 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
         answer = ""
-        for piece in _stream(opened.engine, ids, default.of(opened.config), sampling):
+        for piece in _stream(opened.engine, ids, subnet, sampling):
             sys.stdout.write(piece)
             sys.stdout.flush()
             answer += piece
@@ -129,20 +117,10 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         messages.append({"role": "assistant", "content": answer})
 
 
-def serve_settings(
-    host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None, first_token_s: float
-) -> ServeSettings:
+def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
     """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
-    fields = {
-        "host": host,
-        "port": port,
-        "api_keys": [*api_keys, *environment_keys()],
-        "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
-        "cors_origins": list(cors_origins),
-        "floor": floor,
-        "first_token_s": first_token_s,
-    }
-    return validate(ServeSettings, fields, "stretto serve")
+    keys = {"api_keys": [*api_keys, *environment_keys()], "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None}
+    return validate(ServeSettings, keys | asked, "stretto serve")
 
 
 def environment_keys() -> list[str]:
@@ -156,14 +134,7 @@ def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> S
     return validate(Sampling, fields, "--temperature, --max-tokens")
 
 
-class _Opened(NamedTuple):
-    engine: OpenedEngine
-    default: SubnetChoice
-    """What a request gets that asks for nothing."""
-    presets: dict[str, SubnetChoice]
-
-
-def _open(source: Path, options: ServeOptions) -> _Opened:
+def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
     folder, device = checkpoint_folder(source), join(options.device).device
@@ -194,7 +165,17 @@ def _open(source: Path, options: ServeOptions) -> _Opened:
         default = parse_choice(options.subnet, presets)
     elif cut is None:
         default = environment_subnet(os.environ, opened.config) or default
-    return _Opened(opened, default, presets)
+    return opened, ServedModel(
+        name=opened.name,
+        config=opened.config,
+        presets=presets,
+        tokenizer=opened.tokenizer,
+        max_len=opened.engine.max_len,
+        default=default,
+        stop_ids=generation_ends(folder, opened.config.vocab_size),
+        weight_bytes=dtype.itemsize,
+        min_depth=_min_depth(opened),
+    )
 
 
 def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
@@ -215,8 +196,8 @@ def _min_depth(opened: OpenedEngine) -> int:
     return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
 
 
-def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
-    config, usual = opened.config, default.of(opened.config)
+def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
+    config, usual = model.config, model.default.of(model.config)
     total, active = count(config, config.full()).total_params, count(config, usual).active_params
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
     _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
