@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -86,10 +85,7 @@ def generate(
     from stretto.apps.serve import ServeOptions, console_sampling, generate_command
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
-    for piece in generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed)):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed))
 
 
 def bench_serve(

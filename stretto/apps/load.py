@@ -34,7 +34,7 @@ class LoadOptions:
     seed: int
 
 
-def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> LoadResult:
+def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> None:
     """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
     if (source is None) == (url is None):
         raise UserError("bench-serve: name either a run or --url of a running server")
@@ -43,7 +43,7 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     with _server(source, subnet) if source is not None else nullcontext(str(url)) as started:
-        return _shown(asyncio.run(_load(started, options)))
+        _show(asyncio.run(_load(started, options)))
 
 
 @contextmanager
@@ -67,7 +67,7 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
     async with Client(url, keys[0] if keys else None) as client:
         try:
             info = await client.get("/api/info")
-        except (httpx.TransportError, httpx.UnsupportedProtocol):
+        except httpx.TransportError:
             raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
         except ApiFailure as error:
             raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that takes this key") from None
@@ -78,7 +78,7 @@ async def _load(url: str, options: LoadOptions) -> LoadResult:
         return await run_load(client, load)
 
 
-def _shown(result: LoadResult) -> LoadResult:
+def _show(result: LoadResult) -> None:
     table = Table(title=f"{len(result.seen)} answers in {result.wall_s:.1f} s")
     for column in ("", *(f"p{each}" for each in PERCENTILES)):
         table.add_column(column, justify="right" if column else "left")
@@ -90,4 +90,3 @@ def _shown(result: LoadResult) -> LoadResult:
         rich.print(f"[red]{times} x {escape(reason)}")
     if not result.seen:
         raise UserError(f"bench-serve: none of the {sum(result.errors.values())} requests was answered; see above")
-    return result

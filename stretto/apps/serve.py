@@ -81,12 +81,14 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             make_server(app).run(sockets=[listening])
 
 
-def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> Iterator[str]:
-    """Pieces of the completion of ``prompt`` as they come."""
+def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
+    """The completion of ``prompt`` on the console as it comes."""
     opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
-    yield from _stream(opened.engine, ids, model.default.of(model.config), sampling)
+    for piece in _stream(opened.engine, ids, model.default.of(model.config), sampling):
+        _say(piece, end="")
+    _say("")
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
@@ -110,10 +112,9 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
         answer = ""
         for piece in _stream(opened.engine, ids, subnet, sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            _say(piece, end="")
             answer += piece
-        sys.stdout.write("\n")
+        _say("")
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -147,10 +148,9 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     kept, cut, presets = read_config(folder), None, read_presets(folder)
     if options.subnet == AUTO:
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
-        step = "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
+        cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
         loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
-        _say(f"auto: {fit.name} ({fit.subnet.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
-        cut = fit.subnet
+        _say(f"auto: {fit.name} ({cut.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
     elif options.subnet == BEST:
         cut = best_subnet(source, kept)
     elif options.latency_ms is not None:
@@ -190,9 +190,8 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
 
 def _min_depth(opened: OpenedEngine) -> int:
     """Fewest layers the network was trained with, as its recipe says; 1 where no recipe is known."""
-    recipe = opened.lineage.config.get("recipe") if opened.lineage is not None else None
-    elastic = recipe.get("elastic") if isinstance(recipe, dict) else None
-    trained = elastic.get("min_depth", 1) if elastic else 1
+    recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
+    trained = (recipe.get("elastic") or {}).get("min_depth", 1)
     return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
 
 
@@ -206,8 +205,8 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     _say(f"{SERVING} {url}")
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _say(text: str, end: str = "\n") -> None:
+    sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
@@ -244,10 +243,7 @@ def fitting_subnet(
     """The best Subnet of ``source`` whose weights and one longest sequence fit, and that decodes fast enough.
 
     Best is the lowest held-out loss where the run was searched, else the most active parameters. Speed is measured here
-    and now, on the Subnet cut out, one sequence at a time.
-
-    Raises:
-        UserError: nothing fits; it says what comes nearest.
+    and now, on the Subnet cut out, one sequence at a time. Raises `UserError` with what comes nearest.
     """
     checkpoint = read_checkpoint(checkpoint_folder(source), device=device, dtype=dtype)
     model, network = checkpoint.model.requires_grad_(False), checkpoint.config
