@@ -16,7 +16,7 @@ from stretto.engine.stream import EngineFailed
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
-from stretto.serve.limits import BodyT, parse_body, read_json
+from stretto.serve.limits import parse_body, read_json
 from stretto.serve.messages import Body, Message, Tool
 
 _STATS_S = 1.0
@@ -121,7 +121,7 @@ class Info:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(TokenizeBody, http)
+        body = parse_body(TokenizeBody, await read_json(http))
         self._backend.resolver.preset_of(body.model)
         prompts = self._backend.prompts
         if body.messages is not None:
@@ -131,19 +131,16 @@ class Info:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(DetokenizeBody, http)
+        body = parse_body(DetokenizeBody, await read_json(http))
         self._backend.resolver.preset_of(body.model)
         tokenizer = self._backend.prompts.tokenizer
         return JSONResponse({"prompt": tokenizer.decode(self._backend.check_ids(body.tokens, "tokens"))})
 
     async def load_weights(self, http: HttpRequest) -> Response:
-        body = await self._body(LoadWeightsBody, http)
+        body = parse_body(LoadWeightsBody, await read_json(http))
         service = self._backend.service
         await service.load_weights(body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum)
         return JSONResponse({"weight_version": body.version})
-
-    async def _body(self, kind: type[BodyT], http: HttpRequest) -> BodyT:
-        return parse_body(kind, await read_json(http))
 
     async def _stats(self) -> EngineStats | None:
         """The engine's stats; None where it is dead, or in the midst of a long step."""
