@@ -109,7 +109,6 @@ class Page:
     """Everything a report shows."""
 
     name: str
-    """Name of the run."""
     headline: str
     """The run in a sentence or two."""
     facts: tuple[str, ...]
@@ -118,7 +117,6 @@ class Page:
     environment: str
     """Device, versions, commit."""
     recipe: str
-    """The complete recipe, as text."""
 
 
 def to_png(figure: Figure) -> bytes:

@@ -41,7 +41,6 @@ class RlData:
     """Everything that the report shows."""
 
     name: str
-    """Name of the run."""
     rows: tuple[Mapping[str, float], ...]
     """Rows of ``metrics.jsonl``, each with ``step``."""
     bound: int
@@ -49,13 +48,11 @@ class RlData:
     num_steps: int
     """That the recipe asks for."""
     spans: tuple[Span, ...] = ()
-    """Who worked when."""
     shape: tuple[str, ...] = ()
     """The run in a few short lines."""
     environment: str = ""
     """Device and commit."""
     recipe: str = ""
-    """The complete recipe, as text."""
 
     def series(self, metric: str) -> dict[float, float]:
         """The finite values of ``metric`` by step."""
@@ -233,7 +230,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure, and what is said of it."""
+    """A figure as data, and what is said of it."""
 
     caption: str
     alt: str

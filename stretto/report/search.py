@@ -73,7 +73,7 @@ def pareto_front(search: SearchResult) -> Figure:
         face, edge, width = (own, "white", 0.8) if point.within else ("white", own, 1.8)
         alpha = 1.0 if point.on_front or point.chosen else 0.55
         look = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": width, "alpha": alpha}
-        axes.plot(x, nll, "o", markersize=2 * radius_pt, zorder=3, **look)
+        axes.plot(x, nll, "o", markersize=2 * radius_pt, zorder=3.5 if point.chosen else 3, **look)
         marks.append((x, nll, radius_pt))
         if point.chosen:
             look = {"markersize": 2 * radius_pt + 7, "markeredgecolor": INK, "markeredgewidth": 2}

@@ -88,7 +88,6 @@ class ReportData:
     """Everything a report shows; whatever a run has not done is None or empty, and the report then says so."""
 
     name: str
-    """Name of the run."""
     sizes: tuple[Size, ...]
     """The full network first."""
     shape: tuple[str, ...] = ()
@@ -111,7 +110,6 @@ class ReportData:
     mixture_configured: Mapping[str, float] = field(default_factory=dict)
     """The same as the recipe asked for."""
     recipe: str = ""
-    """The complete recipe, as text."""
 
     def curves(self) -> list[Curve]:
         """Those with a held-out loss."""

@@ -189,7 +189,7 @@ class LoadControl:
         self._recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, time to first token)
 
     def observe(self, first_token_s: float) -> None:
-        """Note that a request's first token came ``first_token_s`` after it arrived."""
+        """A first token came so long after its request."""
         self._recent.append((self.clock(), first_token_s))
 
     def choose(self, num_waiting: int) -> Rung | None:
@@ -226,12 +226,11 @@ class Ticket:
         self._start_s = control.clock()
 
     def add(self, num: int) -> None:
-        """Count ``num`` more."""
         self._num += num
         self._control.num_waiting += num
 
     def came(self) -> None:
-        """The first token of one of them has come."""
+        """The first token of one of them."""
         self.add(-1)
         self._control.observe(self._control.clock() - self._start_s)
 
