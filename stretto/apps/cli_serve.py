@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +46,10 @@ def serve(
     from stretto.apps.serve import ServeOptions, serve_command, serve_settings
 
     options = ServeOptions(subnet, memory, latency_ms, device, dtype, max_batch, max_len, speculate)
-    serve_command(source, options, serve_settings(host, port, api_key, cors, floor, first_token_s))
+    settings = serve_settings(
+        api_key, host=host, port=port, cors_origins=cors, floor=floor, first_token_s=first_token_s
+    )
+    serve_command(source, options, settings)
 
 
 def chat(
@@ -83,10 +85,7 @@ def generate(
     from stretto.apps.serve import ServeOptions, console_sampling, generate_command
 
     options = ServeOptions(subnet=subnet, device=device, dtype=dtype, max_batch=1, speculate=speculate)
-    for piece in generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed)):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    generate_command(source, prompt, options, console_sampling(temperature, max_tokens, seed))
 
 
 def bench_serve(

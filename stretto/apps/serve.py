@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 import rich
 import torch
@@ -72,46 +72,34 @@ class ServeOptions:
 def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
     """Serve ``source`` until stopped."""
     with closing(open_socket(settings.host, settings.port)) as listening:
-        opened, default, presets = _open(source, options)
-        engine = opened.engine
-        model = ServedModel(
-            name=opened.name,
-            config=opened.config,
-            presets=presets,
-            tokenizer=opened.tokenizer,
-            max_len=engine.max_len,
-            default=default,
-            stop_ids=generation_ends(opened.folder, opened.config.vocab_size),
-            weight_bytes=engine.model.embedding.weight.element_size(),
-            min_depth=_min_depth(opened),
-        )
-        with closing(Service(engine).start()) as service:
+        opened, model = _open(source, options)
+        with closing(Service(opened.engine).start()) as service:
             app = create_app(service, model, settings)
             host, port = listening.getsockname()[:2]
-            _announce(opened, default, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
 
 
-def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> Iterator[str]:
-    """Pieces of the completion of ``prompt`` as they come."""
-    opened, default, _ = _open(source, options)
+def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
+    """The completion of ``prompt`` on the console as it comes."""
+    opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
-    yield from _stream(opened.engine, ids, default.of(opened.config), sampling)
+    for piece in _stream(opened.engine, ids, model.default.of(model.config), sampling):
+        _say(piece, end="")
+    _say("")
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
     """A conversation on the console; ends at end of input."""
-    folder = checkpoint_folder(source)
-    opened, default, _ = _open(source, options)
-    tokenizer = opened.tokenizer
+    opened, model = _open(source, options)
+    tokenizer, subnet = opened.tokenizer, model.default.of(model.config)
     assert tokenizer is not None
     if tokenizer.chat_template is None:
-        raise UserError(
-            f"{folder}: chat_template: the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
-        )
+        problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
+        raise UserError(f"{opened.folder}: chat_template: {problem}")
     messages = [{"role": "system", "content": system}] if system else []
-    rich.print(f"[dim]{opened.name}, {default.of(opened.config).label()}; Ctrl-D ends[/dim]")
+    rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
     while True:
         try:
             line = input("> ")
@@ -122,28 +110,17 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
         answer = ""
-        for piece in _stream(opened.engine, ids, default.of(opened.config), sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        for piece in _stream(opened.engine, ids, subnet, sampling):
+            _say(piece, end="")
             answer += piece
-        sys.stdout.write("\n")
+        _say("")
         messages.append({"role": "assistant", "content": answer})
 
 
-def serve_settings(
-    host: str, port: int, api_keys: Sequence[str], cors_origins: Sequence[str], floor: str | None, first_token_s: float
-) -> ServeSettings:
+def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
     """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
-    fields = {
-        "host": host,
-        "port": port,
-        "api_keys": [*api_keys, *environment_keys()],
-        "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None,
-        "cors_origins": list(cors_origins),
-        "floor": floor,
-        "elastic": {"first_token_s": first_token_s},
-    }
-    return validate(ServeSettings, fields, "stretto serve")
+    keys = {"api_keys": [*api_keys, *environment_keys()], "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None}
+    return validate(ServeSettings, keys | asked, "stretto serve")
 
 
 def environment_keys() -> list[str]:
@@ -157,14 +134,7 @@ def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> S
     return validate(Sampling, fields, "--temperature, --max-tokens")
 
 
-class _Opened(NamedTuple):
-    engine: OpenedEngine
-    default: SubnetChoice
-    """What a request gets that asks for nothing."""
-    presets: dict[str, SubnetChoice]
-
-
-def _open(source: Path, options: ServeOptions) -> _Opened:
+def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
     folder, device = checkpoint_folder(source), join(options.device).device
@@ -174,40 +144,37 @@ def _open(source: Path, options: ServeOptions) -> _Opened:
     config = validate(EngineConfig, sizes, "--max-batch, --max-len").replace(
         max_step_tokens=max(1024, options.max_batch), speculate=SpeculateConfig() if options.speculate else None
     )
-    network = read_config(folder)
-    cut = _cut(source, options, memory, device, dtype, config)
-    kept = network if cut is None else extracted_config(network, cut)
+    kept, cut, presets = read_config(folder), None, read_presets(folder)
+    if options.subnet == AUTO:
+        fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
+        cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
+        loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
+        _say(f"auto: {fit.name} ({cut.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
+    elif options.subnet == BEST:
+        cut = best_subnet(source, kept)
+    elif options.latency_ms is not None:
+        raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
+    if cut is not None:  # served as a network of its own, which has no other size
+        kept, presets = extracted_config(kept, cut), {}
     config = cache_within(kept, config, dtype, free_bytes(device) if memory is None else memory)
     opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
-    if cut is not None:
-        return _Opened(opened, SubnetChoice(), {})
-    presets = read_presets(folder)
-    if options.subnet is not None:
+    default = SubnetChoice()
+    if cut is None and options.subnet is not None:
         parse_subnet(options.subnet, opened.config, presets)  # refuses what the network does not have
-        return _Opened(opened, parse_choice(options.subnet, presets), presets)
-    return _Opened(opened, environment_subnet(os.environ, opened.config) or SubnetChoice(), presets)
-
-
-def _cut(
-    source: Path,
-    options: ServeOptions,
-    memory: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: EngineConfig,
-) -> Subnet | None:
-    """The Subnet to serve as a network of its own; None: the whole network, any size per request."""
-    if options.subnet == BEST:
-        return best_subnet(source, read_config(checkpoint_folder(source)))
-    if options.subnet != AUTO:
-        if options.latency_ms is not None:
-            raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
-        return None
-    fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
-    step = "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
-    loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
-    _say(f"auto: {fit.name} ({fit.subnet.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
-    return fit.subnet
+        default = parse_choice(options.subnet, presets)
+    elif cut is None:
+        default = environment_subnet(os.environ, opened.config) or default
+    return opened, ServedModel(
+        name=opened.name,
+        config=opened.config,
+        presets=presets,
+        tokenizer=opened.tokenizer,
+        max_len=opened.engine.max_len,
+        default=default,
+        stop_ids=generation_ends(folder, opened.config.vocab_size),
+        weight_bytes=dtype.itemsize,
+        min_depth=_min_depth(opened),
+    )
 
 
 def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
@@ -222,26 +189,23 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
 
 def _min_depth(opened: OpenedEngine) -> int:
     """Fewest layers the network was trained with, as its recipe says; 1 where no recipe is known."""
-    recipe = opened.lineage.config.get("recipe") if opened.lineage is not None else None
-    elastic = recipe.get("elastic") if isinstance(recipe, dict) else None
-    trained = elastic.get("min_depth", 1) if elastic else 1
+    recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
+    trained = (recipe.get("elastic") or {}).get("min_depth", 1)
     return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
 
 
-def _announce(opened: OpenedEngine, default: SubnetChoice, url: str) -> None:
-    full, chosen = (count(opened.config, each) for each in (opened.config.full(), default.of(opened.config)))
+def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
+    config, usual = model.config, model.default.of(model.config)
+    total, active = count(config, config.full()).total_params, count(config, usual).active_params
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
-    _say(
-        f"{opened.name}: {params(full.total_params)} parameters; by default {default.of(opened.config).label()}"
-        f" ({params(chosen.active_params)} active)"
-    )
+    _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
     _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
     _say(f"kernels: {kernels}")
     _say(f"{SERVING} {url}")
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _say(text: str, end: str = "\n") -> None:
+    sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
@@ -259,11 +223,7 @@ class Fit:
 
 
 def parse_bytes(text: str, source: str) -> int:
-    """``8GB``, ``512MiB``, ``1e9``.
-
-    Raises:
-        UserError: beginning with ``source``: not a size.
-    """
+    """``8GB``, ``512MiB``, ``1e9``; else raises `UserError`, beginning with ``source``."""
     match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
     if not 0 < value < float("inf"):
@@ -282,39 +242,34 @@ def fitting_subnet(
     """The best Subnet of ``source`` whose weights and one longest sequence fit, and that decodes fast enough.
 
     Best is the lowest held-out loss where the run was searched, else the most active parameters. Speed is measured here
-    and now, on the Subnet cut out, one sequence at a time.
-
-    Raises:
-        UserError: nothing fits; it says what comes nearest.
+    and now, on the Subnet cut out, one sequence at a time. Raises `UserError` with what comes nearest.
     """
-    folder = checkpoint_folder(source)
-    checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
+    checkpoint = read_checkpoint(checkpoint_folder(source), device=device, dtype=dtype)
     model, network = checkpoint.model.requires_grad_(False), checkpoint.config
     available = free_bytes(device) if memory_bytes is None else memory_bytes
     ranked = _candidates(source, network, checkpoint.presets)
-    sizes = {subnet: least_bytes(extracted_config(network, subnet), config, dtype) for _, subnet, _ in ranked}
-    small = [each for each in ranked if sizes[each[1]] <= available]
-    if not small:
-        least = min(sizes.values())
-        raise UserError(
-            f"--memory {available}: the smallest sub-model of {source} needs {least} bytes with one sequence; give it that much"
-        )
-    weights = {subnet: count(network, subnet).total_params * dtype.itemsize for _, subnet, _ in small}
+    sizes = [least_bytes(extracted_config(network, subnet), config, dtype) for _, subnet, _ in ranked]
+    fitting = [
+        Fit(subnet, name, count(network, subnet).total_params * dtype.itemsize, None, nll)
+        for (name, subnet, nll), size in zip(ranked, sizes, strict=True)
+        if size <= available
+    ]
+    if not fitting:
+        needs = f"needs {min(sizes)} bytes with one sequence; give it that much"
+        raise UserError(f"--memory {available}: the smallest sub-model of {source} {needs}")
     if latency_ms is None:
-        name, subnet, nll = small[0]
-        return Fit(subnet, name, weights[subnet], None, nll)
+        return fitting[0]
     library = load() if device.type == "cpu" else None
     fastest = float("inf")
-    with progress("measure sizes", len(small)) as advance:
-        for name, subnet, nll in small:
-            step_ms = 1e3 * decode_seconds(extract(model, subnet), library)
-            advance(1, f"{name}: {step_ms:.2f} ms a token")
+    with progress("measure sizes", len(fitting)) as advance:
+        for fit in fitting:
+            step_ms = 1e3 * decode_seconds(extract(model, fit.subnet), library)
+            advance(1, f"{fit.name}: {step_ms:.2f} ms a token")
             if step_ms <= latency_ms:
-                return Fit(subnet, name, weights[subnet], step_ms, nll)
+                return replace(fit, step_ms=step_ms)
             fastest = min(fastest, step_ms)
-    raise UserError(
-        f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits takes {fastest:.2f} ms a token here; allow that much"
-    )
+    takes = f"takes {fastest:.2f} ms a token here; allow that much"
+    raise UserError(f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits {takes}")
 
 
 def decode_seconds(model: Transformer, library: Library | None) -> float:
@@ -336,13 +291,12 @@ def decode_seconds(model: Transformer, library: Library | None) -> float:
 
 def _candidates(
     source: Path, network: ModelConfig, presets: Mapping[str, SubnetChoice]
-) -> list[tuple[str, Subnet, float | None]]:
+) -> Sequence[tuple[str, Subnet, float | None]]:
     """Name, Subnet and known loss, best first."""
     record = read_search(source)
-    if record is not None:
-        known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
-        known.sort(key=lambda pair: pair[1])
-        return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]
-    named = named_subnets(network, presets)
-    ordered = sorted(named.items(), key=lambda item: count(network, item[1]).active_params, reverse=True)
-    return [(name, subnet, None) for name, subnet in ordered]
+    if record is None:
+        found = [(name, subnet, None) for name, subnet in named_subnets(network, presets).items()]
+        return sorted(found, key=lambda each: -count(network, each[1]).active_params)
+    known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
+    known.sort(key=lambda pair: pair[1])
+    return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,28 +17,26 @@ from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT
 
 def ledger_table(ledger: Ledger) -> Table:
     """Every stage of a model's history, and its cost alone and with its parents."""
+
+    def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
+        return (
+            Cell(name, note=note),
+            Cell(counts_as),
+            _flops(receipt.flops),
+            Cell(numbers.si(receipt.tokens), receipt.tokens),
+            Cell(numbers.duration(receipt.device_s), receipt.device_s),
+            Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
+        )
+
     roles = {"parent": "parent", "own": "this model"}
-    rows = [
-        (Cell(row.receipt.stage, note=row.name), Cell(roles[row.role]), *_amounts(row.receipt)) for row in ledger.rows
-    ]
-    totals = [(Cell("This model alone"), Cell(""), *_amounts(ledger.alone))]
-    if _has_parent(ledger):
-        totals.append((Cell("With its parent"), Cell(""), *_amounts(ledger.with_parents)))
+    rows = tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
+    totals = (line("This model alone", "", ledger.alone), line("With its parent", "", ledger.with_parents))
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
-    return Table("Every stage", columns, tuple(rows), tuple(totals), num_words=2)
+    return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
 
 
 def _has_parent(ledger: Ledger) -> bool:
     return any(row.role == "parent" for row in ledger.rows)
-
-
-def _amounts(receipt: Receipt) -> tuple[Cell, ...]:
-    return (
-        _flops(receipt.flops),
-        Cell(numbers.si(receipt.tokens), receipt.tokens),
-        Cell(numbers.duration(receipt.device_s), receipt.device_s),
-        Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
-    )
 
 
 def _flops(flops: int, note: str = "") -> Cell:
@@ -63,12 +62,9 @@ def family_table(family: Family) -> Table:
 
 def family_sentence(family: Family) -> str:
     """Which way is cheaper, and from how many sizes on."""
-    least = family.break_even
-    verdict = (
-        "never pays off at these costs: a size out of it costs as much as one trained alone"
-        if least is None
-        else f"pays off from {numbers.counted(least, 'size')} on"
-    )
+    verdict = "never pays off at these costs: a size out of it costs as much as one trained alone"
+    if family.break_even is not None:
+        verdict = f"pays off from {numbers.counted(family.break_even, 'size')} on"
     basis = "" if family.basis == "measured" else "; training alone is computed from shape and tokens, not measured"
     return (
         f"{numbers.counted(len(family.rows), 'size')} out of one parent cost {numbers.percent(family.share_of_alone)} of "
@@ -76,25 +72,23 @@ def family_sentence(family: Family) -> str:
     )
 
 
-_PARENT, _OWN = "#56616f", (ORANGE, GREEN, SKY, PINK, SAND)
+_PARENT = "#56616f"
 
 
 def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     """FLOPs of every stage: this model alone and with its parent, and a family of sizes against training each alone."""
     bars: list[tuple[str, list[tuple[str, int, str]]]] = []  # name; label, FLOPs and colour of each part
     if ledger is not None:
-        own = [row for row in ledger.rows if row.role == "own"]
-        parts = [(row.receipt.stage, row.receipt.flops, _OWN[place % len(_OWN)]) for place, row in enumerate(own)]
-        bars.append(("this model alone", parts))
-        parents = [(row.receipt.stage, row.receipt.flops, _PARENT) for row in ledger.rows if row.role == "parent"]
-        if parents:
-            bars.append(("with its parent", parents + parts))
+        shades = {"parent": repeat(_PARENT), "own": cycle((ORANGE, GREEN, SKY, PINK, SAND))}
+        stages = [(row.role, (row.receipt.stage, row.receipt.flops, next(shades[row.role]))) for row in ledger.rows]
+        bars.append(("this model alone", [part for role, part in stages if role == "own"]))
+        if _has_parent(ledger):
+            bars.append(("with its parent", [part for _, part in stages]))
     if family is not None:
-        num, rows = numbers.counted(len(family.rows), "size"), list(enumerate(family.rows))
-        shades, computed = (BLUE, SKY), "" if family.basis == "measured" else "\n(computed)"
-        parts = [(row.name, row.own_flops, shades[place % 2]) for place, row in rows]
+        num, computed = numbers.counted(len(family.rows), "size"), "" if family.basis == "measured" else "\n(computed)"
+        parts = [(row.name, row.own_flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num} out of\none parent", [("parent", family.parent_flops, _PARENT), *parts]))
-        parts = [(row.name, row.alone.flops, shades[place % 2]) for place, row in rows]
+        parts = [(row.name, row.alone.flops, shade) for row, shade in zip(family.rows, cycle((BLUE, SKY)))]
         bars.append((f"{num},\neach trained alone{computed}", parts))
     totals = [sum(flops for _, flops, _ in parts) for _, parts in bars]
     factor, prefix = numbers.scale_of(max(totals))
@@ -123,15 +117,13 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
 def cost_caption(ledger: Ledger | None, family: Family | None) -> str:
     text = []
     if ledger is not None:
-        alone, whole = ledger.alone.flops, ledger.with_parents.flops
+        alone, whole = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
+        said = f"This model cost {alone}; it has no parent."
         if _has_parent(ledger):
-            share = f", {numbers.percent(alone / whole)} of it" if whole else ""
-            text.append(
-                f"With its parent this model cost {numbers.si(whole, 'FLOPs')}; what came after the parent cost "
-                f"{numbers.si(alone, 'FLOPs')}{share}."
-            )
-        else:
-            text.append(f"This model cost {numbers.si(alone, 'FLOPs')}; it has no parent.")
+            said = f"With its parent this model cost {whole}; what came after the parent cost {alone}"
+            flops = ledger.with_parents.flops
+            said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
+        text.append(said)
     if family is not None:
         text.append(family_sentence(family))
     return " ".join(text)

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import rich.table
 from jinja2 import Environment, StrictUndefined
@@ -18,6 +18,7 @@ from rich import box
 from rich.text import Text
 
 from stretto.base.paths import replacing
+from stretto.base.track import progress
 from stretto.report.style import DPI
 
 REPORT_FOLDER = "report"
@@ -52,10 +53,6 @@ class Table:
     num_words: int = 1
     """Columns, the first ones, that hold words; numbers stand flush right."""
 
-    def __post_init__(self) -> None:
-        widths = {len(row) for row in (*self.rows, *self.totals)}
-        assert widths <= {len(self.columns)}, f"{len(self.columns)} columns, rows of {sorted(widths)} cells"
-
     def __rich__(self) -> rich.table.Table:
         """As rich prints it. Names are text, never markup."""
         shown = rich.table.Table(
@@ -64,16 +61,12 @@ class Table:
         )  # fmt: skip
         for place, heading in enumerate(self.columns):
             # words first: a narrow console breaks headings of numbers before it breaks names
-            if place < self.num_words:
-                shown.add_column(Text(heading), min_width=10, overflow="fold")
-            else:
-                shown.add_column(Text(heading), justify="right", overflow="fold")
+            look: dict[str, Any] = {"min_width": 10} if place < self.num_words else {"justify": "right"}
+            shown.add_column(Text(heading), overflow="fold", **look)
         for rows, style in ((self.rows, ""), (self.totals, "bold")):
             for row in rows:
-                shown.add_row(
-                    *(Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in row),
-                    style=style,
-                )
+                cells = (Text.assemble(cell.text, (f"\n{cell.note}" if cell.note else "", "dim")) for cell in row)
+                shown.add_row(*cells, style=style)
             shown.add_section()
         return shown
 
@@ -116,7 +109,6 @@ class Page:
     """Everything a report shows."""
 
     name: str
-    """Name of the run."""
     headline: str
     """The run in a sentence or two."""
     facts: tuple[str, ...]
@@ -125,7 +117,6 @@ class Page:
     environment: str
     """Device, versions, commit."""
     recipe: str
-    """The complete recipe, as text."""
 
 
 def to_png(figure: Figure) -> bytes:
@@ -144,24 +135,21 @@ def render(page: Page, pngs: Mapping[str, bytes]) -> str:
     return template.render(page=page, images=images).lstrip() + "\n"
 
 
-def write_page(page: Page, folder: Path | str, advance: Callable[[int], None] | None = None) -> Path:
-    """Write ``report/`` in the run folder ``folder``, all of it or nothing, and return its page.
+def write_page(page: Page, run: Path) -> Path:
+    """Write ``report/`` in the folder ``run``, all of it or nothing, and return its page.
 
     The page needs no other file: pictures and style are inside it. The same pictures lie beside it as PNG files.
-
-    Args:
-        advance: told of each section.
 
     Raises:
         UserError: the folder cannot be written.
     """
     pngs = {}
-    for section in page.sections:
-        if section.draw is not None:
-            pngs[section.slug] = to_png(section.draw())
-        if advance is not None:
+    with progress("report", len(page.sections)) as advance:
+        for section in page.sections:
+            if section.draw is not None:
+                pngs[section.slug] = to_png(section.draw())
             advance(1)
-    target = Path(folder) / REPORT_FOLDER
+    target = run / REPORT_FOLDER
     with replacing(target) as temporary:
         temporary.mkdir()
         for slug, png in pngs.items():

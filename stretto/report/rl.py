@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from stretto.base.config import validate
 from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import CHECKPOINT, read_json
 from stretto.base.records import git_commit, read_lineage
-from stretto.base.track import progress, read_metrics
+from stretto.base.track import read_metrics
 from stretto.report import style
 from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
 from stretto.report.rl_timeline import timeline, timeline_caption
@@ -41,7 +41,6 @@ class RlData:
     """Everything that the report shows."""
 
     name: str
-    """Name of the run."""
     rows: tuple[Mapping[str, float], ...]
     """Rows of ``metrics.jsonl``, each with ``step``."""
     bound: int
@@ -49,35 +48,30 @@ class RlData:
     num_steps: int
     """That the recipe asks for."""
     spans: tuple[Span, ...] = ()
-    """Who worked when."""
     shape: tuple[str, ...] = ()
     """The run in a few short lines."""
     environment: str = ""
     """Device and commit."""
     recipe: str = ""
-    """The complete recipe, as text."""
 
-    def series(self, metric: str) -> tuple[list[float], list[float]]:
-        """Steps and the finite values of ``metric``."""
-        found = {row["step"]: row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))}
-        return list(found), list(found.values())
+    def series(self, metric: str) -> dict[float, float]:
+        """The finite values of ``metric`` by step."""
+        return {row["step"]: row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))}
 
     def values(self, metric: str) -> list[float]:
-        return self.series(metric)[1]
+        return list(self.series(metric).values())
 
     def at(self, metric: str, steps: Sequence[float]) -> np.ndarray:
         """Its values at ``steps``; 0 where it was not logged."""
-        known = dict(zip(*self.series(metric), strict=True))
+        known = self.series(metric)
         return np.array([known.get(step, 0.0) for step in steps])
 
     def has(self, *metrics: str) -> bool:
         """Whether one of them was logged."""
-        return any(math.isfinite(row.get(metric, math.nan)) for row in self.rows for metric in metrics)
+        return any(self.series(metric) for metric in metrics)
 
     def last(self, metric: str) -> float | None:
-        """Its last finite value."""
-        values = self.values(metric)
-        return values[-1] if values else None
+        return next(reversed(self.values(metric)), None)
 
     def mean(self, metric: str) -> float:
         """Over the steps that logged it."""
@@ -89,8 +83,8 @@ class RlData:
 
     def named(self, prefix: str) -> list[str]:
         """Metrics that begin with ``prefix``, in alphabetical order, without it."""
-        found = {name.removeprefix(prefix) for row in self.rows for name in row if name.startswith(prefix)}
-        return sorted(name for name in found if self.has(prefix + name))
+        found = sorted({name for row in self.rows for name in row if name.startswith(prefix)})
+        return [name.removeprefix(prefix) for name in found if self.has(name)]
 
 
 def is_rl_run(run: Path) -> bool:
@@ -99,11 +93,7 @@ def is_rl_run(run: Path) -> bool:
 
 
 def read_rl_run(run: Path) -> RlData:
-    """What the run folder holds.
-
-    Raises:
-        UserError: the run has logged nothing yet, or its files are damaged.
-    """
+    """What the run folder holds. Raises `UserError` where nothing was logged yet, or files are damaged."""
     path, checkpoint = run / RECIPE_FILE, run / CHECKPOINT
     recipe = validate(RlRecipe, read_json(path), str(path))
     train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
@@ -127,88 +117,79 @@ def read_rl_run(run: Path) -> RlData:
 
 
 def report_rl_run(run: Path) -> Path:
-    """Write ``report/`` into the run folder, all of it or nothing; returns its page.
-
-    Raises:
-        UserError: as `read_rl_run`, or the folder cannot be written.
-    """
-    page = rl_page(read_rl_run(run))
-    with progress("report", len(page.sections)) as advance:
-        return write_page(page, run, advance)
+    """Write ``report/`` into the run folder, all of it or nothing; returns its page. Raises as `read_rl_run`, and
+    `UserError` where the folder cannot be written."""
+    return write_page(rl_page(read_rl_run(run)), run)
 
 
 def rl_page(data: RlData) -> Page:
     """The page, its pictures not drawn yet."""
     absent = "It was not logged." if data.rows else "No step was made."
-    sections = [
-        pictured(slug, heading, alt, data if data.has(metric) else None, absent, draw, caption)
-        for slug, heading, alt, metric, draw, caption in (
-            ("reward", "Reward", "Mean reward of each step, and of held-out problems, over steps.", "reward/mean", reward, reward_caption),
-            ("staleness", "Staleness", "Mean and largest age of the trained tokens, in versions, against the bound.",
-             "staleness/max", staleness, staleness_caption),
-            ("mismatch", "Mismatch", "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
-             "mismatch/same_share", mismatch, mismatch_caption),
-            ("policy", "Off-policy", "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
-             "policy/ess", policy, policy_caption),
-            ("health", "Policy", "Entropy, gradient norm, route flips, and the busiest expert.", "policy/entropy", health, health_caption),
-            ("samples", "Samples", "Tokens a sample, truncations, verdicts and their latency.",
-             "samples/tokens_mean", samples, samples_caption),
-            ("waits", "Waits", "Shares of the trainer's time, and the share of time each role had nothing to do.",
-             "time/wall_s", waits, waits_caption),
-            ("queues", "Queues", "Groups by state, and requests that wait, over steps.", "groups/ready", queues, queues_caption),
-            ("endings", "Endings", "Groups by how they ended, and what was thrown away or done again.",
-             "groups/trained", endings, endings_caption),
-            ("throughput", "Throughput", "Tokens and samples a second, and the parts of a step's time.",
-             "speed/tokens_per_s", throughput, throughput_caption),
-        )
-    ]  # fmt: skip
+
+    def section(slug: str, heading: str, metric: str, picture: Callable[[RlData], Picture]) -> Section:
+        if not data.has(metric):
+            return Section(slug, heading, absent)
+        found = picture(data)
+        return Section(slug, heading, found.caption, partial(panels, data, found), found.alt)
+
     who = pictured(
         "timeline", "Who was busy when",
         "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
         data.spans or None, "No spans were recorded.", timeline, timeline_caption,
     )  # fmt: skip
-    numbers = Section("summary", "In numbers", tables=(summary(data),))
-    found = (numbers, sections[0], who, *sections[1:])
-    return Page(data.name, headline(data), data.shape, found, data.environment, data.recipe)
+    sections = (
+        Section("summary", "In numbers", tables=(summary(data),)),
+        section("reward", "Reward", "reward/mean", reward),
+        who,
+        section("staleness", "Staleness", "staleness/max", staleness),
+        section("mismatch", "Mismatch", "mismatch/same_share", mismatch),
+        section("policy", "Off-policy", "policy/ess", policy),
+        section("health", "Policy", "policy/entropy", health),
+        section("samples", "Samples", "samples/tokens_mean", samples),
+        section("waits", "Waits", "time/wall_s", waits),
+        section("queues", "Queues", "groups/ready", queues),
+        section("endings", "Endings", "groups/trained", endings),
+        section("throughput", "Throughput", "speed/tokens_per_s", throughput),
+    )
+    return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
 
 
 def headline(data: RlData) -> str:
     """The run in a sentence or two."""
     done = int(max((row["step"] for row in data.rows), default=0))
     text = counted(done, "step") + ("" if done >= data.num_steps else f" of {data.num_steps:,}")
-    held_out, rewards = data.values("eval/reward"), data.values("reward/mean")
+    held_out, rewards, ages = (data.values(name) for name in ("eval/reward", "reward/mean", "staleness/max"))
     if len(held_out) > 1:
         text += f": held-out reward from {held_out[0]:.3f} to {held_out[-1]:.3f}"
     elif rewards:
         text += f": reward from {rewards[0]:.3f} to {rewards[-1]:.3f}"
     text += "."
-    if data.has("staleness/max"):
-        oldest = int(max(data.values("staleness/max")))
-        text += f" No trained token was older than {counted(oldest, 'version')}; the bound is {data.bound}."
+    if ages:
+        text += f" No trained token was older than {counted(int(max(ages)), 'version')}; the bound is {data.bound}."
     return text
 
 
 def summary(data: RlData) -> Table:
     """The run's totals."""
-    steps, wall = data.series("time/wall_s")
-    wall_s, waited_s = math.fsum(wall), data.total("wait/trainer_s")
-    rows = [("time in steps", Cell(duration(wall_s), wall_s))]
+    wall, waited_s = data.series("time/wall_s"), data.total("wait/trainer_s")
+    wall_s = math.fsum(wall.values())
+    rows = {"time in steps": Cell(duration(wall_s), wall_s)}
     if wall_s:
         for kind in ("samples", "tokens"):
-            num = float(data.at(f"speed/{kind}_per_s", steps) @ wall)
-            rows.append((f"{kind} trained", Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")))
-        rows.append(("the trainer waited", Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))))
+            num = float(data.at(f"speed/{kind}_per_s", list(wall)) @ list(wall.values()))
+            rows[f"{kind} trained"] = Cell(f"{num:,.0f}", round(num), f"{short(num / wall_s)} a second")
+        rows["the trainer waited"] = Cell(percent(waited_s / wall_s), waited_s / wall_s, duration(waited_s))
     given_up = [value for name in ("stale", "failed") if (value := data.last(f"groups/{name}")) is not None]
-    known = (
-        ("largest staleness, versions", max(data.values("staleness/max"), default=None)),
-        ("mismatch K3 of the same version, largest mean", max(data.values("mismatch/same_k3_mean"), default=None)),
-        ("groups trained", data.last("groups/trained")),
-        ("groups dropped, all rewards equal", data.last("groups/filtered")),
-        ("groups too old, given up", sum(given_up) if given_up else None),
-        ("roles restarted", data.total("failures/restarts") if data.has("failures/restarts") else None),
-    )
-    rows += [(name, Cell(short(value), value)) for name, value in known if value is not None]
-    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows))
+    known = {
+        "largest staleness, versions": max(data.values("staleness/max"), default=None),
+        "mismatch K3 of the same version, largest mean": max(data.values("mismatch/same_k3_mean"), default=None),
+        "groups trained": data.last("groups/trained"),
+        "groups dropped, all rewards equal": data.last("groups/filtered"),
+        "groups too old, given up": sum(given_up) if given_up else None,
+        "roles restarted": data.total("failures/restarts") if data.has("failures/restarts") else None,
+    }
+    rows |= {name: Cell(short(value), value) for name, value in known.items() if value is not None}
+    return Table("In numbers", ("", "over the run"), tuple((Cell(name), cell) for name, cell in rows.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +206,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves over steps, or areas on top of each other, named at their ends."""
+    """Curves over steps, areas on top of each other named at their ends, or bars."""
 
     title: str
     lines: Sequence[Line] = ()
@@ -236,6 +217,8 @@ class Panel:
     areas: Mapping[str, tuple[np.ndarray, str]] = field(default_factory=dict)
     """By name: values at ``steps``, and colour."""
     steps: Sequence[float] = ()
+    bars: Mapping[str, float] = field(default_factory=dict)
+    """Counts by name; their lengths are on a logarithmic scale."""
     zero: bool = True
     """The axis begins at 0."""
     log: bool = False
@@ -245,32 +228,41 @@ class Panel:
     """A dashed line that no curve may cross; ticks are whole numbers then."""
 
 
-def panels(data: RlData, *found: Panel, columns: int = 2) -> Figure:
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure as data, and what is said of it."""
+
+    caption: str
+    alt: str
+    panels: Sequence[Panel]
+    columns: int = 2
+    """Panels in a row, at most."""
+
+
+def panels(data: RlData, picture: Picture) -> Figure:
     """A figure with those panels of which anything was logged."""
-    shown = [panel for panel in found if panel.areas or data.has(*(line.metric for line in panel.lines))]
-    figure, places = grid(len(shown), columns)
-    style.name_ends(*(plot(axes, data, panel) for axes, panel in zip(places, shown, strict=True)))
+    shown = [
+        each for each in picture.panels if each.steps or each.bars or data.has(*(line.metric for line in each.lines))
+    ]
+    columns = min(len(shown), picture.columns)
+    rows = -(-len(shown) // columns)
+    figure = style.blank(10.0, 1.8 + 3.8 * rows if columns == 1 else 1.0 + 3.7 * rows)
+    places = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axes in places[len(shown) :]:
+        axes.set_visible(False)
+    style.name_ends(*(plot(axes, data, panel) for axes, panel in zip(places, shown, strict=False)))
     return figure
 
 
-def grid(num: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """A figure with ``num`` panels, at most ``columns`` a row."""
-    columns = min(num, columns)
-    rows = -(-num // columns)
-    figure = style.blank(10.0, 1.8 + 3.8 * rows if columns == 1 else 1.0 + 3.7 * rows)
-    places = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-    for axes in places[num:]:
-        axes.set_visible(False)
-    return figure, places[:num]
-
-
 def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
-    """Draw the areas, and those of the curves that were logged."""
+    """Draw the bars, or the areas and those of the curves that were logged."""
+    if panel.bars:
+        return _bars(axes, panel), ()
     style.dress(axes, panel.title, "Step", "")
     notes = [*panel.notes]
     shown = [(line, line.colour or SERIES[place % len(SERIES)]) for place, line in enumerate(panel.lines)]
-    found = [(line, colour, *data.series(line.metric)) for line, colour in shown if data.has(line.metric)]
-    values = [value for *_, each in found for value in each]
+    found = [(line, colour, each) for line, colour in shown if (each := data.series(line.metric))]
+    values = [value for *_, each in found for value in each.values()]
     floor = 0.0
     if panel.log and max(values) > 0:
         axes.set_yscale("log")
@@ -278,9 +270,10 @@ def plot(axes: Axes, data: RlData, panel: Panel) -> Ends:
     if panel.bound is not None:
         axes.axhline(panel.bound, color=INK, linewidth=1.3, linestyle=(0, (5, 3)), zorder=2)
     labels = _stack(axes, panel)
-    for line, colour, steps, each in found:
-        end = _curve(axes, line.kind, colour, steps, np.maximum(each, floor) if floor else np.array(each))
-        text = f"{line.name}  {panel.form(each[-1] if floor and end <= floor else end)}"
+    for line, colour, each in found:
+        steps, exact = list(each), np.array(list(each.values()))
+        end = _curve(axes, line.kind, colour, steps, np.maximum(exact, floor) if floor else exact)
+        text = f"{line.name}  {panel.form(exact[-1] if floor and end <= floor else end)}"
         labels.append(Label(steps[-1], end, text, colour, bold=line.kind == "points"))
     if floor:
         low, high = axes.get_ylim()
@@ -346,16 +339,34 @@ def seconds(value: float) -> str:
     return "0" if value == 0 else duration(value) if value < 1 else f"{short(value)} s"
 
 
-def reward(data: RlData) -> Figure:
-    """Mean reward of what was trained and of held-out problems; of every source where there are several."""
+def _bars(axes: Axes, panel: Panel) -> Axes:
+    """On a log scale, since a filter drops thousands and a crash one."""
+    style.dress(axes, panel.title, "", "", grid=None)
+    style.subtitle(axes, panel.notes)
+    lengths = np.log10([value + 1 for value in panel.bars.values()])
+    bars = axes.barh(range(len(lengths)), lengths, color=SKY, height=0.62, zorder=2)
+    axes.bar_label(bars, [f"{value:,.0f}" for value in panel.bars.values()], padding=6, fontsize=11.5, color=INK)
+    axes.set_yticks(range(len(lengths)), list(panel.bars), fontsize=11.0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([1.0, *lengths]) * 1.25)
+    axes.set_xticks([])
+    return axes
+
+
+def reward(data: RlData) -> Picture:
+    rewards, held_out = data.values("reward/mean"), data.values("eval/reward")
+    part = max(1, len(rewards) // 10)
+    first, last = np.mean(rewards[:part]), np.mean(rewards[-part:])
+    caption = f"Mean reward of the trained samples: {first:.3f} in the first tenth of the run, {last:.3f} in the last."
+    if held_out:
+        caption += f" On held-out problems, best {max(held_out):.3f} and last {held_out[-1]:.3f}."
+    caption += " Groups whose rewards are all equal are not trained on where the recipe drops them."
     lines = [Line("reward/mean", "trained on"), Line("eval/reward", "held-out", ORANGE, "points")]
-    notes = [
-        "mean of a step, and its running mean",
-        *(["diamonds: held-out problems"] if data.has("eval/reward") else []),
-    ]
+    notes = ["mean of a step, and its running mean", *(["diamonds: held-out problems"] if held_out else [])]
     sources = _each(data, "reward/source/")
     by_source = [Panel("By source", sources)] if len(sources) > 1 else []
-    return panels(data, Panel("Reward", lines, notes=notes), *by_source, columns=1)
+    alt = "Mean reward of each step, and of held-out problems, over steps."
+    return Picture(caption, alt, [Panel("Reward", lines, notes=notes), *by_source], columns=1)
 
 
 def _each(data: RlData, prefix: str) -> list[Line]:
@@ -363,108 +374,89 @@ def _each(data: RlData, prefix: str) -> list[Line]:
     return [Line(prefix + name, name) for name in data.named(prefix)]
 
 
-def reward_caption(data: RlData) -> str:
-    rewards = data.values("reward/mean")
-    part = max(1, len(rewards) // 10)
-    first, last = np.mean(rewards[:part]), np.mean(rewards[-part:])
-    text = f"Mean reward of the trained samples: {first:.3f} in the first tenth of the run, {last:.3f} in the last."
-    held_out = data.values("eval/reward")
-    if held_out:
-        text += f" On held-out problems, best {max(held_out):.3f} and last {held_out[-1]:.3f}."
-    return text + " Groups whose rewards are all equal are not trained on where the recipe drops them."
-
-
-def staleness(data: RlData) -> Figure:
-    """Age of the trained tokens against the bound, and under how many versions a sample was written."""
+def staleness(data: RlData) -> Picture:
+    mean, oldest = data.mean("staleness/mean"), max(data.values("staleness/max"))
     ages = [Line("staleness/max", "oldest", ORANGE, "plain"), Line("staleness/mean", "mean", BLUE)]
     notes = ["of the trained tokens", f"dashed: the bound, {data.bound}"]
     versions = [Line("staleness/versions_per_sample", "versions", GREEN)]
-    return panels(
-        data,
-        Panel("Staleness, versions", ages, notes=notes, top=max(data.bound * 1.12, 1.0), bound=data.bound),
-        Panel("Versions a sample", versions, notes=["weights may change while it is written"], top=1.2),
-    )
-
-
-def staleness_caption(data: RlData) -> str:
-    mean, oldest = data.mean("staleness/mean"), max(data.values("staleness/max"))
-    return (
+    return Picture(
         f"The trained tokens were {short(mean)} versions old on average and {oldest:.0f} at most; "
-        f"the bound is {data.bound}."
+        f"the bound is {data.bound}.",
+        "Mean and largest age of the trained tokens, in versions, against the bound.",
+        [
+            Panel("Staleness, versions", ages, notes=notes, top=max(data.bound * 1.12, 1.0), bound=data.bound),
+            Panel("Versions a sample", versions, notes=["weights may change while it is written"], top=1.2),
+        ],
     )
 
 
-def mismatch(data: RlData) -> Figure:
-    """K3 between engine and trainer, of tokens of the version that is trained and of older ones."""
-    same, stale = (
-        [Line(f"mismatch/{kind}_k3_{name}", name) for name in ("mean", "p99", "max")] for kind in ("same", "stale")
-    )
-    return panels(
-        data,
-        Panel("Mismatch K3, same version", same, notes=["the two implementations alone"], log=True),
-        Panel("Mismatch K3, older versions", stale, notes=["and what was learnt since"], log=True),
-    )
-
-
-def mismatch_caption(data: RlData) -> str:
-    parts = []
-    for kind, words in (("same", "of the version that is trained"), ("stale", "of older ones")):
+def mismatch(data: RlData) -> Picture:
+    shown, parts = [], []
+    for kind, name, note, words in (
+        ("same", "same version", "the two implementations alone", "of the version that is trained"),
+        ("stale", "older versions", "and what was learnt since", "of older ones"),
+    ):
+        lines = [Line(f"mismatch/{kind}_k3_{each}", each) for each in ("mean", "p99", "max")]
+        shown.append(Panel(f"Mismatch K3, {name}", lines, notes=[note], log=True))
         if data.has(f"mismatch/{kind}_k3_mean"):
-            worst = max(data.values(f"mismatch/{kind}_k3_max"))
-            mean = data.mean(f"mismatch/{kind}_k3_mean")
+            mean, worst = data.mean(f"mismatch/{kind}_k3_mean"), max(data.values(f"mismatch/{kind}_k3_max"))
             parts.append(f"over tokens {words}, mean {short(mean)}, largest {short(worst)}")
     alike = percent(data.mean("mismatch/same_share"))
-    return (
+    return Picture(
         f"K3 between the trainer's probabilities and the engine's: {'; '.join(parts)}."
-        f" {alike} of the tokens were of the version that was trained."
+        f" {alike} of the tokens were of the version that was trained.",
+        "K3 between engine and trainer, mean, 99th percentile and maximum, on a logarithmic axis.",
+        shown,
     )
 
 
-def policy(data: RlData) -> Figure:
+def policy(data: RlData) -> Picture:
     """How far the trained policy is from the one that sampled, and what was cut off for it."""
-    cut = [Line("policy/clip_fraction", "clipped"), Line("policy/correction_fraction", "corrected")]
-    ratios = [Line("policy/ratio_max", "largest", ORANGE, "plain"), Line("policy/correction_mean", "correction", GREEN)]
-    return panels(
-        data,
-        Panel("Effective samples", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
-        Panel("χ² to the rollout", [Line("policy/chi2", "χ²")], notes=["mean squared ratio − 1"], zero=False),
-        Panel("Tokens clipped and corrected", cut, percent, ["trust region", "TIS or IcePop"], top=0.01),
-        Panel("Ratios", ratios, fine, ["largest of the update", "mean correction"], zero=False),
-    )
-
-
-def policy_caption(data: RlData) -> str:
     ways = {"clip": "clipped by the trust region", "correction": "cut off or left out by the correction"}
     known = {words: f"policy/{key}_fraction" for key, words in ways.items() if data.has(f"policy/{key}_fraction")}
     parts = [f"{percent(data.mean(metric))} of the tokens were {words}" for words, metric in known.items()]
-    text = f"The least effective share of samples was {min(data.values('policy/ess')):.3f}. "
-    return text + (f"On average {listed(parts)}." if parts else "")
-
-
-def health(data: RlData) -> Figure:
-    """Entropy, gradient, routes and experts."""
-    surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "surprise")]
-    flips, load = [Line("routes/flips", "flipped")], [Line("experts/max_overload", "load")]
-    return panels(
-        data,
-        Panel("Entropy", surprise, notes=["nats per token", "surprise: of what was sampled"]),
-        Panel("Gradient norm", [Line("optim/grad_norm", "norm")], notes=["before clipping"]),
-        Panel("Route flips", flips, percent, ["choices unlike the engine's"], top=0.01),
-        Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["over an even share"], zero=False),
+    cut = [Line("policy/clip_fraction", "clipped"), Line("policy/correction_fraction", "corrected")]
+    ratios = [Line("policy/ratio_max", "largest", ORANGE, "plain"), Line("policy/correction_mean", "correction", GREEN)]
+    return Picture(
+        f"The least effective share of samples was {min(data.values('policy/ess')):.3f}. "
+        + (f"On average {listed(parts)}." if parts else ""),
+        "Effective samples, chi-squared, clipped and corrected tokens, ratios.",
+        [
+            Panel("Effective samples", [Line("policy/ess", "ESS")], fine, ["share of the tokens"], zero=False),
+            Panel("χ² to the rollout", [Line("policy/chi2", "χ²")], notes=["mean squared ratio − 1"], zero=False),
+            Panel("Tokens clipped and corrected", cut, percent, ["trust region", "TIS or IcePop"], top=0.01),
+            Panel("Ratios", ratios, fine, ["largest of the update", "mean correction"], zero=False),
+        ],
     )
 
 
-def health_caption(data: RlData) -> str:
+def health(data: RlData) -> Picture:
     entropy = data.values("policy/entropy")
-    text = f"Entropy went from {short(entropy[0])} to {short(entropy[-1])} nats per token."
+    caption = f"Entropy went from {short(entropy[0])} to {short(entropy[-1])} nats per token."
     if data.has("routes/flips"):
         flips = percent(data.mean("routes/flips"))
-        text += f" {flips} of the experts that the trainer's own router would have chosen differ from the engine's."
-    return text
+        caption += f" {flips} of the experts that the trainer's own router would have chosen differ from the engine's."
+    surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "surprise")]
+    flipped, load = [Line("routes/flips", "flipped")], [Line("experts/max_overload", "load")]
+    return Picture(
+        caption,
+        "Entropy, gradient norm, route flips, and the busiest expert.",
+        [
+            Panel("Entropy", surprise, notes=["nats per token", "surprise: of what was sampled"]),
+            Panel("Gradient norm", [Line("optim/grad_norm", "norm")], notes=["before clipping"]),
+            Panel("Route flips", flipped, percent, ["choices unlike the engine's"], top=0.01),
+            Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["over an even share"], zero=False),
+        ],
+    )
 
 
-def samples(data: RlData) -> Figure:
-    """Lengths, truncations, groups that teach nothing, and how long a verdict took."""
+def samples(data: RlData) -> Picture:
+    mean, truncated = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
+    caption = f"A sample had {mean} tokens on average; {truncated} ran into a limit."
+    slow = sorted(data.values("reward/latency_p95_s"))
+    if slow:
+        median = seconds(slow[len(slow) // 2])
+        caption += f" The slowest twentieth of a step's verdicts took {median} or more in the median step."
     lengths = [("max", "longest", ORANGE), ("p95", "p95", PINK), ("mean", "mean", BLUE)]
     outcomes = [("ok", GREEN), ("wrong", MUTED), ("timeout", SAND), ("crash", PINK), ("infra", ORANGE)]
     verdicts = Panel("Right answers", [Line("reward/ok", "right")], percent, ["of the trained samples"])
@@ -473,132 +465,100 @@ def samples(data: RlData) -> Figure:
         verdicts = Panel("Verdicts", lines, percent, ["of all verifications"])
     cut = [Line("samples/truncated", "truncated"), Line("groups/uniform_share", "equal rewards")]
     times = [Line(f"reward/latency_{name}_s", name) for name in ("p50", "p95")]
-    return panels(
-        data,
-        Panel("Tokens a sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
-        Panel("Truncated, and equal groups", cut, percent, ["of samples, of groups"], top=0.02),
-        verdicts,
-        Panel("Verdict latency", times, seconds, ["from asking to verdict"], log=True),
+    return Picture(
+        caption,
+        "Tokens a sample, truncations, verdicts and their latency.",
+        [
+            Panel("Tokens a sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
+            Panel("Truncated, and equal groups", cut, percent, ["of samples, of groups"], top=0.02),
+            verdicts,
+            Panel("Verdict latency", times, seconds, ["from asking to verdict"], log=True),
+        ],
     )
 
 
-def samples_caption(data: RlData) -> str:
-    mean, cut = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
-    text = f"A sample had {mean} tokens on average; {cut} ran into a limit."
-    slow = sorted(data.values("reward/latency_p95_s"))
-    if slow:
-        median = seconds(slow[len(slow) // 2])
-        text += f" The slowest twentieth of a step's verdicts took {median} or more in the median step."
-    return text
-
-
-def waits(data: RlData) -> Figure:
+def waits(data: RlData) -> Picture:
     """What the trainer's time went into, and how much of theirs the roles had nothing to do."""
-    steps, wall = data.series("time/wall_s")
+    wall = data.series("time/wall_s")
+    steps, waited = list(wall), percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
+    idle = [name for name in data.named("bubble/") if name != "trainer"]
+    bubbles = "".join(f" {name}: nothing to do for {percent(data.mean(f'bubble/{name}'))}." for name in idle)
     times = (("step", "busy/trainer/step_s", BLUE), ("publish", "busy/trainer/publish_s", GREEN),
              ("snapshot", "busy/trainer/snapshot_s", SAND), ("waits", "wait/trainer_s", ORANGE))  # fmt: skip
-    shares = [(name, data.at(metric, steps) / wall, colour) for name, metric, colour in times]
+    shares = [(name, data.at(metric, steps) / list(wall.values()), colour) for name, metric, colour in times]
     used = sum((values for _, values, _ in shares), np.zeros(len(steps)))
     shares.append(("other", np.maximum(0.0, 1.0 - used), PALE))
     areas = {f"{name}  {percent(values.mean())}": (values, colour) for name, values, colour in shares if values.any()}
-    bubbles = _each(data, "bubble/")[: len(SERIES)]
-    return panels(
-        data,
-        Panel("The trainer's time", (), percent, ["shares of the time from step to step"], areas, steps, top=1.0),
-        Panel("Bubble of each role", bubbles, percent, ["share of time with nothing to do"], top=1.0),
+    lines, notes = _each(data, "bubble/")[: len(SERIES)], ["share of time with nothing to do"]
+    return Picture(
+        f"The trainer waited for groups during {waited} of the time.{bubbles}",
+        "Shares of the trainer's time, and the share of time each role had nothing to do.",
+        [
+            Panel("The trainer's time", (), percent, ["shares of the time from step to step"], areas, steps, top=1.0),
+            Panel("Bubble of each role", lines, percent, notes, top=1.0),
+        ],
     )
 
 
-def waits_caption(data: RlData) -> str:
-    waited = percent(data.total("wait/trainer_s") / data.total("time/wall_s"))
-    text = f"The trainer waited for groups during {waited} of the time."
-    for name in data.named("bubble/"):
-        if name != "trainer":
-            text += f" {name}: nothing to do for {percent(data.mean(f'bubble/{name}'))}."
-    return text
-
-
-def queues(data: RlData) -> Figure:
-    """Groups by state at the end of each step, and requests that wait for an engine or a verifier."""
-    steps, _ = data.series("groups/in_flight")
+def queues(data: RlData) -> Picture:
+    slots = data.values("groups/free_slots")
+    free = f", and {short(float(np.mean(slots)))} slots were free" if slots else ""
+    steps = list(data.series("groups/in_flight"))
     states = (("training", "being trained", BLUE), ("ready", "ready", GREEN), ("in_flight", "in flight", SKY))
     found = [(name, data.at(f"groups/{key}", steps), colour) for key, name, colour in states]
     # the synchronous loop ends its steps with none alive
     found = [each for each in found if each[1].any()] or found[:1]
     areas = {f"{name}  ⌀ {short(num.mean())}": (num, colour) for name, num, colour in found}
     depths = [Line(f"queue/{name}", name.replace("_", " ")) for name in data.named("queue/")[: len(SERIES)]]
-    return panels(
-        data,
-        Panel("Groups alive", (), short, ["when a step ended", "⌀: mean of the run"], areas, steps),
-        Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"]),
+    return Picture(
+        f"On average {short(data.mean('groups/ready'))} groups were ready when a step ended{free}.",
+        "Groups by state, and requests that wait, over steps.",
+        [
+            Panel("Groups alive", (), short, ["when a step ended", "⌀: mean of the run"], areas, steps),
+            Panel("Requests", depths, notes=["computed or waiting, at one moment of a step"]),
+        ],
     )
 
 
-def queues_caption(data: RlData) -> str:
-    text = f"On average {short(data.mean('groups/ready'))} groups were ready when a step ended"
-    slots = data.values("groups/free_slots")
-    return text + (f", and {short(float(np.mean(slots)))} slots were free." if slots else ".")
-
-
-_ENDINGS = {"trained": ("trained", BLUE), "filtered": ("dropped", PALE), "stale": ("too old", ORANGE),
-            "failed": ("given up", PINK), "cancelled": ("cancelled", SAND)}  # fmt: skip
-
-
-def endings(data: RlData) -> Figure:
+def endings(data: RlData) -> Picture:
     """How groups ended, summed up over the run, and all that was thrown away or done again."""
-    figure, (left, right) = grid(2)
-    steps, _ = data.series("groups/trained")
-    found = [(name, data.at(f"groups/{key}", steps), colour) for key, (name, colour) in _ENDINGS.items()]
-    areas = {f"{name}  {values[-1]:,.0f}": (values, colour) for name, values, colour in found if values.any()}
-    ends = plot(left, data, Panel("Groups that ended", (), short, ["since the start"], areas, steps))
-    _losses(right, data)
-    style.name_ends(ends)
-    return figure
-
-
-def _losses(axes: Axes, data: RlData) -> None:
-    """Bars of what was thrown away or done again; log scale, since a filter drops thousands and a crash one."""
+    ways = {"trained": ("trained", BLUE), "filtered": ("dropped", PALE), "stale": ("too old", ORANGE),
+            "failed": ("given up", PINK), "cancelled": ("cancelled", SAND)}  # fmt: skip
     counts = {"filtered": "groups, equal rewards", "stale": "groups, too old", "failed": "groups, given up",
               "failed_attempts": "failed attempts", "expired": "leases run out", "late": "late reports"}  # fmt: skip
     totals = {"failures/restarts": "roles restarted", "failures/steps_undone": "steps made again",
               "failures/tokens_resumed": "tokens taken up again"}  # fmt: skip
-    for name in data.named("discarded/"):
-        totals[f"discarded/{name}"] = f"tokens, {name.removesuffix('_tokens')}"
-    known = [(name, value) for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None]
-    known += [(name, data.total(metric)) for metric, name in totals.items() if data.has(metric)]
-    style.dress(axes, "Lost or repeated", "", "", grid=None)
-    style.subtitle(axes, ["over the run", "length of a bar: log scale"])
-    lengths = np.log10([value + 1 for _, value in known])
-    bars = axes.barh(range(len(known)), lengths, color=SKY, height=0.62, zorder=2)
-    axes.bar_label(bars, [f"{value:,.0f}" for _, value in known], padding=6, fontsize=11.5, color=INK)
-    axes.set_yticks(range(len(known)), [name for name, _ in known], fontsize=11.0)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max([1.0, *lengths]) * 1.25)
-    axes.set_xticks([])
+    totals |= {f"discarded/{name}": f"tokens, {name.removesuffix('_tokens')}" for name in data.named("discarded/")}
+    steps = list(data.series("groups/trained"))
+    ended = [(name, data.at(f"groups/{key}", steps), colour) for key, (name, colour) in ways.items()]
+    areas = {f"{name}  {values[-1]:,.0f}": (values, colour) for name, values, colour in ended if values.any()}
+    bars = {name: value for key, name in counts.items() if (value := data.last(f"groups/{key}")) is not None}
+    bars |= {name: data.total(metric) for metric, name in totals.items() if data.has(metric)}
+    parts = [f"{value:,.0f} {name}" for key, (name, _) in ways.items() if (value := data.last(f"groups/{key}"))]
+    return Picture(
+        f"Groups: {listed(parts)}." if parts else "No group has ended.",
+        "Groups by how they ended, and what was thrown away or done again.",
+        [
+            Panel("Groups that ended", (), short, ["since the start"], areas, steps),
+            Panel("Lost or repeated", notes=["over the run", "length of a bar: log scale"], bars=bars),
+        ],
+    )
 
 
-def endings_caption(data: RlData) -> str:
-    ended = ((name, data.last(f"groups/{key}")) for key, (name, _) in _ENDINGS.items())
-    parts = [f"{value:,.0f} {name}" for name, value in ended if value]
-    return f"Groups: {listed(parts)}." if parts else "No group has ended."
-
-
-def throughput(data: RlData) -> Figure:
-    """What was trained in a second, what a step took, and how the engines did."""
+def throughput(data: RlData) -> Picture:
+    wall = sorted(data.values("time/wall_s"))
     tokens = [Line("speed/tokens_per_s", "trained"), Line("engines/tokens_per_s", "sampled")]
     parts = [("wall", "whole"), ("update", "update"), ("recompute", "recompute"), ("load", "load")]
     activate, cache = ["reading, checking, taking over"], ["prompt tokens cached", "requests' time in queue"]
     cached = [Line("engines/cached_share", "cached"), Line("wait/engine_queue_share", "queued")]
-    return panels(
-        data,
-        Panel("Tokens a second", tokens),
-        Panel("Samples a second", [Line("speed/samples_per_s", "trained")]),
-        Panel("Time of a step", [Line(f"time/{key}_s", name) for key, name in parts], seconds),
-        Panel("Weights into an engine", [Line("time/activate_s", "activate")], seconds, activate),
-        Panel("Cache and queue", cached, percent, cache, top=0.1),
+    return Picture(
+        f"A step took {seconds(wall[len(wall) // 2])} in the median, from one report to the next.",
+        "Tokens and samples a second, and the parts of a step's time.",
+        [
+            Panel("Tokens a second", tokens),
+            Panel("Samples a second", [Line("speed/samples_per_s", "trained")]),
+            Panel("Time of a step", [Line(f"time/{key}_s", name) for key, name in parts], seconds),
+            Panel("Weights into an engine", [Line("time/activate_s", "activate")], seconds, activate),
+            Panel("Cache and queue", cached, percent, cache, top=0.1),
+        ],
     )
-
-
-def throughput_caption(data: RlData) -> str:
-    wall = sorted(data.values("time/wall_s"))
-    return f"A step took {seconds(wall[len(wall) // 2])} in the median, from one report to the next."

@@ -39,10 +39,9 @@ def _fact(span: Span, name: str) -> Any:
     return (span.facts or {}).get(name)
 
 
-def _step(span: Span) -> int | None:
+def _step(span: Span) -> int:
     """The step that it made, as metrics count: the version that came of it."""
-    number = _fact(span, "step")
-    return None if number is None else number + 1
+    return int(_fact(span, "step")) + 1
 
 
 def timeline(spans: Sequence[Span]) -> Figure:
@@ -57,7 +56,7 @@ def timeline(spans: Sequence[Span]) -> Figure:
     end_s = max(span.finished_s for span in spans)
     edges = np.linspace(0.0, max(end_s, 1e-6), _BINS + 1)
     labels = _trainer_strip(trainer, spans, edges)
-    num_groups = covered([span for span in spans if span.role == "agents"], edges) / np.diff(edges)
+    num_groups = covered([span for span in spans if span.role == "agents"], edges)
     style.dress(groups, "Groups in flight", "Time since the start", "")
     groups.stairs(num_groups, edges, fill=True, color=SKY, linewidth=0, alpha=0.85, zorder=2)
     groups.set_ylim(0, max(1.0, num_groups.max()) * 1.08)
@@ -105,7 +104,7 @@ def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list
     style.dress(axes, "The trainer", "", "")
     labels, bottom = [], np.zeros(_BINS)
     for name, colour in _TRAINER.items():
-        share = covered([each for each in spans if (each.role, each.name) == ("trainer", name)], edges) / np.diff(edges)
+        share = covered([each for each in spans if (each.role, each.name) == ("trainer", name)], edges)
         axes.stairs(bottom + share, edges, baseline=bottom, fill=True, color=colour, linewidth=0, zorder=2)
         if share.mean() > 1e-4:
             middle = min(1.0, float((bottom + share / 2).mean()))
@@ -118,11 +117,10 @@ def _trainer_strip(axes: Axes, spans: Sequence[Span], edges: np.ndarray) -> list
 
 
 def covered(spans: Sequence[Span], edges: np.ndarray) -> np.ndarray:
-    """Seconds of the spans that lie in each bin of ``edges``."""
-    starts = np.array([span.started_s for span in spans])
-    ends = np.array([span.finished_s for span in spans])
+    """How many of the spans lie in each bin of ``edges``, on average over its time."""
+    starts, ends = (np.array([getattr(span, name) for span in spans]) for name in ("started_s", "finished_s"))
     # time worked before each edge, summed over spans
-    return np.diff([np.clip(edge - starts, 0.0, ends - starts).sum() for edge in edges])
+    return np.diff([np.clip(edge - starts, 0.0, ends - starts).sum() for edge in edges]) / np.diff(edges)
 
 
 def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
@@ -155,30 +153,30 @@ def _close_up(axes: Axes, spans: Sequence[Span], steps: Sequence[Span]) -> None:
     style.dress(axes, f"Steps {_step(shown[0])} to {_step(shown[-1])}, close up", "Time since the start", "", grid="x")
     axes.set_xlim(low, high)
     axes.set_ylim(-num_lanes - 0.4, top + 1.5 * thick)
-    names = {
-        "groups": -num_lanes / 2,
-        **{name: y + thick * 0.35 for name, y in rows.items()},
-        "trainer": top + thick * 0.6,
-    }
-    axes.set_yticks(list(names.values()), list(names), fontsize=11.5, color=INK)
+    places = [-num_lanes / 2, *(y + thick * 0.35 for y in rows.values()), top + thick * 0.6]
+    axes.set_yticks(places, ["groups", *rows, "trainer"], fontsize=11.5, color=INK)
     style.ticks(axes.xaxis, lambda value: _clock(value, high - low), 7)
     style.subtitle(axes, ["a bar is a group, coloured like the step that trains it", "grey: trained in another step",
                     "hollow: dropped, or not trained yet", "v: weights that an engine takes over"])  # fmt: skip
 
 
-def _trainer_bar(axes: Axes, span: Span, colour: dict[int | None, str], row: tuple[float, float]) -> None:
-    bar = [(span.started_s, span.seconds)]
+def _trainer_bar(axes: Axes, span: Span, colour: dict[int, str], row: tuple[float, float]) -> None:
+    look: dict[str, Any] = {"facecolor": _TRAINER.get(span.name, "none"), "linewidth": 0.0}
     if span.name == "step":
-        look: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.2, "zorder": 3}
-        axes.broken_barh(bar, row, facecolor=colour.get(_step(span), PALE), **look)
+        look = {"facecolor": colour.get(_step(span), PALE), "edgecolor": "white", "linewidth": 1.2}
         if _step(span) in colour:
-            look = {"ha": "center", "va": "center", "fontsize": 10.5, "color": INK, "fontweight": "bold"}
+            words: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 10.5,
+                "color": INK,
+                "fontweight": "bold",
+            }
             middle = (span.started_s + span.seconds / 2, row[0] + row[1] / 2)
-            axes.text(*middle, f"step {_step(span)}", path_effects=[HALO], clip_on=True, zorder=4, **look)
+            axes.text(*middle, f"step {_step(span)}", path_effects=[HALO], clip_on=True, zorder=4, **words)
     elif span.name == "wait":
-        axes.broken_barh(bar, row, facecolor=ABSENT, hatch="////", edgecolor=MUTED, linewidth=0.0, zorder=3)
-    elif span.name in _TRAINER:
-        axes.broken_barh(bar, row, facecolor=_TRAINER[span.name], linewidth=0.0, zorder=3)
+        look |= {"facecolor": ABSENT, "hatch": "////", "edgecolor": MUTED}
+    axes.broken_barh([(span.started_s, span.seconds)], row, zorder=3, **look)
 
 
 def _clock(at_s: float, span_s: float) -> str:

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from stretto.base import numbers
 from stretto.report import style
@@ -26,35 +25,23 @@ _MAX_CELLS_WITH_EDGES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A candidate that was evaluated, as the picture shows it."""
+    """A candidate that was evaluated."""
 
-    candidate: Candidate
+    x: int
+    """Total parameters."""
     nll: float
-    radius_pt: float
-    """Area in proportion to active parameters."""
+    candidate: Candidate
     on_front: bool
     within: bool
     chosen: bool
 
-    @property
-    def x(self) -> int:
-        return self.candidate.total_params
-
 
 def _points(search: SearchResult) -> list[_Point]:
-    """The candidates that have a loss."""
-    largest = max(candidate.active_params for candidate in search.candidates)
+    chosen, limits = search.chosen.subnet, search.limits
     return [
-        _Point(
-            candidate,
-            candidate.nll,
-            max(3.0, 8.5 * (candidate.active_params / largest) ** 0.5),
-            index in search.front,
-            candidate.fits(search.limits),
-            candidate.subnet == search.chosen.subnet,
-        )
-        for index, candidate in enumerate(search.candidates)
-        if candidate.nll is not None
+        _Point(each.total_params, each.nll, each, place in search.front, each.fits(limits), each.subnet == chosen)
+        for place, each in enumerate(search.candidates)
+        if each.nll is not None
     ]
 
 
@@ -69,23 +56,37 @@ def pareto_front(search: SearchResult) -> Figure:
     style.ticks(axes.xaxis, numbers.params)
     top = _highest_shown(points)
     shown = [point for point in points if point.nll <= top]
-    front = sorted((point for point in shown if point.on_front), key=lambda point: (point.x, point.nll))
-    best = np.minimum.accumulate([point.nll for point in front] or [top])[: len(front)]
+    front = sorted((point.x, point.nll) for point in shown if point.on_front)
+    best = np.minimum.accumulate([nll for _, nll in front] or [top])[: len(front)]
     look: dict[str, Any] = {"color": "#aab1ba", "linewidth": 2, "drawstyle": "steps-post", "zorder": 1}
-    axes.plot([point.x for point in front], best, **look)
+    axes.plot([x for x, _ in front], best, **look)
     scale = Normalize(min(times), max(max(times), 1.01 * min(times) + 1e-9)) if is_timed else None
     if scale is not None:
         _time_bar(axes, search, scale)
+    largest = max(candidate.active_params for candidate in search.candidates)
     marks: list[tuple[float, float, float]] = []
-    for point in shown:
+    labels = []
+    for point in sorted(shown, key=lambda point: not point.chosen):
+        x, nll, name, healed = point.x, point.nll, point.candidate.name, point.candidate.healed_nll
+        radius_pt = max(3.0, 8.5 * (point.candidate.active_params / largest) ** 0.5)
         own = BLUE if scale is None else TIME_COLOURS(scale(point.candidate.latency_ms or 0.0))
         face, edge, width = (own, "white", 0.8) if point.within else ("white", own, 1.8)
         alpha = 1.0 if point.on_front or point.chosen else 0.55
         look = {"markerfacecolor": face, "markeredgecolor": edge, "markeredgewidth": width, "alpha": alpha}
-        axes.plot(point.x, point.nll, "o", markersize=2 * point.radius_pt, zorder=3, **look)
-        marks.append((point.x, point.nll, point.radius_pt))
-        if point.candidate.healed_nll is not None:
-            marks += [(point.x, y, 4.0) for y in np.linspace(point.nll, point.candidate.healed_nll, 12)]
+        axes.plot(x, nll, "o", markersize=2 * radius_pt, zorder=3.5 if point.chosen else 3, **look)
+        marks.append((x, nll, radius_pt))
+        if point.chosen:
+            look = {"markersize": 2 * radius_pt + 7, "markeredgecolor": INK, "markeredgewidth": 2}
+            axes.plot(x, nll, "o", markerfacecolor="none", **look)
+            words = f"{name}, chosen" if name else "chosen"
+            labels.append(Label(x, nll, f"{words}  {numbers.loss(nll)}", bold=True))
+        elif name:
+            labels.append(Label(x, nll, name, MUTED))
+        if healed is not None:
+            axes.plot([x, x], [nll, healed], color=INK, linewidth=1.2, alpha=0.5, zorder=2)
+            axes.plot(x, healed, "D", color=INK, markersize=6.5, markeredgecolor="white", zorder=4)
+            marks += [(x, y, 4.0) for y in np.linspace(nll, healed, 12)]
+            labels += [Label(x, healed, f"healed  {numbers.loss(healed)}")] if point.chosen else []
     bottom = min(y for _, y, _ in marks)
     room = max(top - bottom, 1e-3)
     axes.set_ylim(bottom - 0.16 * room, top + 0.12 * room)
@@ -101,28 +102,8 @@ def pareto_front(search: SearchResult) -> Figure:
     if any(point.candidate.healed_nll is not None for point in points):
         parts.append("diamond: healed")
     style.subtitle(axes, parts)
-    style.place_labels(axes, _named(axes, shown), marks)
+    style.place_labels(axes, labels, marks)
     return figure
-
-
-def _named(axes: Axes, shown: Sequence[_Point]) -> list[Label]:
-    """Marks the chosen and the healed; returns what to write beside them."""
-    labels = []
-    for point in sorted(shown, key=lambda point: not point.chosen):
-        x, name, healed = point.x, point.candidate.name, point.candidate.healed_nll
-        if point.chosen:
-            ring: dict[str, Any] = {"markersize": 2 * point.radius_pt + 7, "markeredgecolor": INK, "markeredgewidth": 2}
-            axes.plot(x, point.nll, "o", markerfacecolor="none", **ring)
-            words = f"{name}, chosen" if name else "chosen"
-            labels.append(Label(x, point.nll, f"{words}  {numbers.loss(point.nll)}", bold=True))
-        elif name:
-            labels.append(Label(x, point.nll, name, MUTED))
-        if healed is not None:
-            axes.plot([x, x], [point.nll, healed], color=INK, linewidth=1.2, alpha=0.5, zorder=2)
-            axes.plot(x, healed, "D", color=INK, markersize=6.5, markeredgecolor="white", zorder=4)
-            if point.chosen:
-                labels.append(Label(x, healed, f"healed  {numbers.loss(healed)}"))
-    return labels
 
 
 def _highest_shown(points: Sequence[_Point]) -> float:
@@ -132,8 +113,7 @@ def _highest_shown(points: Sequence[_Point]) -> float:
     """
     losses = [point.nll for point in points]
     worst = max((point.nll for point in points if point.chosen or point.candidate.name), default=max(losses))
-    reach = worst - min(losses)
-    return min(max(losses), worst + reach) if reach > 0 else max(losses)
+    return min(max(losses), 2 * worst - min(losses)) if worst > min(losses) else max(losses)
 
 
 def _time_bar(axes: Axes, search: SearchResult, scale: Normalize) -> None:
@@ -231,8 +211,7 @@ def kept_caption(kept: Kept) -> str:
         text += f" ({'layer' if len(dropped) == 1 else 'layers'} {numbers.listed(dropped)} dropped)"
     rows = [row for row, is_kept in zip(kept.experts, kept.layers, strict=True) if is_kept and row]
     if rows:
-        counts = sorted({sum(row) for row in rows})
-        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        span = " to ".join(map(str, sorted({min(map(sum, rows)), max(map(sum, rows))})))
         text += f", with {span} of {max(map(len, rows))} experts in each MoE layer that stays"
     return text + "."
 
@@ -248,13 +227,12 @@ class Load:
     """By MoE layer of the maximum network and expert: share of the layer's routed tokens. None: not in this size."""
 
     @property
-    def relative(self) -> tuple[tuple[float, ...], ...]:
-        """Load over that of perfect balance in the experts the layer keeps; NaN where there is no expert."""
-        kept = [sum(share is not None for share in row) for row in self.shares]
-        return tuple(
-            tuple(math.nan if share is None else share * num for share in row)
-            for row, num in zip(self.shares, kept, strict=True)
-        )
+    def relative(self) -> np.ndarray:
+        """By layer and expert: load over that of perfect balance in the experts the layer keeps; NaN where there is none."""
+        cells = np.full((len(self.shares), max(map(len, self.shares), default=0)), math.nan)
+        for layer, row in enumerate(self.shares):
+            cells[layer, : len(row)] = np.array(row, np.float64) * sum(share is not None for share in row)
+        return cells
 
 
 def expert_load(loads: Sequence[Load]) -> Figure:
@@ -264,34 +242,27 @@ def expert_load(loads: Sequence[Load]) -> Figure:
     scale = LogNorm(1 / _MAX_OVERLOAD, _MAX_OVERLOAD)
     for axes, load in zip(panels, loads, strict=True):
         style.dress(axes, f"Expert load, {load.name}", "Expert", "Layer" if axes is panels[0] else "", grid=None)
-        num_experts = max(map(len, load.shares), default=0)
-        cells = np.full((len(load.shares), num_experts), math.nan)
-        for layer, row in enumerate(load.relative):
-            cells[layer, : len(row)] = row
-        if np.isnan(cells).any():
+        has_gaps = bool(np.isnan(load.relative).any())
+        if has_gaps:
             axes.patch.set(hatch="////", edgecolor=FAINT)
-        style.subtitle(
-            axes, ["hatched: not in this size" if np.isnan(cells).any() else "1×: an even share of the tokens"]
-        )
+        style.subtitle(axes, ["hatched: not in this size" if has_gaps else "1×: an even share of the tokens"])
         # an expert that is there and got no token is no gap: it takes the coldest colour
-        _grid(axes, np.clip(cells, 1 / _MAX_OVERLOAD, _MAX_OVERLOAD), LOAD_COLOURS, norm=scale)
-        _number(axes, load.layers, num_experts, most=16 if len(loads) == 1 else 8)
+        _grid(axes, np.clip(load.relative, 1 / _MAX_OVERLOAD, _MAX_OVERLOAD), LOAD_COLOURS, norm=scale)
+        _number(axes, load.layers, load.relative.shape[1], most=16 if len(loads) == 1 else 8)
     bar = style.colour_bar(panels, scale, LOAD_COLOURS, "Load over perfect balance").yaxis
-    bar.set_major_locator(FixedLocator([1 / 3, 0.5, 1, 2, 3]))
-    bar.set_minor_locator(NullLocator())
-    bar.set_minor_formatter(NullFormatter())
-    bar.set_major_formatter(lambda value, _: {1 / 3: "≤ ⅓", 0.5: "½", 3: "≥ 3×"}.get(value, f"{value:g}×"))
+    bar.set_ticks([1 / 3, 0.5, 1, 2, 3], labels=["≤ ⅓", "½", "1×", "2×", "≥ 3×"])
+    bar.set_ticks([], minor=True)
     return figure
 
 
 def load_caption(loads: Sequence[Load]) -> str:
     parts = []
     for load in loads:
-        values = [value for row in load.relative for value in row if not math.isnan(value)]
-        if values:
-            unused = sum(value == 0 for value in values)
+        values = load.relative[~np.isnan(load.relative)]
+        if values.size:
+            unused = int((values == 0).sum())
             idle = f"{numbers.counted(unused, 'expert')} never chosen" if unused else "every expert used"
-            parts.append(f"in {load.name} {max(values):.2f}× ({idle})")
+            parts.append(f"in {load.name} {values.max():.2f}× ({idle})")
     return f"Tokens of the busiest expert over an even share: {numbers.listed(parts)}."
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation, Text
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
@@ -105,16 +105,13 @@ def ticks(axis: Axis, form: Form, most: int | None = None, **steps: Any) -> None
 def log_ticks(axes: Axes, low: float, high: float) -> None:
     """A logarithmic x axis over ``low``..``high`` with round ticks, also where it spans less than a decade."""
     margin = max(1.5 if low == high else 1.12, (high / low) ** 0.12)
-    low, high = low / margin, high * margin
     axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    decades = math.log10(high / low)
+    axes.set_xlim(low / margin, high * margin)
+    decades = math.log10(high / low * margin**2)
     steps = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
-    axes.xaxis.set_major_locator(
-        MaxNLocator(6, steps=[1, 2, 5, 10]) if decades < 1 else LogLocator(subs=steps, numticks=8)
-    )
+    locator = MaxNLocator(6, steps=[1, 2, 5, 10]) if decades < 1 else LogLocator(subs=steps, numticks=8)
+    axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
     ticks(axes.xaxis, numbers.si)
 
 
@@ -124,7 +121,7 @@ def colour_bar(axes: Axes | Sequence[Axes], scale: Normalize, colours: Colormap,
     bar = figure.colorbar(ScalarMappable(scale, colours), ax=axes, pad=0.02, aspect=28)
     bar.set_label(label, fontsize=LABEL_PT, color=INK, labelpad=10, parse_math=False)
     bar.ax.tick_params(labelsize=TEXT_PT - 0.5, colors=MUTED, length=0)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.ax.spines[:].set_visible(False)
     return bar.ax
 
 
@@ -138,9 +135,9 @@ class Label:
     colour: str = INK
     bold: bool = False
 
-    @property
-    def style(self) -> dict[str, Any]:
-        return {"color": self.colour, "fontweight": "bold" if self.bold else "normal"}
+    def write(self, axes: Axes, at: tuple[float, float], offset_pt: tuple[float, float], **style: Any) -> Annotation:
+        weight = "bold" if self.bold else "normal"
+        return write(axes, self.text, at, offset_pt, color=self.colour, fontweight=weight, **style)
 
 
 _LEADER_PT = 40.0
@@ -167,8 +164,7 @@ def place_labels(axes: Axes, labels: Sequence[Label], marks: Sequence[tuple[floa
         taken.append(Bbox([centre - radius * pixels, centre + radius * pixels]))
     for label in labels:
         arrow = {"arrowstyle": "-", "color": label.colour, "linewidth": 0.9, "shrinkA": 1, "shrinkB": 7}
-        look = label.style | {"zorder": 6, "path_effects": [HALO], "arrowprops": arrow}
-        note = write(axes, label.text, (label.x, label.y), (0, 0), **look)
+        note = label.write(axes, (label.x, label.y), (0, 0), zorder=6, path_effects=[HALO], arrowprops=arrow)
         note.set_in_layout(False)
         boxes = [_move(note, offset, renderer).padded(2 * pixels) for offset in _TRIES]
         is_inside = [np.all(box.min >= frame.min) and np.all(box.max <= frame.max) for box in boxes]
@@ -218,8 +214,7 @@ def name_ends(*panels: Ends) -> None:
         lift = max(0.0, frame.y0 + 0.2 * gap - min(placed))  # clear of the ticks below
         for label, y in zip(labels, placed, strict=True):
             at = (1.0, (y + lift - frame.y0) / frame.height)
-            style = label.style | {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
-            write(axes, label.text, at, (8, 0), **style)
+            label.write(axes, at, (8, 0), xycoords="axes fraction", va="center", annotation_clip=False)
 
 
 def _laid_out(axes: Axes) -> FigureCanvasAgg:

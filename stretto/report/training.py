@@ -88,7 +88,6 @@ class ReportData:
     """Everything a report shows; whatever a run has not done is None or empty, and the report then says so."""
 
     name: str
-    """Name of the run."""
     sizes: tuple[Size, ...]
     """The full network first."""
     shape: tuple[str, ...] = ()
@@ -111,11 +110,6 @@ class ReportData:
     mixture_configured: Mapping[str, float] = field(default_factory=dict)
     """The same as the recipe asked for."""
     recipe: str = ""
-    """The complete recipe, as text."""
-
-    @property
-    def full(self) -> Size:
-        return self.sizes[0]
 
     def curves(self) -> list[Curve]:
         """Those with a held-out loss."""
@@ -167,7 +161,7 @@ def report_page(data: ReportData) -> Page:
 
 def headline(data: ReportData) -> str:
     """The run in a sentence or two."""
-    full, others = data.full, data.sizes[1:]
+    full, *others = data.sizes
     text = f"One network of {numbers.params(full.total_params)} parameters, {numbers.params(full.active_params)} active"
     text += f", and {numbers.counted(len(others), 'smaller size')} inside it." if others else "."
     small = min(others, key=lambda size: size.total_params, default=None)
@@ -178,26 +172,23 @@ def headline(data: ReportData) -> str:
     if small.best_nll is None:
         return f"{text}."
     healed = "" if small.healed_nll is None else "healed, "
-    return f"{text}; {healed}its held-out loss lies {_beside(small.best_nll, full.nll)} the full network's."
-
-
-def _beside(nll: float, other: float) -> str:
-    """``0.031 nats above``, ``0.004 nats below``; rounded as shown, so that a tie reads as one."""
-    gap = round(nll - other, 3)
-    return "level with" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
+    gap = round(small.best_nll - full.nll, 3)  # as shown, so that a tie reads as one
+    lies = "level with" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
+    return f"{text}; {healed}its held-out loss lies {lies} the full network's."
 
 
 def size_table(data: ReportData) -> Table:
     """Every size with what it costs and how well it predicts."""
+    sizes, full = data.sizes, data.sizes[0]
     notes = ["Loss in nats per token on held-out text; FLOPs of a forward pass and cache a token."]
-    if all(size.latency_ms is None for size in data.sizes):
+    if all(size.latency_ms is None for size in sizes):
         notes.append("Latency was not measured.")
-    if all(size.healed_nll is None for size in data.sizes):
+    if all(size.healed_nll is None for size in sizes):
         notes.append("No size was healed.")
-    if len(data.sizes) > 1 and data.full.nll is not None:
+    if len(sizes) > 1 and full.nll is not None:
         notes.append("Small figures: share of the full network, and difference to its loss.")
     columns = ("Size", "Total", "Active", "FLOPs", "KV", "Latency", "Zero-shot", "Healed")
-    return Table("Sizes", columns, tuple(_size_row(size, data.full) for size in data.sizes), note=" ".join(notes))
+    return Table("Sizes", columns, tuple(_size_row(size, full) for size in sizes), note=" ".join(notes))
 
 
 def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:
@@ -219,11 +210,11 @@ def _size_row(size: Size, full: Size) -> tuple[Cell, ...]:
 def mixture_table(data: ReportData) -> Table:
     """What the sampler was asked for and what it drew, as shares of the training tokens."""
 
-    def cell(share: float | None) -> Cell:
-        return NOTHING if share is None else Cell(f"{100 * share:.1f} %", share)
-
-    both = (data.mixture_configured, data.mixture_drawn)
-    rows = tuple((Cell(kind), *(cell(shares.get(kind)) for shares in both)) for kind in {**both[0], **both[1]})
+    both = [
+        {kind: Cell(f"{100 * share:.1f} %", share) for kind, share in shares.items()}
+        for shares in (data.mixture_configured, data.mixture_drawn)
+    ]
+    rows = tuple((Cell(kind), *(shares.get(kind, NOTHING) for shares in both)) for kind in both[0] | both[1])
     columns = ("Trained as", "Configured", "Drawn")
     return Table("What the steps trained", columns, rows, note="Share of the training tokens.")
 
@@ -255,25 +246,21 @@ def loss_against_compute(data: ReportData) -> Figure:
             marks.append((x, size.healed_nll, 6.0))
     axes.margins(y=0.16)
     axes.autoscale_view(scalex=False)
-    zero_shot = any(size.nll is not None for size in shown)
-    healed = any(size.healed_nll is not None for size in shown)
-    kinds = {"circle: zero-shot, inside the elastic network": zero_shot, "diamond: healed": healed}
-    style.subtitle(axes, [kind for kind, is_shown in kinds.items() if is_shown])
+    kinds = {"o": "circle: zero-shot, inside the elastic network", "D": "diamond: healed"}
+    drawn = {line.get_marker() for line in axes.lines}
+    style.subtitle(axes, [words for marker, words in kinds.items() if marker in drawn])
     style.place_labels(axes, labels, marks)
     return figure
 
 
 def compute_caption(data: ReportData) -> str:
     known = [(nll, size) for size in data.sizes if (nll := size.best_nll) is not None]
-    low, high = min(known, key=lambda pair: pair[0]), max(known, key=lambda pair: pair[0])
-    if len(known) == 1:
-        text = f"{low[1].name} reaches {numbers.loss(low[0])} nats per token."
-    else:
-        share = numbers.percent(high[1].flops_per_token / low[1].flops_per_token)
-        text = (
-            f"From {low[1].name} at {numbers.loss(low[0])} to {high[1].name} at {numbers.loss(high[0])} nats per token, "
-            f"for {share} of its FLOPs."
-        )
+    (low, best), (high, worst) = (end(known, key=lambda pair: pair[0]) for end in (min, max))
+    text = f"{best.name} reaches {numbers.loss(low)} nats per token."
+    if len(known) > 1:
+        share = numbers.percent(worst.flops_per_token / best.flops_per_token)
+        text = f"From {best.name} at {numbers.loss(low)} to {worst.name} at {numbers.loss(high)} nats per token, "
+        text += f"for {share} of its FLOPs."
     changes = [
         f"{size.name} by {numbers.difference(size.healed_nll - size.nll)}"
         for size in data.sizes
@@ -295,15 +282,15 @@ def training_curves(data: ReportData) -> Figure:
     healing = [curve for curve in curves if curve is not pretraining]
     widths = [1.55, 1.0] if pretraining and healing else [1.0]
     figure = style.blank(10.0, 5.8)
-    places = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
+    places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if pretraining is not None:
-        axes = style.dress(places.pop(0), "Pre-training", "Training tokens", "Held-out loss, nats per token")
+        axes = style.dress(places[0], "Pre-training", "Training tokens", "Held-out loss, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
         style.subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
     if healing:
         y_name = "" if pretraining else "Held-out loss, nats per token"
-        axes = style.dress(places.pop(0), "Healing", "Training tokens", y_name)
+        axes = style.dress(places[-1], "Healing", "Training tokens", y_name)
         _plot(axes, [(curve.name, *curve.series("loss/full")) for curve in healing], colour, edge=0.0)
         style.subtitle(axes, ["extracted sizes, trained by themselves"])
     return figure
@@ -329,14 +316,12 @@ def _plot(axes: Axes, lines: Sequence[_Named], colour: dict[str, str], edge: flo
 
 def curves_caption(data: ReportData) -> str:
     text = []
-    curve = data.pretraining
-    if curve is not None and curve.held_out():
-        ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
-        at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
-        text.append(f"Held-out loss after {numbers.si(at)} tokens of pre-training: {', '.join(ends)}.")
-    for healing in data.healing:
-        _, values = healing.series("loss/full")
-        if values:
+    for curve in data.curves():
+        if curve is data.pretraining:
+            ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
+            at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
+            text.append(f"Held-out loss after {numbers.si(at)} tokens of pre-training: {', '.join(ends)}.")
+        elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
-            text.append(f"Healing takes {healing.name} {first}{numbers.loss(values[-1])}.")
+            text.append(f"Healing takes {curve.name} {first}{numbers.loss(values[-1])}.")
     return " ".join(text)

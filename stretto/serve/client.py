@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import httpx
@@ -20,16 +21,18 @@ PERCENTILES = (50, 95, 99)
 _NO_LIMIT = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
+@dataclass(eq=False)
 class ApiFailure(RuntimeError):  # noqa: N818 - what the server says, not our fault
     """The server answered with an error."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
-        self.message = message
-        self.code = code
-        self.retry_after_s = retry_after_s
-        """When to come back; None: the server does not say."""
+    status: int
+    message: str
+    code: str | None = None
+    retry_after_s: float | None = None
+    """When to come back; None: the server does not say."""
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,10 @@ class Client:
                     logprobs = choice.get("logprobs") or {}
                     entries = logprobs.get("content") or []
                     yield Piece(
-                        text=choice["text"] if "text" in choice else choice["delta"].get("content") or "",
-                        token_ids=tuple(choice.get("token_ids") or ()),
-                        logprobs=tuple(logprobs.get("token_logprobs") or [entry["logprob"] for entry in entries]),
-                        finish_reason=choice.get("finish_reason"),
+                        choice["text"] if "text" in choice else choice["delta"].get("content") or "",
+                        tuple(choice.get("token_ids") or ()),
+                        tuple(logprobs.get("token_logprobs") or [entry["logprob"] for entry in entries]),
+                        choice.get("finish_reason"),
                     )
                 if not chunk["choices"]:
                     yield Piece("", usage=chunk.get("usage"))
@@ -136,7 +139,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one client saw."""
+    """What one client saw. Written by `run_load`."""
 
     first_token_s: float
     gaps_s: tuple[float, ...]
@@ -150,7 +153,7 @@ class LoadResult:
     """What all clients saw. Written by `run_load`."""
 
     seen: tuple[Seen, ...]
-    errors: dict[str, int]
+    errors: Mapping[str, int]
     """Message -> how often."""
     wall_s: float
 
@@ -163,19 +166,19 @@ class LoadResult:
         return len(self.seen) / self.wall_s
 
     def first_token_ms(self) -> list[float]:
-        """Time to first token at `PERCENTILES`, milliseconds."""
-        return _percentiles([each.first_token_s for each in self.seen])
+        """At `PERCENTILES`."""
+        return _percentiles_ms([each.first_token_s for each in self.seen])
 
     def between_tokens_ms(self) -> list[float]:
-        """Inter-token latency at `PERCENTILES`, milliseconds."""
-        return _percentiles([gap for each in self.seen for gap in each.gaps_s])
+        """At `PERCENTILES`."""
+        return _percentiles_ms([gap for each in self.seen for gap in each.gaps_s])
 
 
 async def run_load(client: Client, load: Load) -> LoadResult:
     """Send ``load`` and wait for all answers; a failed request is counted, not raised."""
     places = asyncio.Semaphore(load.concurrency)
     seen: list[Seen] = []
-    errors: dict[str, int] = {}
+    errors: Counter[str] = Counter()
     rng = random.Random(load.seed)
     start = time.perf_counter()
     with progress("load", load.num_requests) as advance:
@@ -186,8 +189,7 @@ async def run_load(client: Client, load: Load) -> LoadResult:
                 try:
                     seen.append(await _complete(client, load, number))
                 except (ApiFailure, httpx.HTTPError) as error:
-                    reason = str(error) or type(error).__name__
-                    errors[reason] = errors.get(reason, 0) + 1
+                    errors[str(error) or type(error).__name__] += 1
             advance(1)
 
         gaps = (rng.expovariate(load.rate) if load.rate else 0.0 for _ in range(load.num_requests))
@@ -196,28 +198,20 @@ async def run_load(client: Client, load: Load) -> LoadResult:
 
 
 async def _complete(client: Client, load: Load, number: int) -> Seen:
-    fields: dict[str, Any] = {
-        "max_tokens": load.max_tokens,
-        "seed": load.seed + number,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    if load.model is not None:
-        fields["model"] = load.model
-    start = last = time.perf_counter()
-    first_s, num_tokens, gaps = 0.0, 0, []
-    async for piece in client.stream_completion(load.prompts[number % len(load.prompts)], **fields):
-        num = len(piece.token_ids)
-        if num == 0:
-            continue
-        now = time.perf_counter()
-        if num_tokens == 0:
-            first_s = now - start
-        else:
-            gaps += [(now - last) / num] * num
-        num_tokens, last = num_tokens + num, now
-    return Seen(first_s, tuple(gaps), num_tokens, time.perf_counter() - start)
+    pieces = client.stream_completion(
+        load.prompts[number % len(load.prompts)],
+        model=load.model,
+        max_tokens=load.max_tokens,
+        seed=load.seed + number,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
+    start = time.perf_counter()
+    came = [(time.perf_counter(), num) async for piece in pieces if (num := len(piece.token_ids))]
+    gaps = [(now - last) / num for (last, _), (now, num) in pairwise(came) for _ in range(num)]
+    first_s = came[0][0] - start if came else 0.0
+    return Seen(first_s, tuple(gaps), sum(num for _, num in came), time.perf_counter() - start)
 
 
-def _percentiles(seconds: Sequence[float]) -> list[float]:
-    return [1e3 * float(value) for value in np.percentile(seconds, PERCENTILES)] if seconds else []
+def _percentiles_ms(seconds: Sequence[float]) -> list[float]:
+    return (1e3 * np.percentile(seconds, PERCENTILES)).tolist() if seconds else []

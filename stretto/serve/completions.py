@@ -1,18 +1,206 @@
-"""/v1/completions: texts or token ids in, text out; echoed prompts, and OpenAI's older form of log-probabilities."""
+"""/v1/chat/completions, its short form /api/ernie-5.1/chat, and /v1/completions: choices, whole or in chunks, then the usage."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import accumulate, chain, zip_longest
+from typing import Any, Literal
 
 from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
-from stretto.serve.elastic import Rung
-from stretto.serve.generate import MAX_CHOICES, Answer, Backend, ChunkedAnswer, Generation, Job, finite
-from stretto.serve.limits import parse_body
-from stretto.serve.messages import FieldError
+from stretto.serve.elastic import Elastic, Rung
+from stretto.serve.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, sse
+from stretto.serve.limits import ApiError, parse_body
+from stretto.serve.messages import (
+    Body,
+    Call,
+    FieldError,
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    answer_grammar,
+    read_answer,
+    tool_use,
+)
+
+
+class ChunkedAnswer(Answer):
+    """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
+
+    kind: str
+    """The ``object`` of whole answers."""
+    chunk_kind: str
+
+    def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
+        super().__init__(backend, job)
+        self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
+        self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self._choice(index, completion), **self._token_fields(completion)}
+            for index, completion in enumerate(done)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(done)}
+
+    @abstractmethod
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+    def finish(self) -> Iterator[bytes]:
+        if self.job.body.stream_options.include_usage:
+            yield sse(self._head | {"choices": [], "usage": self._usage(self._done)})
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        return sse(error.body())
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any = None, **extra: Any) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None} | extra
+        chunk = self._head | {"choices": [choice]}
+        return sse(chunk | {"usage": None} if self.job.body.stream_options.include_usage else chunk)
+
+    def _last_chunk(self, index: int, content: dict[str, Any], done: Completion, **extra: Any) -> bytes:
+        """With `_token_fields` but the ids, each of which came with its own chunk."""
+        fields = {"finish_reason": done.finish_reason, **self._token_fields(done), **extra}
+        fields.pop("token_ids", None)
+        return self._chunk(index, content, **fields)
+
+    def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """OpenAI's usage, summed over the choices, and what the elastic network spent (``elastic``)."""
+        uses = [completion.usage for completion in done]
+        num_output = 0 if self._only_prompt else sum(use.output_tokens for use in uses)
+        num_prompt = sum(len(request.prompt) for request in self.job.requests)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(use.cached_tokens for use in uses)},
+            "elastic": self._elastic_usage(uses),
+        }
+
+
+class ShortChatBody(Body):
+    """POST /api/ernie-5.1/chat."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    elastic: Elastic | None = None
+
+
+class ChatBody(ShortChatBody, Generation):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] = False
+
+
+def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    return ChatAnswer(backend, chat_job(backend, parse_body(ChatBody, tree), rung))
+
+
+def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
+    body = parse_body(ShortChatBody, tree)
+    fields = {name: getattr(body, name) for name in body.model_fields_set}
+    return ShortAnswer(backend, chat_job(backend, ChatBody.model_construct(**fields), rung))
+
+
+def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
+    """The engine request of a conversation. Raises `ApiError` or `UserError` for what cannot be done."""
+    use = tool_use(body.tools, body.tool_choice)
+    ids = backend.check_ids(backend.prompts.chat(body.messages, use.offered), "messages")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise FieldError("max_tokens", "contradicts max_completion_tokens; give one of them")
+    if body.top_logprobs and not body.logprobs:
+        raise FieldError("top_logprobs", "needs logprobs=true")
+    return backend.job(
+        prefix,
+        body,
+        rung,
+        [ids],
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=body.logprobs,
+        turn_ends=backend.prompts.turn_ends,
+        shape=answer_grammar(use, body.response_format, body.parallel_tool_calls),
+        reads_calls=bool(use.offered),
+        top_logprobs=body.top_logprobs or 0,
+    )
+
+
+class ChatAnswer(ChunkedAnswer):
+    """Writes a chat completion."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, backend: Backend, job: Job) -> None:
+        super().__init__(backend, job)
+        self._num_calls = [0] * job.num_choices
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": list(done[0].prompt)} if self.job.body.return_token_ids else {}
+        return super().whole(done) | ids
+
+    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
+        content, calls = read_answer(done.text) if self.job.reads_calls else (done.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [call.body() for call in calls]
+        reason = "tool_calls" if calls else done.finish_reason
+        return {"message": message, "logprobs": self._logprobs(self._sampled(done)), "finish_reason": reason}
+
+    def start(self) -> Iterator[bytes]:
+        for index in range(self.job.num_choices):
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
+        deltas = self._deltas(index, self._readers[index].push(event.text))
+        logprobs = self._logprobs([(event.token, event.logprob, event.top)])
+        extra: dict[str, Any] = {"token_ids": [event.token]} if self.job.body.return_token_ids else {}
+        if not deltas and (extra or logprobs):
+            deltas = [{}]
+        for delta in deltas:
+            yield self._chunk(index, {"delta": delta}, logprobs, **extra)
+            logprobs, extra = None, {}  # they come with the first
+
+    def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
+        reader = self._readers[index]
+        for delta in self._deltas(index, [*reader.push(rest), *reader.finish()]):
+            yield self._chunk(index, {"delta": delta})
+        reason = {"finish_reason": "tool_calls"} if self._num_calls[index] else {}
+        yield self._last_chunk(index, {"delta": {}}, done, **reason)
+
+    def _logprobs(self, tokens: Iterable[Sampled]) -> dict[str, Any] | None:
+        return {"content": [self._entry(*each) for each in tokens], "refusal": None} if self.job.logprobs else None
+
+    def _deltas(self, index: int, pieces: Sequence[str | Call]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Call):
+                deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
+                self._num_calls[index] += 1
+            elif piece.strip() or not self._num_calls[index]:  # white space between calls is no content
+                deltas.append({"content": piece})
+        return deltas
+
+
+class ShortAnswer(ChatAnswer):
+    """The text and nothing else."""
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        return {"text": done[0].text}
+
 
 _Row = tuple[str, float | None, dict[str, float] | None]
 """A token's text, its log-probability, and its alternatives' by their text."""
@@ -31,7 +219,7 @@ class CompletionBody(Generation):
 
 
 def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
-    """A `stretto.serve.generate.Reader`: one engine request for each prompt."""
+    """One engine request for each prompt."""
     body = parse_body(CompletionBody, tree)
     if body.best_of not in (None, body.n):
         raise FieldError("best_of", "only the value of n is supported; sample n and choose yourself")
@@ -42,7 +230,7 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
         raise FieldError("prompt", "is empty; give at least one")
     if len(parts) > MAX_CHOICES:
         raise FieldError("prompt", f"{len(parts)} lies outside 1..{MAX_CHOICES}")
-    ids = [backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts]
+    ids = (backend.prompts.text(part, body.parse_special) if isinstance(part, str) else part for part in parts)
     prompts = [backend.check_ids(each, "prompt") for each in ids]
     only_prompt = body.max_tokens == 0 and body.echo
     job = backend.job(
@@ -90,10 +278,9 @@ class TextAnswer(ChunkedAnswer):
             yield self._chunk(index, {"text": text}, logprobs, **extra)
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
-        fields: dict[str, Any] = {"finish_reason": done.finish_reason, **self._end_fields(done)}
-        if self.job.logprobs and self._echo is not None:
-            fields["prompt_logprobs"] = self._table(self._prompt_rows(done), 0)
-        yield self._chunk(index, {"text": self._first_echo(index) if self._only_prompt else rest}, **fields)
+        text = self._first_echo(index) if self._only_prompt else rest
+        table = None if self._echo is None else self._table(self._prompt_rows(done), 0)
+        yield self._last_chunk(index, {"text": text}, done, **{} if table is None else {"prompt_logprobs": table})
 
     def _first_echo(self, index: int) -> str:
         """The prompt before a choice's first text, nothing later."""
@@ -117,9 +304,6 @@ class TextAnswer(ChunkedAnswer):
         """The four parallel lists of ``logprobs``, where they are wanted; the first row's text begins at ``offset``."""
         if not self.job.logprobs:
             return None
-        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for row in rows:
-            for column, value in zip(table.values(), (*row, offset), strict=True):
-                column.append(value)
-            offset += len(row[0])
-        return table
+        tokens, logprobs, others = map(list, zip(*rows, strict=True))
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=offset))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": others, "text_offset": offsets}

@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.engine.request import Phases
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, parse_subnet
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, named_subnets, parse_subnet
 from stretto.serve.limits import ApiError, overloaded
 from stretto.serve.messages import Body, FieldError
 from stretto.text.tokenizer import Tokenizer
@@ -29,6 +28,19 @@ ENVIRONMENT = {"ERNIE_ELASTIC_LAYERS": "layers", "ERNIE_ELASTIC_EXPERTS": "exper
 """Environment variable -> axis of the default Subnet."""
 THINKING_END = "</think>"
 """Ends the thinking of every reasoning model whose template we know."""
+# When to shrink, when to grow back, when to refuse: ours; the burst benchmark judges them.
+SHRINK_WAITING = 8
+"""Requests waiting at which the first step down is taken; each doubling takes another."""
+GROW_WAITING = 1
+"""Most requests waiting at which a step up may be taken."""
+REFUSE_WAITING = 256
+"""Requests waiting at which, on the floor, further ones are refused."""
+SHRINK_AFTER_S = 0.5
+"""Between two steps down for slow first tokens: the effect of one must show before the next."""
+GROW_AFTER_S = 5.0
+"""Calm needed for each step up."""
+_WINDOW_S = 5.0
+"""First tokens that count as recent."""
 _MIN_RATED = 16
 """First tokens from which a rate is taken: fewer may have come out of one step."""
 _LEAST_SPAN_S = 0.25
@@ -59,6 +71,10 @@ class ServedModel:
         """Every preset by name; ``full`` is always one."""
         return {"full": SubnetChoice(), **self.presets}
 
+    def names(self) -> list[str]:
+        """Under which it is asked for, whole or at a preset."""
+        return [self.name, *(f"{self.name}:{preset}" for preset in self.choices())]
+
 
 def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> SubnetChoice | None:
     """The default Subnet that the environment sets; None where it sets no axis. Raises `UserError` for an impossible one."""
@@ -66,43 +82,13 @@ def environment_subnet(environ: Mapping[str, str], config: ModelConfig) -> Subne
     for variable, text in given.items():
         if not (text.isascii() and text.isdecimal()) or int(text) < 1:
             raise UserError(f"{variable}: {text!r} is not a whole number above 0; unset it or set one")
-    if not given:
-        return None
     choice = SubnetChoice(**{ENVIRONMENT[variable]: int(text) for variable, text in given.items()})
     try:
         choice.of(config)
     except UserError as error:
         named = ", ".join(f"{variable}={int(text)}" for variable, text in given.items())
         raise UserError(f"{named}: {error}; set what this network has") from None
-    return choice
-
-
-class ElasticPolicy(Config):
-    """When to shrink, when to grow back, when to refuse. The numbers are ours; the burst benchmark judges them."""
-
-    shrink_waiting: int = Field(default=8, gt=0)
-    """Requests waiting at which the first step down is taken; each doubling takes another."""
-    grow_waiting: int = Field(default=1, ge=0)
-    """Most requests waiting at which a step up may be taken."""
-    refuse_waiting: int = Field(default=256, gt=0)
-    """Requests waiting at which, on the floor, further ones are refused."""
-    first_token_s: float = Field(default=2.0, gt=0)
-    """Time to first token (95th percentile of the last ``window_s``) above which a step down is taken; a step up needs
-    less than half of it, so that the two never alternate. On the floor, a request that would wait longer is refused:
-    an answer that comes too late costs those behind it, too."""
-    shrink_after_s: float = Field(default=0.5, ge=0)
-    """Between two steps down for slow first tokens: the effect of one must show before the next."""
-    grow_after_s: float = Field(default=5.0, gt=0)
-    """Calm needed for each step up."""
-    window_s: float = Field(default=5.0, gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.grow_waiting < self.shrink_waiting <= self.refuse_waiting:
-            raise ValueError(
-                f"need grow_waiting {self.grow_waiting} < shrink_waiting {self.shrink_waiting} <= refuse_waiting {self.refuse_waiting}"
-            )
-        return self
+    return choice if given else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +105,10 @@ def contains(outer: Subnet, inner: Subnet, config: ModelConfig) -> bool:
     """Whether every layer, expert and choice of ``inner`` is one of ``outer``."""
     if not set(inner.layers) <= set(outer.layers):
         return False
-    kept = [layer for layer in outer.layers if layer not in config.dense_layers]
-    width = dict(zip(kept, zip(outer.experts, outer.top_k, strict=True), strict=True))
-    layers = [layer for layer in inner.layers if layer not in config.dense_layers]
+    width = dict(zip(config.moe_rows(outer.layers), zip(outer.experts, outer.top_k, strict=True), strict=True))
     return all(
-        experts <= width[layer][0] and k <= width[layer][1]
-        for layer, experts, k in zip(layers, inner.experts, inner.top_k, strict=True)
+        experts <= width[row][0] and k <= width[row][1]
+        for row, experts, k in zip(config.moe_rows(inner.layers), inner.experts, inner.top_k, strict=True)
     )
 
 
@@ -153,80 +137,75 @@ class Load:
     """What the policy looks at. Written by `LoadControl`."""
 
     num_waiting: int
-    first_token_s: float | None
-    """Recent time to first token; None: nothing answered lately."""
-    wait_s: float | None = None
-    """How long those who wait will take, at the recent rate of first tokens; None: too few came to tell."""
+    first_token_s: float = 0.0
+    """95th percentile of recent times to first token; 0: nothing answered lately."""
+    wait_s: float = 0.0
+    """How long those who wait will take, at the recent rate of first tokens; 0: too few came to tell."""
 
 
-def is_calm(load: Load, policy: ElasticPolicy) -> bool:
-    """Whether the load leaves room to grow."""
-    return load.num_waiting <= policy.grow_waiting and (load.first_token_s or 0.0) < policy.first_token_s / 2
+def is_calm(load: Load, aim_s: float) -> bool:
+    """Whether the load leaves room to grow; ``aim_s`` as of `decide`."""
+    return load.num_waiting <= GROW_WAITING and load.first_token_s < aim_s / 2
 
 
-def decide(level: int, load: Load, policy: ElasticPolicy, num_rungs: int, since_change_s: float, calm_s: float) -> int:
+def decide(level: int, load: Load, aim_s: float, num_rungs: int, since_change_s: float, calm_s: float) -> int:
     """The rung (0: the target) that new requests get.
 
     Args:
         level: the one they got so far, for ``since_change_s``.
+        aim_s: time to first token above which a step down is taken; a step up needs less than half of it, so that the
+            two never alternate.
         calm_s: since when every look at the load found it calm.
     """
-    last = num_rungs - 1
-    waiting = load.num_waiting
-    wanted = 0 if waiting < policy.shrink_waiting else 1 + int(math.log2(waiting / policy.shrink_waiting))
+    last, waiting = num_rungs - 1, load.num_waiting
+    wanted = 0 if waiting < SHRINK_WAITING else 1 + int(math.log2(waiting / SHRINK_WAITING))
     if min(wanted, last) > level:
         return min(wanted, last)
-    if (load.first_token_s or 0.0) > policy.first_token_s and since_change_s >= policy.shrink_after_s:
+    if load.first_token_s > aim_s and since_change_s >= SHRINK_AFTER_S:
         return min(level + 1, last)
-    if is_calm(load, policy):
+    if is_calm(load, aim_s):
         # Several steps at once after a pause in which nobody asked.
-        return max(level - int(min(calm_s, since_change_s) / policy.grow_after_s), 0)
+        return max(level - int(min(calm_s, since_change_s) / GROW_AFTER_S), 0)
     return level
 
 
-def refuses(level: int, load: Load, policy: ElasticPolicy, num_rungs: int) -> bool:
-    """Whether a new request must be turned away: the floor is reached, and the queue is full or too slow."""
-    is_late = load.wait_s is not None and load.wait_s > policy.first_token_s
-    return level == num_rungs - 1 and (load.num_waiting >= policy.refuse_waiting or is_late)
+def refuses(level: int, load: Load, aim_s: float, num_rungs: int) -> bool:
+    """Whether a new request must be turned away: the floor is reached, and the queue is full or slower than ``aim_s``
+    (an answer that comes too late costs those behind it, too)."""
+    return level == num_rungs - 1 and (load.num_waiting >= REFUSE_WAITING or load.wait_s > aim_s)
 
 
 class LoadControl:
     """The policy with a clock: remembers the rung, when it changed, and recent times to first token."""
 
-    def __init__(self, rungs: tuple[Rung, ...], policy: ElasticPolicy, clock: Callable[[], float]) -> None:
-        assert rungs
+    def __init__(self, rungs: tuple[Rung, ...], aim_s: float, clock: Callable[[], float]) -> None:
         self.rungs = rungs
         self.level = 0
         self.num_waiting = 0
         """Prompts whose first token has not come, what a new request has to wait behind. `Ticket`s count it."""
         self.clock = clock
-        self._policy = policy
+        self._aim_s = aim_s
         self._changed_s = self._busy_s = clock()
         self._recent: deque[tuple[float, float]] = deque(maxlen=4096)  # (when, time to first token)
 
     def observe(self, first_token_s: float) -> None:
-        """Note that a request's first token came ``first_token_s`` after it arrived."""
+        """A first token came so long after its request."""
         self._recent.append((self.clock(), first_token_s))
 
     def choose(self, num_waiting: int) -> Rung | None:
         """The rung of a request that arrives now; None: refuse it."""
         now_s = self.clock()
-        while self._recent and self._recent[0][0] < now_s - self._policy.window_s:
+        while self._recent and self._recent[0][0] < now_s - _WINDOW_S:
             self._recent.popleft()
         times = sorted(first_token_s for _, first_token_s in self._recent)
-        rate = self._rate(now_s)
-        load = Load(
-            num_waiting,
-            times[int(0.95 * (len(times) - 1))] if times else None,
-            num_waiting / rate if rate and len(times) >= _MIN_RATED else None,
-        )
-        if not is_calm(load, self._policy):
+        wait_s = num_waiting / self._rate(now_s) if len(times) >= _MIN_RATED else 0.0
+        load = Load(num_waiting, times[int(0.95 * (len(times) - 1))] if times else 0.0, wait_s)
+        if not is_calm(load, self._aim_s):
             self._busy_s = now_s
-        level = decide(self.level, load, self._policy, len(self.rungs), now_s - self._changed_s, now_s - self._busy_s)
+        level = decide(self.level, load, self._aim_s, len(self.rungs), now_s - self._changed_s, now_s - self._busy_s)
         if level != self.level:
-            self._changed_s = now_s
-        self.level = level
-        return None if refuses(level, load, self._policy, len(self.rungs)) else self.rungs[level]
+            self.level, self._changed_s = level, now_s
+        return None if refuses(level, load, self._aim_s, len(self.rungs)) else self.rungs[level]
 
     def retry_after_s(self, num_waiting: int) -> float:
         """When the queue is likely to have halved, at the recent rate of first tokens; one second to a minute."""
@@ -247,12 +226,11 @@ class Ticket:
         self._start_s = control.clock()
 
     def add(self, num: int) -> None:
-        """Count ``num`` more."""
         self._num += num
         self._control.num_waiting += num
 
     def came(self) -> None:
-        """The first token of one of them has come."""
+        """The first token of one of them."""
         self.add(-1)
         self._control.observe(self._control.clock() - self._start_s)
 
@@ -273,14 +251,18 @@ class Size(Body):
 
     def of(self, config: ModelConfig, base: SubnetChoice) -> Subnet:
         """The Subnet, axes left out being those of ``base``. Raises `UserError` for one that ``config`` does not have."""
-        axes = base.model_dump() | self.given()
-        return config.subnet(axes["layers"], axes["experts"], axes["top_k"])
+        return base.model_copy(update=self.given()).of(config)
 
 
 class Axes(Size):
     """A Subnet: a preset to start from (its name alone will do), and axes that replace its own."""
 
     preset: str | None = None
+
+    def words(self) -> list[str]:
+        """What is given: ``["half", "top_k=1"]``."""
+        axes = [f"{axis}={value}" for axis, value in self.given().items()]
+        return axes if self.preset is None else [self.preset, *axes]
 
     @model_validator(mode="before")
     @classmethod
@@ -309,41 +291,37 @@ class Given:
 
 
 class Resolver:
-    """Resolves the fields ``model`` and ``elastic``. Lives on the event loop; holds the ladder's state."""
+    """Resolves the fields ``model`` and ``elastic``. Lives on the event loop."""
 
     def __init__(
-        self, model: ServedModel, floor: str | None, policy: ElasticPolicy, clock: Callable[[], float] = time.monotonic
+        self, model: ServedModel, floor: str | None, aim_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Raises `UserError` where the default or the floor is none of this network."""
         self._model = model
-        self._choices = model.choices()
-        self._named = {name: choice.of(model.config) for name, choice in self._choices.items()}
         self._has_floor = floor is not None
+        self.named = named_subnets(model.config, model.presets)
         target = model.default.of(model.config)
-        least = target if floor is None else parse_subnet(floor, model.config, self._choices, "--floor")
-        self.control = LoadControl(ladder(model.config, self._named, target, least), policy, clock)
+        least = target if floor is None else parse_subnet(floor, model.config, model.presets, "--floor")
+        self.control = LoadControl(ladder(model.config, self.named, target, least), aim_s, clock)
         self._thinking_end = None if model.tokenizer is None else model.tokenizer.rust.token_to_id(THINKING_END)
 
     def rung(self, num_waiting: int) -> Rung:
         """What a request gets now that leaves its Subnet open; raises `ApiError` 429 on the floor with a full queue."""
         rung = self.control.choose(num_waiting)
-        if rung is not None:
-            return rung
-        if not self._has_floor:
-            return self.control.rungs[0]  # nothing was declared to give up; the engine's own queue is the limit
-        full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
-        wait_s = self.control.retry_after_s(num_waiting)
-        raise overloaded(f"the server is full: {full}; come back later", wait_s)
+        if rung is None and self._has_floor:
+            full = f"{num_waiting} requests wait and the floor ({self.control.rungs[-1].name}) is reached"
+            wait_s = self.control.retry_after_s(num_waiting)
+            raise overloaded(f"the server is full: {full}; come back later", wait_s)
+        return rung or self.control.rungs[0]  # without a floor nothing may be given up: the engine's queue is the limit
 
     def preset_of(self, name: str | None) -> str | None:
         """The preset in ``model:preset``; None for the bare model. Raises `ApiError` 404 for any other."""
         if name is None or name == self._model.name:
             return None
-        own, _, preset = name.rpartition(":")
-        if own == self._model.name and preset in self._choices:
-            return preset
-        known = [self._model.name, *(f"{self._model.name}:{preset}" for preset in self._choices)]
-        problem = f"model: {name!r} is not served here{nearest(name, known)}; GET /v1/models lists what is"
+        if name in self._model.names():
+            return name.removeprefix(f"{self._model.name}:")
+        near = nearest(name, self._model.names())
+        problem = f"model: {name!r} is not served here{near}; GET /v1/models lists what is"
         raise ApiError(404, problem, param="model", code="model_not_found")
 
     def resolve(self, model: str | None, asked: Elastic | None, rung: Rung) -> Given:
@@ -353,41 +331,39 @@ class Resolver:
             ApiError: an unknown model. FieldError: an unknown preset, no Subnet of this network, phases that do not nest.
         """
         preset = self.preset_of(model)
-        base = self._model.default if preset is None else self._choices[preset]
+        base = self._model.default if preset is None else self._model.choices()[preset]
         asked = asked or Elastic()
-        wanted = Axes(**asked.model_dump(include=set(Axes.model_fields)))
+        wanted: Axes = asked
         if asked.answer is not None:
-            if wanted != Axes():
+            if asked.words():
                 problem = "is given beside layers, experts, top_k or preset, which mean the same"
                 raise FieldError("elastic.answer", problem)
             wanted = asked.answer
-        is_open = preset is None and wanted == Axes()
+        is_open = preset is None and not wanted.words()
         answer = rung.subnet if is_open else self._subnet(wanted, base, "elastic")
         before = {"prefill": asked.prefill, "thinking": asked.thinking}
         phases = {name: self._subnet(axes, base, f"elastic.{name}") for name, axes in before.items() if axes}
         # A later phase reads the cache of the earlier ones, so its layers must be among theirs.
-        layers = {name: set(subnet.layers) for name, subnet in (*phases.items(), ("answer", answer))}
-        for (earlier, outer), (later, inner) in pairwise(layers.items()):
-            if not inner <= outer:
-                problem = (
-                    f"the {later} runs {len(inner)} layers that the {earlier} ({len(outer)} layers) did not all compute"
-                )
-                raise FieldError("elastic", f"{problem}; give the {earlier} at least as many", "subnet")
+        for (earlier, outer), (later, inner) in pairwise([*phases.items(), ("answer", answer)]):
+            if not set(inner.layers) <= set(outer.layers):
+                counts = f"{len(inner.layers)} layers that the {earlier} ({len(outer.layers)} layers)"
+                problem = f"the {later} runs {counts} did not all compute; give the {earlier} at least as many"
+                raise FieldError("elastic", problem, "subnet")
         if "thinking" in phases and self._thinking_end is None:
             raise FieldError("elastic.thinking", f"this model's tokenizer has no {THINKING_END} that would end it")
         given = Phases(answer, **phases, thinking_end=self._thinking_end if "thinking" in phases else None)
         if is_open:
             return Given(given, rung.name, "auto", "default" if rung == self.control.rungs[0] else "load")
-        axes = [f"{axis}={value}" for axis, value in wanted.given().items()]
-        spelled = ",".join(filter(None, [wanted.preset or preset, *axes]))
-        return Given(given, _name_of(answer, self._named), spelled, "asked")
+        spelled = wanted.words() if wanted.preset or preset is None else [preset, *wanted.words()]
+        return Given(given, _name_of(answer, self.named), ",".join(spelled), "asked")
 
     def _subnet(self, wanted: Axes, base: SubnetChoice, param: str) -> Subnet:
         if wanted.preset is not None:
-            if wanted.preset not in self._choices:
-                problem = f"no preset {wanted.preset!r}{nearest(wanted.preset, self._choices)}"
-                raise FieldError(param, f"{problem}; known: {', '.join(self._choices)}", "subnet")
-            base = self._choices[wanted.preset]
+            known = self._model.choices()
+            if wanted.preset not in known:
+                problem = f"no preset {wanted.preset!r}{nearest(wanted.preset, known)}; known: {', '.join(known)}"
+                raise FieldError(param, problem, "subnet")
+            base = known[wanted.preset]
         try:
             return wanted.of(self._model.config, base)
         except UserError as error:

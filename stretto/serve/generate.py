@@ -1,8 +1,8 @@
 """What every generating endpoint shares: a body becomes engine requests (`Backend`), events become an `Answer`, and
 `Generate` carries one HTTP request from its body to its last byte, aborting it when the client goes.
 
-The endpoints' own forms are in `chat`, `completions` and `responses`; the fields that only this server has (token ids,
-routes, weight versions, what a Subnet cost) are the same in all of them, and are written here.
+The endpoints' own forms are in `completions` and `responses`; the fields that only this server has (token ids, routes,
+weight versions, what a Subnet cost) are the same in all of them, and are written here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from tokenizers.pre_tokenizers import ByteLevel
 
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine as Service
@@ -107,12 +109,11 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        return sum(request.sampling.n for request in self.requests)
+        return len(self.requests) * self.body.n
 
     def choice(self, request_id: str, index: int) -> int:
         """Place of one request's choice among all of them."""
-        place = int(request_id.rpartition("-")[2])
-        return place * self.requests[place].sampling.n + index
+        return int(request_id.rpartition("-")[2]) * self.body.n + index
 
 
 @dataclass(eq=False)
@@ -127,14 +128,13 @@ class Backend:
 
     def __post_init__(self) -> None:
         self.spell = speller(self.model.tokenizer)
-        self._prompts = None if self.model.tokenizer is None else Prompts(self.model.tokenizer)
 
-    @property
+    @cached_property
     def prompts(self) -> Prompts:
         """Raises `UserError` on a server of token ids only."""
-        if self._prompts is None:
+        if self.model.tokenizer is None:
             raise UserError("messages: this checkpoint has no tokenizer; send token ids to /v1/completions")
-        return self._prompts
+        return Prompts(self.model.tokenizer)
 
     def check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         """``ids`` if there are some, and each has a row in the embedding; else raises `FieldError`."""
@@ -172,20 +172,19 @@ class Backend:
             FieldError: a value outside its range, or a prompt that leaves no room. ApiError: an unknown model.
         """
         model, num_prompt = self.model, max(map(len, prompts))
-        regex = None if body.regex is None else Grammar(kind="regex", text=body.regex)
-        lark = None if body.grammar is None else Grammar(kind="lark", text=body.grammar)
-        asked = [grammar for grammar in (regex, lark, shape) if grammar is not None]
-        if len(asked) > 1:
+        grammars = [] if shape is None else [shape]
+        grammars += [] if body.regex is None else [Grammar(kind="regex", text=body.regex)]
+        grammars += [] if body.grammar is None else [Grammar(kind="lark", text=body.grammar)]
+        if len(grammars) > 1:
             known = "regex, grammar, response_format and a forced tool"
             raise FieldError("grammar", f"only one of {known} can shape an answer")
         room = model.max_len - num_prompt
         if room < 1 or (max_tokens or 1) > room:
-            wanted = "" if max_tokens is None else f" and max_tokens {max_tokens}"
-            raise FieldError(
-                "max_tokens" if room > 0 else "prompt",
-                f"a prompt of {num_prompt} tokens{wanted} do not fit into the {model.max_len} of this server; shorten it",
-                "context_length_exceeded",
+            wanted = f"a prompt of {num_prompt} tokens" + (
+                "" if max_tokens is None else f" and max_tokens {max_tokens}"
             )
+            problem = f"{wanted} do not fit into the {model.max_len} of this server; shorten it"
+            raise FieldError("max_tokens" if room > 0 else "prompt", problem, "context_length_exceeded")
         most = max(1, MAX_CHOICES // len(prompts))
         if not 1 <= body.n <= most:
             raise FieldError("n", f"{body.n} lies outside 1..{most}")
@@ -198,28 +197,27 @@ class Backend:
         for name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
             if ids:
                 self.check_ids(list(ids), name)
-        if model.tokenizer is None and (stops or asked):
+        if model.tokenizer is None and (stops or grammars):
             raise FieldError("stop" if stops else "grammar", "this server has no tokenizer; send token ids")
         ends = () if body.ignore_eos else (*turn_ends, *model.stop_ids)
         fields |= body.model_dump(include=set(Generation.model_fields) & set(Sampling.model_fields), exclude_none=True)
         fields |= {
             "max_tokens": longest,
             "seed": None if body.seed is None else body.seed % _SEEDS,
-            "stop": tuple(stops),
+            "stop": stops,
             "stop_ids": tuple(dict.fromkeys([*body.stop_token_ids, *ends])),
-            "grammar": asked[0] if asked else None,
+            "grammar": grammars[0] if grammars else None,
         }
         try:
             sampling = Sampling.model_validate(fields)
         except ValidationError as error:
             raise from_validation(error, Sampling) from None
         given = self.resolver.resolve(body.model, body.elastic, rung)
-        name = f"{prefix}-{secrets.token_hex(12)}"
+        name, called = f"{prefix}-{secrets.token_hex(12)}", body.model or model.name
         requests = tuple(
             Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes)
             for place, ids in enumerate(prompts)
         )
-        called = body.model or model.name
         return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
 
 
@@ -231,11 +229,10 @@ def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int
     special, rust = tokenizer.special_ids(), tokenizer.rust
     byte_of: dict[str, int] = {}
     if (json.loads(rust.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
-        # GPT-2's alphabet: printable Latin-1 characters are their own byte, the rest 256 and up in order.
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in printable]
-        byte_of = {chr(byte): byte for byte in printable}
-        byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+        # GPT-2's alphabet: printable Latin-1 characters are their own byte, the others follow in the order of theirs.
+        alphabet = sorted(ByteLevel.alphabet())
+        own = [ord(each) for each in alphabet if ord(each) < 256]
+        byte_of = dict(zip(alphabet, [*own, *sorted(set(range(256)) - set(own))], strict=True))
 
     @lru_cache(maxsize=1 << 16)
     def spell(token: int) -> tuple[str, tuple[int, ...]]:
@@ -259,7 +256,7 @@ Sampled = tuple[int, float, Sequence[TopLogprob]]
 
 
 class Answer(ABC):
-    """One answer, whole or as server-sent events while its tokens come; state of one request."""
+    """One answer, whole or as server-sent events while its tokens come."""
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
@@ -312,19 +309,16 @@ class Answer(ABC):
         return entry | {"token_id": token} if self.job.body.return_token_ids else entry
 
     def _sampled(self, done: Completion) -> Iterator[Sampled]:
-        """Each sampled token of a choice."""
-        tops = done.top or [()] * len(done.tokens)
-        return zip(done.tokens, done.logprobs.tolist(), tops, strict=True)
+        return zip(done.tokens, done.logprobs.tolist(), done.top or [()] * len(done.tokens), strict=True)
 
     def _elastic_usage(self, uses: Sequence[Usage]) -> dict[str, Any]:
         """What the request asked for, what it got and why, and what that cost."""
 
-        def short(values: tuple[int, ...]) -> Any:
-            """A number where all layers agree, else a list by layer."""
-            return values[0] if len(set(values)) == 1 else list(values)
-
         def axes(subnet: Subnet) -> dict[str, Any]:
-            return {"layers": len(subnet.layers), "experts": short(subnet.experts), "top_k": short(subnet.top_k)}
+            """A number where all layers agree, else a list by layer."""
+            by_layer = {"experts": subnet.experts, "top_k": subnet.top_k}
+            short = {name: values[0] if len(set(values)) == 1 else values for name, values in by_layer.items()}
+            return {"layers": len(subnet.layers), **short}
 
         given = self.job.given
         phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
@@ -332,8 +326,8 @@ class Answer(ABC):
             **axes(given.phases.answer),
             "subnet": given.name,
             "flops": sum(use.flops for use in uses),
-            "milliseconds": round(1e3 * max((use.total_s for use in uses), default=0.0), 3),
-            "queued_milliseconds": round(1e3 * max((use.queued_s for use in uses), default=0.0), 3),
+            "milliseconds": round(1e3 * max(use.total_s for use in uses), 3),
+            "queued_milliseconds": round(1e3 * max(use.queued_s for use in uses), 3),
             "asked": given.asked,
             "given_reason": given.reason,
             **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
@@ -343,11 +337,7 @@ class Answer(ABC):
         """What an RL client reads of a finished choice; version spans are ``[version, number of tokens]``."""
         fields: dict[str, Any] = {}
         if self.job.body.return_token_ids:
-            spans: list[list[int]] = []
-            for version in done.versions.tolist():
-                if not spans or spans[-1][0] != version:
-                    spans.append([version, 0])
-                spans[-1][1] += 1
+            spans = [[version, len(list(same))] for version, same in groupby(done.versions.tolist())]
             fields |= {
                 "prompt_token_ids": list(done.prompt),
                 "token_ids": list(done.tokens),
@@ -356,75 +346,16 @@ class Answer(ABC):
                 "seed": done.seed,
             }
         if self.job.body.return_routes:
-            routes, packed = done.routes, None
-            if (
-                routes is not None
-            ):  # base64 of little-endian bytes in C order: a list of numbers were several times larger
+            fields["routed_experts"], routes = None, done.routes
+            if routes is not None:
+                # Base64 of little-endian bytes in C order: a list of numbers were several times larger.
                 data = base64.b64encode(routes.astype(routes.dtype.newbyteorder("<")).tobytes()).decode()
-                packed = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
-            fields["routed_experts"] = packed
+                fields["routed_experts"] = {"data": data, "dtype": routes.dtype.name, "shape": list(routes.shape)}
         return fields
 
 
-class ChunkedAnswer(Answer):
-    """An answer of OpenAI's older two forms: choices, whole or in chunks, then the usage."""
-
-    kind: str
-    """The ``object`` of whole answers."""
-    chunk_kind: str
-
-    def __init__(self, backend: Backend, job: Job, only_prompt: bool = False) -> None:
-        super().__init__(backend, job)
-        self._only_prompt = only_prompt  # max_tokens of 0: the one token the engine must sample is left out
-        self._head = {"id": job.id, "object": self.chunk_kind, "created": job.created, "model": job.model}
-
-    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        choices = [
-            {"index": index, **self._choice(index, completion), **self._token_fields(completion)}
-            for index, completion in enumerate(done)
-        ]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(done)}
-
-    @abstractmethod
-    def _choice(self, index: int, done: Completion) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
-
-    def finish(self) -> Iterator[bytes]:
-        if self.job.body.stream_options.include_usage:
-            yield sse(self._head | {"choices": [], "usage": self._usage(self._done)})
-        yield b"data: [DONE]\n\n"
-
-    def fail(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any = None, **extra: Any) -> bytes:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None} | extra
-        chunk = self._head | {"choices": [choice]}
-        return sse(chunk | {"usage": None} if self.job.body.stream_options.include_usage else chunk)
-
-    def _end_fields(self, done: Completion) -> dict[str, Any]:
-        """`token_fields` of a choice that was streamed."""
-        fields = self._token_fields(done)
-        fields.pop("token_ids", None)  # each came with its own chunk
-        return fields
-
-    def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """OpenAI's usage, summed over the choices, and what the elastic network spent (``elastic``)."""
-        uses = [completion.usage for completion in done]
-        num_output = 0 if self._only_prompt else sum(use.output_tokens for use in uses)
-        num_prompt = sum(len(request.prompt) for request in self.job.requests)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(use.cached_tokens for use in uses)},
-            "elastic": self._elastic_usage(uses),
-        }
-
-
-def sse(payload: Any, event: str | None = None) -> bytes:
+def sse(payload: Any, head: str = "") -> bytes:
     """One server-sent event."""
-    head = "" if event is None else f"event: {event}\n"
     return f"{head}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
@@ -441,20 +372,16 @@ def raise_for(completion: Completion) -> None:
         raise ApiError(503, "the request was aborted by the server; ask again", code="aborted")
 
 
-Reader = Callable[[Backend, Any, Rung], Answer]
-"""An endpoint: understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its
-Subnet open."""
-
-
+@dataclass(frozen=True, eq=False)
 class Generate:
     """An ASGI endpoint that generates."""
 
-    def __init__(self, backend: Backend, read: Reader) -> None:
-        self._backend = backend
-        self._read = read
+    backend: Backend
+    read: Callable[[Backend, Any, Rung], Answer]
+    """Understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its Subnet open."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        backend, control = self._backend, self._backend.resolver.control
+        backend, control = self.backend, self.backend.resolver.control
         with backend.gate.enter(), closing(Ticket(control)) as ticket:
             try:
                 http = HttpRequest(scope, receive)
@@ -464,20 +391,19 @@ class Generate:
                 ticket.add(1)  # before the body is understood, or a burst would not see itself
                 length = http.headers.get("content-length", "")
                 if length.isdecimal() and int(length) < _LONG_BODY:
-                    answer = self._read(backend, tree, rung)
+                    answer = self.read(backend, tree, rung)
                 else:
-                    answer = await asyncio.to_thread(self._read, backend, tree, rung)
+                    answer = await asyncio.to_thread(self.read, backend, tree, rung)
                 await while_connected(receive, self._send(answer, ticket, scope, receive, send))
             except GoneError:
                 backend.metrics.gone.labels(scope["path"]).inc()
 
     async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
-        job, metrics = answer.job, self._backend.metrics
+        job, metrics = answer.job, self.backend.metrics
         with ExitStack() as stack:
             ticket.add(len(job.requests) - 1)
-            streams = [self._backend.service.submit(request) for request in job.requests]
-            for stream in streams:
-                stack.callback(stream.close)
+            submit = self.backend.service.submit
+            streams = [stack.enter_context(closing(submit(request))) for request in job.requests]
             for stream in streams:
                 await stream.admitted()
             metrics.started(job.given)
@@ -486,7 +412,7 @@ class Generate:
                 # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
                 # does for whole answers, too; the latter also ends streams with the process, which here drains them.
                 headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
-                response = StreamingResponse(_frames(answer, batches), headers=headers, media_type="text/event-stream")
+                response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
                 await response.stream_response(send)
             else:
                 await JSONResponse(answer.whole(await _collect(job, batches)))(scope, receive, send)
@@ -500,7 +426,7 @@ class Generate:
             is_first = False
             for event in events:
                 if isinstance(event, Completion):
-                    self._backend.metrics.finished(given, event)
+                    self.backend.metrics.finished(given, event)
             yield events
 
 
@@ -526,16 +452,12 @@ async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator
 
 async def _collect(job: Job, batches: AsyncIterator[list[Event]]) -> list[Completion]:
     """The completions, in the order of choices."""
-    done: dict[int, Completion] = {}
-    async for events in batches:
-        for event in events:
-            if isinstance(event, Completion):
-                done[job.choice(event.request_id, event.index)] = event
+    done = [event async for events in batches for event in events if isinstance(event, Completion)]
     assert len(done) == job.num_choices, (len(done), job.num_choices)
-    completions = [done[index] for index in range(job.num_choices)]
-    for completion in completions:
+    done.sort(key=lambda each: job.choice(each.request_id, each.index))
+    for completion in done:
         raise_for(completion)
-    return completions
+    return done
 
 
 async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:

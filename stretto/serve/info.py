@@ -16,7 +16,7 @@ from stretto.engine.request import EngineStats
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
-from stretto.serve.limits import BodyT, parse_body, read_json
+from stretto.serve.limits import parse_body, read_json
 from stretto.serve.messages import Body, Message, Tool
 
 _STATS_S = 1.0
@@ -79,9 +79,7 @@ class Info:
         ]
 
     async def models(self, http: HttpRequest) -> Response:
-        name = self._model.name
-        names = [name, *(f"{name}:{preset}" for preset in self._model.choices())]
-        return JSONResponse({"object": "list", "data": [self._entry(each) for each in names]})
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._model.names()]})
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
@@ -89,27 +87,19 @@ class Info:
         return JSONResponse(self._entry(name))
 
     async def info(self, http: HttpRequest) -> Response:
-        model, config = self._model, self._model.config
+        model, config, resolver = self._model, self._model.config, self._backend.resolver
         stats = await self._stats()
+        # What a Subnet keeps of each axis is a beginning of the last three.
+        same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
+        limits = {"layers": config.num_layers, "min_layers": model.min_depth}
         return JSONResponse(
             {
                 "model": model.name,
-                "presets": {name: self._sizes(choice.of(config)) for name, choice in model.choices().items()},
-                "default": self._backend.resolver.control.rungs[0].name,
-                "limits": {
-                    "layers": config.num_layers,
-                    "min_layers": model.min_depth,
-                    "experts": config.num_experts,
-                    "top_k": config.top_k,
-                },
+                "presets": {name: self._sizes(subnet) for name, subnet in resolver.named.items()},
+                "default": resolver.control.rungs[0].name,
+                "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
-                "vocab_size": config.vocab_size,
-                "num_experts": config.num_experts,
-                "num_moe_layers": config.num_moe_layers,
-                # What a Subnet keeps of each axis is a beginning of these.
-                "moe_layers": config.moe_layers,
-                "expert_orders": config.expert_orders,
-                "layer_ranking": config.layer_ranking,
+                **{name: getattr(config, name) for name in same},
                 "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
                 "kernels": {} if stats is None else stats.kernels,
             }
@@ -124,14 +114,14 @@ class Info:
         service, gate = self._backend.service, self._backend.gate
         status = "failed" if service.error else "draining" if gate.is_draining or not service.is_accepting else "ok"
         body = {"status": status, "model": self._model.name} | ({"error": str(service.error)} if service.error else {})
-        return JSONResponse(body, status_code=200 if status == "ok" else 503)
+        return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
         text = self._backend.metrics.render(await self._stats())
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(TokenizeBody, http)
+        body = parse_body(TokenizeBody, await read_json(http))
         self._backend.resolver.preset_of(body.model)
         prompts = self._backend.prompts
         if body.messages is not None:
@@ -141,19 +131,16 @@ class Info:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(DetokenizeBody, http)
+        body = parse_body(DetokenizeBody, await read_json(http))
         self._backend.resolver.preset_of(body.model)
         tokenizer = self._backend.prompts.tokenizer
         return JSONResponse({"prompt": tokenizer.decode(self._backend.check_ids(body.tokens, "tokens"))})
 
     async def load_weights(self, http: HttpRequest) -> Response:
-        body = await self._body(LoadWeightsBody, http)
+        body = parse_body(LoadWeightsBody, await read_json(http))
         service = self._backend.service
         await service.load_weights(body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum)
         return JSONResponse({"weight_version": body.version})
-
-    async def _body(self, kind: type[BodyT], http: HttpRequest) -> BodyT:
-        return parse_body(kind, await read_json(http))
 
     async def _stats(self) -> EngineStats | None:
         """The engine's stats; None where it is dead, or in the midst of a long step."""

@@ -13,8 +13,9 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -48,41 +49,32 @@ _FIELD = re.compile(r"(?!(?:str|int|list|dict|bool|float)$)[a-z_]\w*|\d+")
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than 2xx: raised anywhere in a handler, rendered in one place."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
     def body(self) -> dict[str, Any]:
-        """``{"error": {message, type, param, code}}``."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
-
-
-class GoneError(ConnectionError):
-    """The client is no longer there, or has stopped reading: nothing can be answered."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
     """A 429 that says when to come back."""
     return ApiError(429, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
+
+
+class GoneError(ConnectionError):
+    """The client is no longer there, or has stopped reading: nothing can be answered."""
 
 
 KNOWN_ERRORS = (ApiError, UserError, QueueFull, Closed, EngineFailed, GoneError)
@@ -112,26 +104,21 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log says more")
 
 
-class Keys:
-    """API keys. Comparison takes the same time whatever is wrong with a key."""
+def check_key(authorization: str | None, keys: Sequence[SecretStr]) -> None:
+    """Raises `ApiError` 401 unless there are no ``keys``, or ``authorization`` bears one of them.
 
-    def __init__(self, keys: Sequence[SecretStr]) -> None:
-        self._digests = [_digest(key.get_secret_value()) for key in keys]
+    It takes the same time whatever is wrong with a key.
+    """
 
-    def check(self, authorization: str | None) -> None:
-        """Raises `ApiError` 401 unless there are no keys, or ``authorization`` bears one of them."""
-        if not self._digests:
-            return
-        scheme, _, key = (authorization or "").partition(" ")
-        offered = _digest(key.strip())
-        matches = [hmac.compare_digest(offered, digest) for digest in self._digests]  # all of them, always
-        if scheme.lower() != "bearer" or not any(matches):
-            problem = "no valid API key: send the header Authorization: Bearer KEY"
-            raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    def digest(key: str) -> bytes:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    scheme, _, offered = (authorization or "").partition(" ")
+    known = [digest(key.get_secret_value()) for key in keys]
+    matches = [hmac.compare_digest(digest(offered.strip()), each) for each in known]  # all of them, always
+    if keys and (scheme.lower() != "bearer" or not any(matches)):
+        problem = "no valid API key: send the header Authorization: Bearer KEY"
+        raise ApiError(401, problem, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
@@ -181,33 +168,28 @@ async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s
         raise ApiError(415, f"content-type: {kind or 'none'} is not application/json; set that header")
     try:
         async with asyncio.timeout(timeout_s):
-            raw = await _read(request, max_bytes)
+            return parse_json(await _read(request, max_bytes))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} seconds") from None
     except ClientDisconnect:
         raise GoneError from None
-    return parse_json(raw)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = declared.isdecimal() and int(declared) > max_bytes
-    pieces: list[bytes] = []
-    num_bytes = 0
+    raw = bytearray()
     deadline_s = time.monotonic() + _LINGER_S
     if not (too_large and "100-continue" in request.headers.get("expect", "")):  # such a sender waits for our word
         async for piece in request.stream():
-            num_bytes += len(piece)
-            too_large = too_large or num_bytes > max_bytes
+            too_large = too_large or len(raw) + len(piece) > max_bytes
             if not too_large:
-                pieces.append(piece)
-                continue
-            pieces.clear()
-            if time.monotonic() > deadline_s:
+                raw += piece
+            elif time.monotonic() > deadline_s:
                 break
     if too_large:
         raise ApiError(413, f"the body is larger than {max_bytes:,} bytes; send less", headers={"Connection": "close"})
-    return b"".join(pieces)
+    return bytes(raw)
 
 
 def parse_json(raw: bytes) -> Any:
@@ -218,12 +200,11 @@ def parse_json(raw: bytes) -> Any:
 
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
-    try:
         tree = json.loads(text, parse_constant=refuse)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     except UnicodeEncodeError:
         raise ApiError(400, "the body holds half a surrogate pair, which is no character") from None
     except (ValueError, RecursionError) as error:
@@ -283,7 +264,21 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def bounded(send: Send, timeout_s: float, cut: Callable[[], None] | None = None) -> Send:
+def cut_connection(send: Send) -> None:
+    """Drop the connection behind uvicorn's ``send`` with all that waits in its buffer.
+
+    ASGI has no message for it: raising makes uvicorn close the transport, which first waits for the buffer to empty,
+    for ever where the client does not read. Behind another server there is nothing to reach, and nothing is done.
+    """
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if isinstance(transport, asyncio.WriteTransport):
+        connection = transport.get_extra_info("socket")
+        if connection is not None:  # reset: the kernel, too, forgets what it holds for this client
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+def bounded(send: Send, timeout_s: float, cut: Callable[[Send], None] = cut_connection) -> Send:
     """``send`` that gives a client ``timeout_s`` to take what is in its way, then cuts the connection and raises
     `GoneError`. The server buffers a little (64 KiB), so this bounds the memory of a client that stops reading.
     """
@@ -293,26 +288,7 @@ def bounded(send: Send, timeout_s: float, cut: Callable[[], None] | None = None)
             async with asyncio.timeout(timeout_s):
                 await send(message)
         except TimeoutError:
-            (cut or connection_cutter(send))()
+            cut(send)
             raise GoneError from None
 
     return send_bounded
-
-
-def connection_cutter(send: Callable[..., Awaitable[None]]) -> Callable[[], None]:
-    """A function that drops the connection behind uvicorn's ``send`` with all that waits in its buffer.
-
-    ASGI has no message for it: raising makes uvicorn close the transport, which first waits for the buffer to empty,
-    for ever where the client does not read. Behind another server there is nothing to reach, and nothing is done.
-    """
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
-
-    def cut() -> None:
-        if not isinstance(transport, asyncio.WriteTransport):
-            return
-        connection = transport.get_extra_info("socket")
-        if connection is not None:  # reset: the kernel, too, forgets what it holds for this client
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        transport.abort()
-
-    return cut

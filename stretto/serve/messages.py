@@ -153,9 +153,8 @@ class Prompts:
         """
         template = self.tokenizer.chat_template
         if template is None:
-            raise UserError(
-                "messages: this checkpoint has no chat template; use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
-            )
+            way = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
+            raise UserError(f"messages: this checkpoint has no chat template; {way}")
         swapped: list[str] = []
         turns = [self._swap(_turn(message, f"messages.{place}"), swapped) for place, message in enumerate(messages)]
         offered = [self._swap(tool.model_dump(exclude_none=True), swapped) for tool in tools]
@@ -193,15 +192,14 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     turn = message.model_dump(include={"role", "name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if message.role == "developer":
         turn["role"] = "system"
-    parts = message.content
-    if parts is None and message.role != "assistant":
+    if message.content is None and message.role != "assistant":
         raise FieldError(f"{where}.content", "is missing")
-    if isinstance(parts, list):
-        for place, part in enumerate(parts):
+    turn["content"] = message.content or ""
+    if isinstance(message.content, list):
+        for place, part in enumerate(message.content):
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise FieldError(f"{where}.content.{place}", f"this model reads text only, not {part.type!r}")
-        parts = "".join(part.text or "" for part in parts)
-    turn["content"] = parts or ""
+        turn["content"] = "".join(part.text or "" for part in message.content)
     for call in message.tool_calls or ():
         arguments = call.function.arguments
         if isinstance(arguments, str):
@@ -229,15 +227,14 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", "two tools have the same name")
+    wanted, forced = names, True
     match choice:
         case None | "auto":
             return ToolUse(tuple(tools), False)
         case "none":
             return ToolUse((), False)
-        case "required":
-            wanted, forced = names, True
         case NamedTool():
-            wanted, forced = [choice.function.name], True
+            wanted = [choice.function.name]
         case AllowedToolsChoice():
             wanted = [tool.function.name for tool in choice.allowed_tools.tools]
             forced = choice.allowed_tools.mode == "required"
@@ -254,11 +251,10 @@ def answer_grammar(use: ToolUse, form: ResponseFormat | None, parallel: bool) ->
         return Grammar(kind="lark", text=_call_grammar(use.offered, parallel))
     if form is None or form.type == "text":
         return None
-    schema = None if form.json_schema is None else form.json_schema.schema_
+    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
     if use.offered:
-        either = _call_grammar(use.offered, parallel, beside={"type": "object"} if schema is None else schema)
-        return Grammar(kind="lark", text=either)
-    if schema is None:
+        return Grammar(kind="lark", text=_call_grammar(use.offered, parallel, beside=schema))
+    if form.json_schema is None:
         return Grammar(kind="json_object")
     return Grammar(kind="json_schema", text=json.dumps(schema))
 
@@ -335,9 +331,8 @@ class CallReader:
     def _take_content(self, found: list[str | Call]) -> bool:
         content, start, rest = self._held.partition(CALL_START)
         if not start:  # the longest end that may begin the mark stays
-            rest = next(
-                end for size in range(len(CALL_START) - 1, -1, -1) if content.endswith(end := CALL_START[:size])
-            )
+            ends = (CALL_START[:size] for size in range(len(CALL_START) - 1, -1, -1))
+            rest = next(end for end in ends if content.endswith(end))
             content = content.removesuffix(rest)
         if content:
             found.append(content)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from stretto.engine.request import Completion, TokenEvent
-from stretto.serve.chat import ChatBody, chat_job
+from stretto.serve.completions import ChatBody, chat_job
 from stretto.serve.elastic import Rung
 from stretto.serve.generate import Answer, Backend, Generation, Job, sse
 from stretto.serve.limits import ApiError, parse_body
@@ -82,7 +82,7 @@ class ResponsesBody(Generation):
 
 
 def read_response(backend: Backend, tree: Any, rung: Rung) -> Answer:
-    """A `stretto.serve.generate.Reader`; what would need memory is refused."""
+    """What would need memory is refused."""
     body = parse_body(ResponsesBody, tree)
     if body.store:
         raise FieldError("store", "nothing is stored here; send store=false")
@@ -113,17 +113,19 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     return parse_body(ChatBody, tree)
 
 
-def _nested(flat: FlatTool | NamedChoice) -> dict[str, Any]:
-    return {"type": "function", "function": flat.model_dump(exclude={"type"}, exclude_none=True)}
+def _nested(flat: FunctionName | FunctionSpec) -> dict[str, Any]:
+    return {"type": "function", "function": flat}
 
 
 def _choice(body: ResponsesBody) -> Any:
     match body.tool_choice:
         case NamedChoice() as choice:
             return _nested(choice)
-        case AllowedChoice() as choice:
-            allowed = {"mode": choice.mode, "tools": [_nested(tool) for tool in choice.tools]}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case AllowedChoice(mode=mode, tools=tools):
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_nested(tool) for tool in tools]},
+            }
     return body.tool_choice if body.tools else None
 
 
@@ -134,17 +136,16 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
-        sent = item.model_dump()
         match item.type:
             case "message":
-                messages.append({"role": item.role or "user", "content": sent["content"]})
+                messages.append({"role": item.role or "user", "content": item.content})
             case "function_call":
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant"})
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                messages.append({"role": "tool", "content": sent["output"], "tool_call_id": item.call_id})
+                messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
             case "reasoning":
                 pass
             case _:
@@ -159,9 +160,9 @@ class ResponseAnswer(Answer):
         super().__init__(backend, job)
         self._body = body
         self._items: list[dict[str, Any]] = []
-        self._message: dict[str, Any] | None = None  # the last item, while its text grows
+        self._is_writing = False  # the last item is a message whose text grows, in `_part`
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
-        self._sequence = 0
+        self._num_events = 0
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         [completion] = done
@@ -200,66 +201,64 @@ class ResponseAnswer(Answer):
             if isinstance(piece, Call):
                 yield from self._end_message()
                 yield from self._call(piece)
-            elif self._message is not None or piece.strip() or not self._items:
-                if self._message is None:
+            elif self._is_writing or piece.strip() or not self._items:
+                if not self._is_writing:
                     yield from self._begin_message()
-                logprobs = self._take_logprobs()
+                logprobs, self._logprobs = self._logprobs, []
                 self._part["text"] += piece
-                yield self._part_event("response.output_text.delta", delta=piece, logprobs=logprobs)
-
-    def _take_logprobs(self) -> list[dict[str, Any]]:
-        """Those whose text is out now; the message holds them all."""
-        taken, self._logprobs = self._logprobs, []
-        self._part["logprobs"] += taken
-        return taken
+                self._part["logprobs"] += logprobs
+                yield self._of_item("response.output_text.delta", content_index=0, delta=piece, logprobs=logprobs)
 
     def _begin_message(self) -> Iterator[bytes]:
         self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "in_progress"}
-        self._message = item | {"content": [self._part]}
-        self._items.append(self._message)
-        yield self._item_event("response.output_item.added", item | {"content": []})
-        yield self._part_event("response.content_part.added", part=self._part)
+        self._items.append(item | {"content": [self._part]})
+        self._is_writing = True
+        yield self._item("added", item | {"content": []})
+        yield self._of_item("response.content_part.added", content_index=0, part=self._part)
 
     def _end_message(self) -> Iterator[bytes]:
-        if self._message is not None:
-            self._take_logprobs()
-            self._message["status"] = "completed"
+        if self._is_writing:
+            self._part["logprobs"] += self._logprobs
+            self._logprobs, self._is_writing = [], False
+            self._items[-1]["status"] = "completed"
             texts = {"text": self._part["text"], "logprobs": self._part["logprobs"]}
-            yield self._part_event("response.output_text.done", **texts)
-            yield self._part_event("response.content_part.done", part=self._part)
-            yield self._item_event("response.output_item.done", self._message)
-            self._message = None
+            yield self._of_item("response.output_text.done", content_index=0, **texts)
+            yield self._of_item("response.content_part.done", content_index=0, part=self._part)
+            yield self._item("done", self._items[-1])
 
     def _call(self, call: Call) -> Iterator[bytes]:
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
-        whole = item | {"arguments": call.arguments, "status": "completed"}
-        self._items.append(whole)
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        self._items.append(item | {"arguments": call.arguments, "status": "completed"})
         kind = "response.function_call_arguments"
-        yield self._item_event("response.output_item.added", item | {"arguments": "", "status": "in_progress"})
-        yield self._event(f"{kind}.delta", delta=call.arguments, **place)
-        yield self._event(f"{kind}.done", arguments=call.arguments, name=call.name, **place)
-        yield self._item_event("response.output_item.done", whole)
+        yield self._item("added", item | {"arguments": "", "status": "in_progress"})
+        yield self._of_item(f"{kind}.delta", delta=call.arguments)
+        yield self._of_item(f"{kind}.done", arguments=call.arguments, name=call.name)
+        yield self._item("done", self._items[-1])
 
-    def _item_event(self, kind: str, item: dict[str, Any]) -> bytes:
-        return self._event(kind, output_index=len(self._items) - 1, item=item)
+    def _item(self, what: str, item: dict[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{what}", output_index=len(self._items) - 1, item=item)
 
-    def _part_event(self, kind: str, **fields: Any) -> bytes:
-        assert self._message is not None
-        place = {"item_id": self._message["id"], "output_index": len(self._items) - 1, "content_index": 0}
-        return self._event(kind, **place, **fields)
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        self._sequence += 1
-        return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+        self._num_events += 1
+        return sse({"type": kind, "sequence_number": self._num_events - 1, **fields}, f"event: {kind}\n")
 
     def _response(self) -> dict[str, Any]:
         body, job = self._body, self.job
         done = self._done[0] if self._done else None
         cut = done is not None and done.finish_reason == "length"
-        sampling = job.requests[0].sampling
-        choice = body.tool_choice
+        sent = (
+            "instructions",
+            "max_output_tokens",
+            "parallel_tool_calls",
+            "tool_choice",
+            "tools",
+            "truncation",
+            "store",
+        )
         response: dict[str, Any] = {
             "id": job.id,
             "object": "response",
@@ -267,19 +266,12 @@ class ResponseAnswer(Answer):
             "status": "in_progress" if done is None else "incomplete" if cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
             "model": job.model,
             "output": list(self._items),
-            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "store": False,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            **body.model_dump(include=set(sent)),
+            **job.requests[0].sampling.model_dump(include={"temperature", "top_p"}),
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            "tools": [tool.model_dump() for tool in body.tools],
-            "truncation": body.truncation,
             "usage": None,
         }
         if done is None:

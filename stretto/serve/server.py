@@ -25,12 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine as Service
-from stretto.serve.chat import read_chat, read_short_chat
-from stretto.serve.completions import read_completion
-from stretto.serve.elastic import ElasticPolicy, Resolver, ServedModel
+from stretto.serve.completions import read_chat, read_completion, read_short_chat
+from stretto.serve.elastic import Resolver, ServedModel
 from stretto.serve.generate import Backend, Generate
 from stretto.serve.info import Info
-from stretto.serve.limits import KNOWN_ERRORS, ApiError, Gate, Keys, as_api_error, bounded, check_host
+from stretto.serve.limits import KNOWN_ERRORS, ApiError, Gate, as_api_error, bounded, check_host, check_key
 from stretto.serve.metrics import Metrics
 from stretto.serve.responses import read_response
 
@@ -45,7 +44,7 @@ _HEADERS = {
 _PAGE_HEADERS = {"cache-control": "no-cache"}
 _DRAIN_S = 60.0
 """For open requests to finish after SIGTERM."""
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class ServeSettings(Config):
@@ -68,20 +67,20 @@ class ServeSettings(Config):
     """For a client to take what was sent; then its request is aborted."""
     floor: str | None = None
     """Smallest Subnet under load: a preset or ``layers=…,experts=…,top_k=…``. None: no elasticity under load."""
-    elastic: ElasticPolicy = ElasticPolicy()
+    first_token_s: float = Field(default=2.0, gt=0)
+    """With a floor: times to first token above it shrink new requests' Subnets; on the floor, who would wait longer is
+    refused."""
 
     def hosts(self) -> tuple[str, ...] | None:
         """Host names answered (without port), or None for all."""
-        if self.allowed_hosts is not None:
-            return self.allowed_hosts
-        return (*_LOOPBACK, "[::1]") if self.host in _LOOPBACK else None
+        return _LOOPBACK if self.allowed_hosts is None and self.host in _LOOPBACK else self.allowed_hosts
 
 
 def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
     """The application over a running ``service``; its `Gate` is ``app.state.gate``. Raises `UserError` for a default
     Subnet or a floor that is none of this network."""
     gate = Gate(settings.max_open)
-    resolver = Resolver(model, settings.floor, settings.elastic)
+    resolver = Resolver(model, settings.floor, settings.first_token_s)
     metrics = Metrics(gate, resolver.control)
     backend = Backend(service, model, resolver, gate, metrics)
     static = StaticFiles(directory=PLAYGROUND, html=True)
@@ -107,12 +106,8 @@ def create_app(service: Service, model: ServedModel, settings: ServeSettings) ->
 def entrance(
     app: ASGIApp, settings: ServeSettings, pages: Collection[str], paths: Collection[str], metrics: Metrics
 ) -> ASGIApp:
-    """The outermost layer: host, key, headers for browsers, and the count of answers.
-
-    Everything needs a key but the ``pages`` and /health.
-    """
-    hosts, keys = settings.hosts(), Keys(settings.api_keys)
-    admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
+    """The outermost layer: host, key (not for ``pages`` and /health), headers for browsers, and the count of answers."""
+    hosts, admin_keys = settings.hosts(), [settings.admin_key] if settings.admin_key else []
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,14 +127,12 @@ def entrance(
         headers = Headers(scope=scope)
         try:
             check_host(headers.get("host"), hosts)
-            if path.startswith("/admin/"):
-                admin_keys.check(headers.get("authorization"))
-            elif path not in pages and path != "/health":
-                keys.check(headers.get("authorization"))
+            if path not in pages and path != "/health":
+                check_key(headers.get("authorization"), admin_keys if path.startswith("/admin/") else settings.api_keys)
         except ApiError as error:
             await error.response()(scope, receive, send_counted)
-            return
-        await app(scope, receive, send_counted)
+        else:
+            await app(scope, receive, send_counted)
 
     return enter
 
@@ -163,9 +156,9 @@ class DrainingServer(uvicorn.Server):
         """Called by uvicorn for SIGINT and SIGTERM."""
         if self._gate.is_draining:
             super().handle_exit(sig, frame)
-            return
-        self._gate.is_draining = True
-        self._deadline_s = time.monotonic() + _DRAIN_S
+        else:
+            self._gate.is_draining = True
+            self._deadline_s = time.monotonic() + _DRAIN_S
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; whether to stop."""
@@ -180,8 +173,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_ipv6)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: in use on {host}; choose another, or 0 for any free one") from None
         raise UserError(f"--host {host}, --port {port}: cannot listen there: {error}; choose another") from None
 

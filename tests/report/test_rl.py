@@ -13,10 +13,11 @@ from stretto.base.paths import RECIPES, write_json, write_text
 from stretto.report.page import Section, render, write_page
 from stretto.report.rl import (
     RlData,
-    endings_caption,
+    endings,
     headline,
     is_rl_run,
-    mismatch_caption,
+    mismatch,
+    panels,
     queues,
     read_rl_run,
     rl_page,
@@ -111,8 +112,8 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert table["the trainer waited"].value == pytest.approx(0.25)
     assert table["groups dropped, all rewards equal"].value == 2.0 * STEPS
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
-    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch_caption(DATA)
-    assert "96 trained and 24 dropped" in endings_caption(DATA)
+    assert "mean 0, largest 0; over tokens of older ones, mean 1e−4" in mismatch(DATA).caption
+    assert "96 trained and 24 dropped" in endings(DATA).caption
 
 
 def test_a_run_without_steps_gets_sentences_instead_of_pictures() -> None:
@@ -164,18 +165,19 @@ def test_time_in_which_the_run_was_stopped_is_cut_out() -> None:
 def test_time_that_was_worked_is_shared_out_among_bins() -> None:
     edges = np.array([0.0, 1.0, 2.0, 4.0])
     worked = covered([Span("a", "b", 0.5, 1.5), Span("a", "b", 1.0, 3.0)], edges)
-    assert worked.tolist() == [0.5, 1.5, 1.0]
+    assert (worked * np.diff(edges)).tolist() == [0.5, 1.5, 1.0]
     assert covered([], edges).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_series_of_a_run_that_was_resumed_have_one_value_a_step() -> None:
     data = replace(DATA, rows=({"step": 1, "a": 1.0}, {"step": 2, "a": math.nan}, {"step": 1, "a": 3.0}))
-    assert data.series("a") == ([1], [3.0])
+    assert data.series("a") == {1: 3.0}
 
 
 def test_groups_of_a_synchronous_run_none_alive_between_steps() -> None:
     none_alive = {f"groups/{name}": 0.0 for name in ("in_flight", "ready", "training")}
-    figure = queues(replace(DATA, rows=tuple(each | none_alive for each in DATA.rows)))
+    quiet = replace(DATA, rows=tuple(each | none_alive for each in DATA.rows))
+    figure = panels(quiet, queues(quiet))
     assert figure.axes[0].collections
 
 
@@ -205,7 +207,7 @@ def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
     assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
         2,
         1,
-        ([1], [0.5]),
+        {1: 0.5},
         False,
     )
     group, step, activate = data.spans

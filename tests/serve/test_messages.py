@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from stretto.serve.chat import ChatBody
+from stretto.serve.completions import ChatBody
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
     Call,

@@ -14,7 +14,7 @@ import pytest
 
 from stretto.engine.async_engine import AsyncEngine as Service
 from stretto.engine.engine import Engine
-from stretto.serve.elastic import Resolver, ServedModel
+from stretto.serve.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.serve.limits import ApiError
 from stretto.serve.server import ServeSettings
 from stretto.text.tokenizer import Tokenizer
@@ -182,13 +182,12 @@ def test_too_many_open(connect: Any) -> None:
 @pytest.mark.parametrize("floor", [None, "corner"])
 def test_only_a_declared_floor_is_a_reason_to_refuse(served: ServedModel, floor: str | None) -> None:
     settings = ServeSettings(floor=floor)
-    resolver = Resolver(served, settings.floor, settings.elastic, clock=lambda: 0.0)
-    crowd = settings.elastic.refuse_waiting
+    resolver = Resolver(served, settings.floor, settings.first_token_s, clock=lambda: 0.0)
     if floor is None:
-        assert resolver.rung(crowd) == resolver.control.rungs[0]
+        assert resolver.rung(REFUSE_WAITING) == resolver.control.rungs[0]
     else:
         with pytest.raises(ApiError, match=r"the floor .corner. is reached"):
-            resolver.rung(crowd * 8)
+            resolver.rung(REFUSE_WAITING * 8)
 
 
 def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -> None:
