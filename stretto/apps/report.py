@@ -16,11 +16,9 @@ from stretto.apps.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, read_json
-from stretto.base.receipt import Alone, Family, family, history, ledger
-from stretto.base.records import Lineage, git_commit, read_lineage
+from stretto.base.records import Alone, Family, Lineage, family, git_commit, history, ledger, read_lineage
 from stretto.base.track import progress, read_metrics
-from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
-from stretto.evals.routing import routing
+from stretto.evals.loss import EvalBatch, evaluate, evaluate_many, routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet, count, named_subnets

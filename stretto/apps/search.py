@@ -13,8 +13,7 @@ from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, write_json
-from stretto.base.receipt import Meter
-from stretto.base.records import Receipt, new_lineage
+from stretto.base.records import Meter, Receipt, new_lineage
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint

@@ -10,8 +10,7 @@ import json
 import math
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -94,7 +93,6 @@ class Tracker:
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Open the sinks.
 
@@ -111,8 +109,6 @@ class Tracker:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._console = console or rich.get_console()
-        self._clock = clock
-        self._spans: dict[str, float] = defaultdict(float)
         self._wandb = _open_wandb(wandb_project, self.folder, first_step, config) if wandb_project else None
         path = self.folder / METRICS_FILE
         kept = [row for row in _read_rows(path) if row["step"] < first_step] if first_step and path.exists() else []
@@ -128,14 +124,12 @@ class Tracker:
             self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first_step or None)
 
     def log(self, step: int, scalars: Mapping[str, float], line: bool = True) -> None:
-        """Write the scalars of ``step`` and the seconds of the spans since the last call; print them if ``line``.
+        """Write the scalars of ``step``; print them if ``line``.
 
         Names are paths (``loss/full``); TensorBoard groups by the first part. A value that is not finite becomes null
         in ``metrics.jsonl``, because NaN is not JSON.
         """
         values = {name: float(value) for name, value in scalars.items()}
-        values |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()}
-        self._spans.clear()
         row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         with writing(self.folder):
             self._file.write(json.dumps(row) + "\n")
@@ -151,18 +145,6 @@ class Tracker:
     def say(self, text: str) -> None:
         """Print one plain line, above any progress bar."""
         _say(self._console, text)
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time a block; the sum since the last `log` is written as ``time/{name}_s``.
-
-        Host time: on an accelerator, work that was queued inside the block may finish outside it.
-        """
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._spans[name] += self._clock() - start
 
     def close(self) -> None:
         with writing(self.folder):

@@ -20,9 +20,8 @@ from torch import Tensor
 from stretto.engine.sequence import Chunk
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import MoeLayer, Transformer
-from stretto.ops.operators import rotary_tables
+from stretto.ops.operators import MASKED, rotary_tables
 from stretto.ops.paged import Group, RouteRule, Spans
-from stretto.ops.route import MASKED
 
 _MAX_KNOWN = 1024
 """Subnets and compositions remembered; a client may name a Subnet of its own in every request."""

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.grouped import swiglu
-from stretto.ops.operators import attention, attention_reference, rms_norm_reference, rotate
-from stretto.ops.route import MASKED, Routes, route
+from stretto.ops.operators import MASKED, Routes, attention, attention_reference, rms_norm_reference, rotate, route
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -188,7 +187,7 @@ def attend_reference(
 
 
 def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
-    """`stretto.ops.route.route` a token at a time, each with its own top-k.
+    """`stretto.ops.operators.route` a token at a time, each with its own top-k.
 
     Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32.
     """

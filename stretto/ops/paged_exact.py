@@ -10,9 +10,8 @@ from torch import Tensor
 
 from stretto.ops import exact
 from stretto.ops.matmul import Arithmetic, rounded
-from stretto.ops.operators import rotate
+from stretto.ops.operators import Routes, rotate
 from stretto.ops.paged import Group, RouteRule, Spans
-from stretto.ops.route import Routes
 
 
 def store_rotated(
@@ -53,7 +52,7 @@ def attend_exact(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, groups: 
 
 
 def route_tokens_exact(logits_NE: Tensor, rule: RouteRule) -> Routes:
-    """`route_tokens` from batch-invariant logits, to the bit what `stretto.ops.route.route` makes of them."""
+    """`route_tokens` from batch-invariant logits, to the bit what `stretto.ops.operators.route` makes of them."""
     if rule.mask is not None:
         logits_NE = logits_NE + rule.mask
     scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)

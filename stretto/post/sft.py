@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.base.track import progress
 from stretto.base.trajectory import Task
 from stretto.data.pack import IGNORED, PADDING

@@ -20,8 +20,7 @@ import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
-from stretto.base.records import Lineage, new_lineage, new_run_id
+from stretto.base.records import Lineage, Meter, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, count, executed

@@ -18,8 +18,15 @@ from stretto.engine.open import open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native.build import Library
-from stretto.search.rank import Sensitivities
-from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace
+from stretto.search.search import (
+    Candidate,
+    Correlations,
+    Limits,
+    SearchOptions,
+    SearchResult,
+    SearchSpace,
+    Sensitivities,
+)
 from tests.apps.conftest import PRESETS, SERVED
 
 SMALL = PRESETS["corner"].of(SERVED)

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.base.receipt import Alone, Meter, break_even, family, history, ledger, process_peak_bytes
-from stretto.base.records import Lineage, Receipt, new_lineage
+from stretto.base.records import (
+    Alone,
+    Lineage,
+    Meter,
+    Receipt,
+    break_even,
+    family,
+    history,
+    ledger,
+    new_lineage,
+    process_peak_bytes,
+)
 
 
 def stage(name: str, flops: int, *parents: Lineage, run_id: str | None = None) -> Lineage:

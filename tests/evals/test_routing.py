@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.evals.routing import routing
+from stretto.evals.loss import routing
 from stretto.model.transformer import MoeLayer
 from stretto.ops.grouped import experts_reference
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.model.replay import Recorder, Replay, Routing
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, Recorder, Replay, Routing, Transformer, build
 
 B, T, K = 2, 12, 3
 SHAPE: dict[str, Any] = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.operators import rms_norm_reference, rotary_tables
+from stretto.ops.operators import MASKED, Routes, rms_norm_reference, rotary_tables
 from stretto.ops.paged import (
     ExpertWeights,
     Group,
@@ -26,7 +26,6 @@ from stretto.ops.paged import (
     store,
     store_reference,
 )
-from stretto.ops.route import MASKED, Routes
 
 Close = Callable[[Tensor, Tensor, int], None]
 PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.ops.route import Routes, route
+from stretto.ops.operators import Routes, route
 
 BOTH = pytest.mark.parametrize("softmax", [False, True])
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.evals.loss import evaluate, rank_layers, without_layers
-from stretto.search.rank import Sensitivities, measure_sensitivities, rank_experts
+from stretto.search.search import Sensitivities, measure_sensitivities, rank_experts
 
 
 def test_a_dead_layer_ranks_last(make_model, batches):

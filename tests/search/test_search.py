@@ -10,13 +10,13 @@ from stretto.base.errors import UserError
 from stretto.evals.loss import evaluate
 from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
 from stretto.search.latency import DECODE, measure
-from stretto.search.rank import Sensitivities
 from stretto.search.search import (
     Limits,
     Scorer,
     SearchOptions,
     SearchResult,
     SearchSpace,
+    Sensitivities,
     evolve,
     pareto_front,
     require_feasible,
