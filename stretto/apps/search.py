@@ -13,7 +13,7 @@ from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, write_json
-from stretto.base.records import Meter, Receipt, new_lineage
+from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -21,12 +21,12 @@ from stretto.model.elastic import extract
 from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets, parse_subnet
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
-from stretto.train.loop import Job, heal
+from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.step import metered
 
@@ -146,30 +146,18 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
-    config = extracted.model.config
-    counts = count(config, config.full())
-    receipt = meter.receipt()
     found = read_search(source) if subnet_name == "best" else None
-    if found is not None:
-        receipt = found.receipt + receipt
-    lineage = new_lineage(
-        name=out.name,
-        stage="extract",
-        weights_hash="",
-        total_params=counts.total_params,
-        active_params=counts.active_params,
-        receipt=receipt,
-        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
-        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
-    )
-    has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
-    write_checkpoint(
+    write_trained(
         out,
         extracted.model,
-        config,
-        family=None,
-        tokenizer_dir=checkpoint.folder if has_tokenizer else None,
-        lineage=lineage,
+        meter,
+        ranks,
+        name=out.name,
+        stage="extract",
+        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
+        tokenizer_dir=_tokenizer_of(checkpoint.folder),
+        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
+        spent=found.receipt if found else None,
     )
     return extracted
 
@@ -198,12 +186,16 @@ def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool)
             checkpoint.model,
             checkpoint.config,
             family=parse_family(family),
-            tokenizer_dir=folder if (folder / "tokenizer.json").is_file() else None,
+            tokenizer_dir=_tokenizer_of(folder),
             presets=checkpoint.presets,
             lineage=checkpoint.lineage,
             dtype=getattr(torch, dtype),
             advance=advance,
         )
+
+
+def _tokenizer_of(folder: Path) -> Path | None:
+    return folder if (folder / "tokenizer.json").is_file() else None
 
 
 def _load(source: Path, ranks: Ranks) -> Checkpoint:

@@ -49,8 +49,9 @@ def replacing(path: Path | str) -> Iterator[Path]:
         assert temporary.exists(), f"nothing was written at {temporary}"
         _put(temporary, path)
     except OSError as error:
-        if _names_another_file(error, path, temporary):
-            raise  # one that the caller reads
+        named = Path(str(error.filename or path))
+        if not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary)):
+            raise  # about a file that the caller reads
         problem = error.strerror or error
         raise UserError(f"{path}: cannot be written: {problem}; free some space or choose another folder") from error
     finally:
@@ -67,13 +68,6 @@ def writing(path: Path | str) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
         ) from error
-
-
-def _names_another_file(error: OSError, path: Path, temporary: Path) -> bool:
-    if error.filename is None:
-        return False
-    named = Path(str(error.filename))
-    return not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary))
 
 
 def _put(temporary: Path, path: Path) -> None:

@@ -169,15 +169,6 @@ def ernie_moe_layers(start: int, end: int, interval: int, num_layers: int) -> tu
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIds:
-    """Special tokens named in config.json; read from the tokenizer by the writer of a checkpoint."""
-
-    eos: int | None = None
-    bos: int | None = None
-    pad: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Reader:
     """A config.json and its name."""
 
@@ -315,8 +306,8 @@ _ARCHITECTURES: dict[Family, _Architecture] = {
 }
 
 
-def to_hf(config: ModelConfig, family: Family, dtype: str, tokens: TokenIds) -> dict[str, Any]:
-    """The config.json of ``config`` in ``family``; ``dtype`` is torch's name of it (``float32``).
+def to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """The config.json of ``config`` in ``family``, less the tokens' ids; ``dtype`` is torch's name of it (``float32``).
 
     Names that transformers 4 and 5 spell differently (RoPE, dtype) are written both ways.
     """
@@ -345,9 +336,6 @@ def to_hf(config: ModelConfig, family: Family, dtype: str, tokens: TokenIds) -> 
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
         "use_cache": True,
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos,
-        "pad_token_id": tokens.pad,
     }
 
 
@@ -409,7 +397,7 @@ def _refuse_foreign(reader: _Reader, architecture: _Architecture, rope: Mapping[
 def differing_field(written: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """The first field, of those that describe the network, in which two config.json of one family differ."""
     for name, value in expected.items():
-        if name.endswith(("dtype", "token_id")) or name in ("architectures", "use_cache"):
+        if name.endswith("dtype") or name in ("architectures", "use_cache"):
             continue
         other = written.get(name)
         is_close = isinstance(value, float) and isinstance(other, int | float) and math.isclose(other, value)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import gguf
 import numpy as np
@@ -23,8 +22,6 @@ from stretto.model.checkpoint import Checkpoint, read_checkpoint, to_stored
 from stretto.model.families import Family, stored_experts, stored_shared_experts, stored_tensors
 from stretto.model.spec import ModelConfig
 from stretto.text.tokenizer import TURN_END, Tokenizer, load_tokenizer
-
-GgufType = Literal["f32", "f16", "bf16"]
 
 _ARCHITECTURES: dict[Family, gguf.MODEL_ARCH] = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
@@ -197,12 +194,8 @@ def _pre_tokenizer(folder: Path, tokenizer: Tokenizer, named: str | None) -> str
         return named
     splitter = definition["pre_tokenizer"]
     plain = definition["normalizer"] is None and not definition["model"].get("ignore_merges")
-    if not (
-        plain
-        and splitter["type"] == "ByteLevel"
-        and splitter.get("use_regex", True)
-        and not splitter["add_prefix_space"]
-    ):
+    is_gpt2 = splitter["type"] == "ByteLevel" and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
+    if not (plain and is_gpt2):
         raise UserError(
             f"{source}: pre_tokenizer: not the one of GPT-2; give llama.cpp's name of it as pre_tokenizer, or use llama.cpp's own converter"
         )

@@ -70,49 +70,40 @@ class ModelConfig(Config):
             object.__setattr__(self, "widths", (self.num_experts,))
         if not self.num_branches:
             object.__setattr__(self, "num_branches", len(self.widths))
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
-        )
-        _require(
-            self.rotary_dim % 2 == 0 and self.rotary_dim > 0,
-            f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number",
-        )
-        _require(self.top_k <= self.num_experts, f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
-        _require(sorted(set(self.dense_layers)) == list(self.dense_layers), "dense_layers must be sorted and unique")
-        _require(
-            set(self.dense_layers) <= set(range(self.num_layers)),
-            f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}",
-        )
-        _require(
-            not self.dense_layers or self.dense_intermediate_size > 0,
-            "dense_intermediate_size must be set when there are dense_layers",
-        )
-        num_moe = self.num_moe_layers
+        every_layer = list(range(self.num_layers))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim <= 0:
+            raise ValueError(
+                f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
+        if sorted(set(self.dense_layers)) != list(self.dense_layers):
+            raise ValueError("dense_layers must be sorted and unique")
+        if not set(self.dense_layers) <= set(every_layer):
+            raise ValueError(f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}")
+        if self.dense_layers and not self.dense_intermediate_size:
+            raise ValueError("dense_intermediate_size must be set when there are dense_layers")
         for name in ("experts_per_layer", "top_k_per_layer", "expert_order"):
             value = getattr(self, name)
-            _require(
-                value is None or len(value) == num_moe, f"{name} needs one entry for each of the {num_moe} MoE layers"
-            )
+            if value is not None and len(value) != self.num_moe_layers:
+                raise ValueError(f"{name} needs one entry for each of the {self.num_moe_layers} MoE layers")
         for experts, k in zip(self.experts_by_layer, self.top_k_by_layer, strict=True):
-            _require(
-                1 <= k <= experts <= self.num_experts,
-                f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})",
-            )
+            if not 1 <= k <= experts <= self.num_experts:
+                raise ValueError(f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})")
         widths = self.widths
-        _require(list(widths) == sorted(set(widths), reverse=True), f"widths {widths} must fall strictly")
-        _require(widths[0] == self.num_experts, f"widths {widths} must start with num_experts {self.num_experts}")
-        _require(
-            self.num_branches >= len(widths), f"num_branches {self.num_branches} is less than the {len(widths)} widths"
-        )
+        if list(widths) != sorted(set(widths), reverse=True):
+            raise ValueError(f"widths {widths} must fall strictly")
+        if widths[0] != self.num_experts:
+            raise ValueError(f"widths {widths} must start with num_experts {self.num_experts}")
+        if self.num_branches < len(widths):
+            raise ValueError(f"num_branches {self.num_branches} is less than the {len(widths)} widths")
         for order, experts in zip(self.expert_orders, self.experts_by_layer, strict=True):
-            _require(
-                sorted(order) == list(range(experts)), f"expert_order {order} is not a permutation of {experts} experts"
-            )
-        _require(
-            sorted(self.layer_ranking) == list(range(self.num_layers)),
-            f"layer_order {self.layer_order} is not a permutation of the layers",
-        )
+            if sorted(order) != list(range(experts)):
+                raise ValueError(f"expert_order {order} is not a permutation of {experts} experts")
+        if sorted(self.layer_ranking) != every_layer:
+            raise ValueError(f"layer_order {self.layer_order} is not a permutation of the layers")
         return self
 
     @property
@@ -172,11 +163,6 @@ class ModelConfig(Config):
             top_k=tuple(self.top_k_by_layer[row] if top_k is None else top_k for row in kept),
         )
         return check_subnet(self, subnet)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 class Subnet(Config):
