@@ -32,8 +32,6 @@ LINEAGE_FILE = "lineage.json"
 SCHEMA = 1
 """Version of the lineage file. Raised when a reader of the old form would misread the new one."""
 
-_HASH_CHUNK_BYTES = 1 << 20
-
 
 class Receipt(Config):
     """What one stage cost. Written by the stage's `Meter`; receipts add up along a lineage."""
@@ -151,8 +149,7 @@ def hash_files(paths: Iterable[Path]) -> str:
     for path in sorted(paths, key=lambda path: path.name):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 

@@ -181,13 +181,7 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
 
 def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
     """The full network less some layers."""
-    kept = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
-    rows = config.moe_rows(kept)
-    return Subnet(
-        layers=kept,
-        experts=tuple(config.experts_by_layer[row] for row in rows),
-        top_k=tuple(config.top_k_by_layer[row] for row in rows),
-    )
+    return config.full(layer for layer in range(config.num_layers) if layer not in dropped)
 
 
 @dataclass(frozen=True, slots=True)

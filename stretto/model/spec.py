@@ -6,7 +6,7 @@ Imports no torch: recipes, the search and the command line reason about shapes w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -142,9 +142,12 @@ class ModelConfig(Config):
         """Row of balance state for a layer that keeps ``num_experts``: the smallest trained width that holds them."""
         return max(row for row, width in enumerate(self.widths) if width >= num_experts)
 
-    def full(self) -> Subnet:
-        """The Subnet with everything on."""
-        return Subnet(layers=tuple(range(self.num_layers)), experts=self.experts_by_layer, top_k=self.top_k_by_layer)
+    def full(self, layers: Iterable[int] | None = None) -> Subnet:
+        """The Subnet with everything on in ``layers`` (rising); None: in all."""
+        kept = tuple(range(self.num_layers) if layers is None else layers)
+        rows = self.moe_rows(kept)
+        experts, top_k = (tuple(each[row] for row in rows) for each in (self.experts_by_layer, self.top_k_by_layer))
+        return Subnet(layers=kept, experts=experts, top_k=top_k)
 
     def subnet(self, depth: int | None = None, experts: int | None = None, top_k: int | None = None) -> Subnet:
         """The nested Subnet of ``depth`` layers, ``experts`` experts and ``top_k`` a layer; None leaves an axis full.
@@ -155,14 +158,11 @@ class ModelConfig(Config):
         depth = self.num_layers if depth is None else depth
         if not 1 <= depth <= self.num_layers:
             raise UserError(f"subnet: layers={depth} lies outside 1..{self.num_layers}")
-        layers = tuple(sorted(self.layer_ranking[:depth]))
-        kept = self.moe_rows(layers)
-        subnet = Subnet(
-            layers=layers,
-            experts=tuple(self.experts_by_layer[row] if experts is None else experts for row in kept),
-            top_k=tuple(self.top_k_by_layer[row] if top_k is None else top_k for row in kept),
-        )
-        return check_subnet(self, subnet)
+        subnet = self.full(sorted(self.layer_ranking[:depth]))
+        kept = len(subnet.experts)
+        asked = {} if experts is None else {"experts": (experts,) * kept}
+        asked |= {} if top_k is None else {"top_k": (top_k,) * kept}
+        return check_subnet(self, subnet.replace(**asked))
 
 
 class Subnet(Config):
@@ -222,7 +222,7 @@ def _span(values: tuple[int, ...]) -> str:
 
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
     """``subnet`` as a masked pass over the maximum network computes it: its routers score all experts."""
-    return subnet.replace(experts=tuple(config.experts_by_layer[row] for row in config.moe_rows(subnet.layers)))
+    return subnet.replace(experts=config.full(subnet.layers).experts)
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:

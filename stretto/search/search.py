@@ -64,14 +64,9 @@ class Sensitivities(Config):
         depth = _interpolate(self.depth, len(kept))
         depth += sum(self.drop.get(layer, 0.0) for layer in nested - kept)
         depth -= sum(self.drop.get(layer, 0.0) for layer in kept - nested)
-        rows = [row for row, layer in enumerate(config.moe_layers) if layer in kept]
-        num_rows = config.num_moe_layers
-        return (
-            self.full_nll
-            + depth
-            + _axis(self.experts, self.experts_by_row, rows, subnet.experts, num_rows)
-            + _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, num_rows)
-        )
+        rows, num_rows = config.moe_rows(kept), config.num_moe_layers
+        experts = _axis(self.experts, self.experts_by_row, rows, subnet.experts, num_rows)
+        return self.full_nll + depth + experts + _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, num_rows)
 
 
 def measure_sensitivities(
@@ -175,6 +170,11 @@ class Limits(Config):
     max_latency_ms: float | None = Field(default=None, gt=0)
     """Milliseconds a step on the machine of the latency table."""
 
+    def asked(self) -> dict[str, float]:
+        """Those that are set, as ``total``, ``active`` and ``latency``."""
+        limits = {"total": self.max_total, "active": self.max_active, "latency": self.max_latency_ms}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
 
 class Candidate(Config):
     """One Subnet with what it costs and what is known of its loss."""
@@ -200,19 +200,13 @@ class Candidate(Config):
     """Held-out loss after short healing; None if it was not healed."""
 
     def excess(self, limits: Limits) -> dict[str, float]:
-        """By limit that is set (``total``, ``active``, ``latency``): how far above it, as a share of it; 0 or less fits."""
-        pairs = {
-            "total": (self.total_share, limits.max_total),
-            "active": (self.active_share, limits.max_active),
-            "latency": (self.latency_ms, limits.max_latency_ms),
-        }
+        """By limit that is set: how far above it, as a share of it; 0 or less fits."""
+        costs = {"total": self.total_share, "active": self.active_share, "latency": self.latency_ms}
         found = {}
-        for name, (value, limit) in pairs.items():
-            if limit is not None:
-                assert value is not None, f"a limit on {name}, and nothing known about it"
-                found[name] = (
-                    value - limit
-                ) / limit  # a difference of floats has the right sign, a ratio less 1 may not
+        for name, limit in limits.asked().items():
+            cost = costs[name]
+            assert cost is not None, f"a limit on {name}, and nothing known about it"
+            found[name] = (cost - limit) / limit  # a difference of floats has the right sign, a ratio less 1 may not
         return found
 
     def fits(self, limits: Limits) -> bool:
@@ -269,7 +263,7 @@ class SearchSpace(Config):
     def subnet(self, config: ModelConfig, dropped: Sequence[int], experts: Sequence[int], top_k: int) -> Subnet:
         """The Subnet without ``dropped``, with ``experts[row]`` experts in each MoE row of the maximum network."""
         layers = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
-        rows = [row for row, layer in enumerate(config.moe_layers) if layer not in dropped]
+        rows = config.moe_rows(layers)
         kept = tuple(min(experts[row], config.experts_by_layer[row]) for row in rows)
         limits = [min(num, config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
         k = min((top_k, *limits))  # one k for all layers: an exported sub-model has only one
@@ -305,24 +299,16 @@ def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
         return sum(max(0.0, over) for over in candidate.excess(limits).values())
 
     nearest = min(candidates, key=excess)
-    reached = {
-        "total": f"{nearest.total_share:.3g}",
-        "active": f"{nearest.active_share:.3g}",
-        "latency": f"{nearest.latency_ms:.3g} ms" if nearest.latency_ms is not None else "",
-    }
-    asked = {"total": limits.max_total, "active": limits.max_active, "latency": limits.max_latency_ms}
-    flags = {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
-    broken = [name for name, over in nearest.excess(limits).items() if over > 0]
-    set_limits = [name for name, limit in asked.items() if limit is not None]
-    under = " and ".join(f"{name} {asked[name]:g}{' ms' if name == 'latency' else ''}" for name in set_limits)
-    at = ", ".join(f"{name} {reached[name]}" for name in set_limits)
-    choice = (
-        f"layers={len(nearest.subnet.layers)},experts={_one(nearest.subnet.experts)},top_k={_one(nearest.subnet.top_k)}"
-    )
-    raise UserError(
-        f"limits: nothing fits under {under}; the nearest is {choice} at {at}; "
-        f"raise {' and '.join(flags[name] for name in broken)}"
-    )
+    reached = {"total": f"{nearest.total_share:.3g}", "active": f"{nearest.active_share:.3g}"}
+    if nearest.latency_ms is not None:
+        reached["latency"] = f"{nearest.latency_ms:.3g} ms"
+    asked, flags = limits.asked(), {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
+    under = " and ".join(f"{name} {limit:g}{' ms' if name == 'latency' else ''}" for name, limit in asked.items())
+    at = ", ".join(f"{name} {reached[name]}" for name in asked)
+    broken = " and ".join(flags[name] for name, over in nearest.excess(limits).items() if over > 0)
+    small = nearest.subnet
+    choice = f"layers={len(small.layers)},experts={_one(small.experts)},top_k={_one(small.top_k)}"
+    raise UserError(f"limits: nothing fits under {under}; the nearest is {choice} at {at}; raise {broken}")
 
 
 def _one(values: tuple[int, ...]) -> str:
@@ -555,9 +541,7 @@ def search(
     options: SearchOptions | None = None,
     presets: Mapping[str, Subnet] | None = None,
     table: LatencyTable | None = None,
-    workload: Workload | None = None,
     heal: Callable[[Subnet], float] | None = None,
-    sensitivities: Sensitivities | None = None,
 ) -> SearchResult:
     """Find the Subnet of lowest held-out loss within ``limits``.
 
@@ -565,10 +549,8 @@ def search(
         batches: held-out tokens; every evaluation uses all of them.
         space: the choices; None: `SearchSpace.of` the network.
         presets: Subnets that are always evaluated, by name (the anchors, the corner).
-        table: latency table of this machine; required by a limit on latency.
-        workload: which of the table's workloads latency is meant for; None: its first.
+        table: latency table of this machine, for its first workload; required by a limit on latency.
         heal: heals a Subnet briefly and returns its held-out loss then; the best few are chosen among by it.
-        sensitivities: measured before on these batches; None measures them.
 
     Raises:
         UserError: nothing fits the limits, or a limit on latency without a table that holds here.
@@ -576,13 +558,16 @@ def search(
     start = time.perf_counter()
     config, options = model.config, options or SearchOptions()
     space = space or SearchSpace.of(config)
-    workload = _workload(model, limits, table, workload)
+    if table is not None:
+        require_match(table, model, "latency table")
+    elif limits.max_latency_ms is not None:
+        raise UserError("--max-latency-ms: there is no latency table; run `stretto latency` first")
+    workload = table.timings[0].workload if table else None
     scorer = Scorer(config, table, workload)
     # sizes are known without any evaluation: refuse the impossible before minutes are spent
     require_feasible([scorer.sized(subnet) for subnet in space.grid(config)], limits)
-    if sensitivities is None:
-        each_layer = options.each_layer or space.widths == "per_layer"
-        sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
+    each_layer = options.each_layer or space.widths == "per_layer"
+    sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
     third: Third = "active" if table is None else "latency"
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():
@@ -611,18 +596,6 @@ def search(
         correlations=_correlations(candidates, limits),
         wall_s=time.perf_counter() - start,
     )
-
-
-def _workload(
-    model: Transformer, limits: Limits, table: LatencyTable | None, workload: Workload | None
-) -> Workload | None:
-    """What latency means in this search; None without a table."""
-    if table is not None:
-        require_match(table, model, "latency table")
-        return workload or table.timings[0].workload
-    if limits.max_latency_ms is not None:
-        raise UserError("--max-latency-ms: there is no latency table; run `stretto latency` first")
-    return None
 
 
 def _choose(candidates: Sequence[Candidate], limits: Limits) -> Candidate:

@@ -11,6 +11,7 @@ Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, W b
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,7 +163,10 @@ def optimisation_step(
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
     ranks.sum_gradients(model)
     grad_norm = ranks.clip_gradients(model, clip_norm)
-    _check_finite(nll_by_kind, grad_norm)
+    bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
+    if bad or not math.isfinite(grad_norm):
+        where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
+        raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -213,13 +217,6 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
         else:
             measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
     yield _Pass(batch.kind, measured, output.counts)
-
-
-def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
-    bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
-    if bad or not torch.isfinite(torch.tensor(grad_norm)):
-        where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
 
 
 def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:
