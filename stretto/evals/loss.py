@@ -3,16 +3,14 @@
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.
 
-Shape letters: B rows, T positions, N tokens (of a loss: those that carry one), K chosen, S = N·K slots, D hidden, V vocabulary,
-E experts.
+Shape letters: B rows, T positions, N tokens that carry a loss, S slots (a token and a chosen expert), D hidden, V vocabulary, E experts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,8 +28,7 @@ from stretto.model.spec import (
     fixed_layers,
     named_subnets,
 )
-from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
-from stretto.ops.grouped import group_slots, grouped_swiglu
+from stretto.model.transformer import Context, Recorder, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
 
 
@@ -192,51 +189,20 @@ class LayerRouting:
     """Place of the layer among the MoE layers of the maximum network."""
     load: tuple[int, ...]
     """How many times each expert was chosen."""
-    saliency: tuple[float, ...]
-    """Mean over the tokens routed to an expert of gate · length of its output; 0 for one never chosen."""
 
 
 @torch.no_grad()
-def routing(
-    model: Transformer,
-    subnet: Subnet,
-    batches: Sequence[EvalBatch],
-    *,
-    advance: Callable[[int], None] = lambda num: None,
-) -> list[LayerRouting]:
-    """Load and saliency of the experts of every kept MoE layer, in depth order.
-
-    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂, with the gates that weight the outputs in
-    this network (renormalised over the chosen experts where the network does so). ``advance(1)`` after each batch.
-    """
+def routing(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> list[LayerRouting]:
+    """Load of the experts of every kept MoE layer, in depth order."""
     check_subnet(model.config, subnet)
-    kept = [mlp for layer in subnet.layers if isinstance(mlp := model.blocks[layer].mlp, MoeLayer)]
-    load_E = {mlp.row: torch.zeros(len(mlp.gate), dtype=torch.int64, device=mlp.gate.device) for mlp in kept}
-    weight_E = {row: torch.zeros_like(each, dtype=torch.float64) for row, each in load_E.items()}
-    real_BT = torch.empty(0)  # which tokens of the batch that runs are no padding
-
-    def observe(layer: MoeLayer, arguments: tuple[Tensor, int, int, RowWidths | None]) -> None:
-        """A forward pre-hook, which sees exactly what the layer is given."""
-        x_BTD, num_experts, top_k, widths = arguments
-        routes, _ = layer.route(x_BTD, num_experts, top_k, widths)
-        slots = group_slots(routes.chosen_NK, len(layer.gate))
-        x_SD = x_BTD.flatten(0, 1)[slots.token_S]
-        length_S = grouped_swiglu(x_SD, slots.ends_E, layer.gate_up, layer.down).float().norm(dim=-1)
-        real_S = real_BT.reshape(-1)[slots.token_S]
-        expert_S = routes.chosen_NK.reshape(-1)[slots.order_S]
-        gate_S = routes.gates_NK.reshape(-1)[slots.order_S]
-        load_E[layer.row].index_add_(0, expert_S, real_S.long())
-        weight_E[layer.row].index_add_(0, expert_S, (gate_S * length_S * real_S).double())
-
-    with ExitStack() as hooks:
-        for mlp in kept:
-            hooks.callback(mlp.register_forward_pre_hook(observe).remove)
-        for batch in batches:
-            documents_BT = batch.ctx.documents_BT
-            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
-            model(batch.ids_BT, subnet, batch.ctx)
-            advance(1)
-    return [
-        LayerRouting(row, tuple(load.tolist()), tuple((weight_E[row] / load.clamp_min(1)).tolist()))
-        for row, load in load_E.items()
-    ]
+    load: dict[int, Tensor] = {}
+    for batch in batches:
+        routes = Recorder(model.config, batch.ids_BT)
+        documents_BT = batch.ctx.documents_BT
+        real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+        model(batch.ids_BT, subnet, replace(batch.ctx, routing=routes))
+        for row in model.config.moe_rows(subnet.layers):
+            own_S = routes.own_BTLK[:, :, row][real_BT].flatten()
+            counts_E = torch.bincount(own_S[own_S >= 0].long(), minlength=model.config.experts_by_layer[row])
+            load[row] = load[row] + counts_E if row in load else counts_E
+    return [LayerRouting(row, tuple(load_E.tolist())) for row, load_E in load.items()]

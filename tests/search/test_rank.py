@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.evals.loss import evaluate, rank_layers, without_layers
-from stretto.search.search import Sensitivities, measure_sensitivities, rank_experts
+from stretto.search.search import Sensitivities, measure_sensitivities
 
 
 def test_a_dead_layer_ranks_last(make_model, batches):
@@ -24,14 +24,6 @@ def test_first_and_last_two_layers_come_first_even_when_dead(make_model, batches
         model.blocks[layer].mlp.down.data.zero_()
         model.blocks[layer].mlp.shared.down.weight.data.zero_()
     assert set(rank_layers(model, batches).order[:4]) == {0, 1, 4, 5}
-
-
-def test_a_dead_expert_ranks_last(make_model, batches):
-    model = make_model()
-    model.blocks[3].mlp.down.data[1] = 0.0
-    orders = rank_experts(model, batches)
-    assert [sorted(order) for order in orders] == [list(range(6))] * 6
-    assert orders[3][-1] == 1
 
 
 @pytest.mark.parametrize("each_layer", [False, True])
