@@ -26,11 +26,10 @@ def test_first_and_last_two_layers_come_first_even_when_dead(make_model, batches
     assert set(rank_layers(model, batches).order[:4]) == {0, 1, 4, 5}
 
 
-@pytest.mark.parametrize("each_layer", [False, True])
-def test_axis_points_are_predicted_exactly(make_model, batches, each_layer):
+def test_axis_points_are_predicted_exactly(make_model, batches):
     model = make_model()
     config = model.config
-    found = measure_sensitivities(model, batches, [2, 4], [1, 2], each_layer=each_layer)
+    found = measure_sensitivities(model, batches, [2, 4], [1, 2])
     points = [
         config.full(),
         config.subnet(depth=4),
@@ -39,26 +38,8 @@ def test_axis_points_are_predicted_exactly(make_model, batches, each_layer):
         config.subnet(top_k=1),
     ]
     points.append(without_layers(config, {3}))
-    if each_layer:
-        assert set(found.experts_by_row) == set(range(6)) and set(found.top_k_by_row[0]) == {1, 2, 3}
     for subnet in points:
         assert found.predict(config, subnet) == pytest.approx(evaluate(model, subnet, batches).nll, abs=1e-9)
-
-
-def test_counts_that_differ_by_layer_follow_the_single_layer_measurements(make_model):
-    config = make_model().config
-    by_row = {row: {6: 0.0, 3: 0.1 * (row + 1)} for row in range(6)}
-    found = Sensitivities(
-        full_nll=2.0, drop={}, depth={6: 0.0}, experts={6: 0.0, 3: 2.1}, top_k={3: 0.0}, experts_by_row=by_row
-    )
-    full = config.full()
-
-    def narrow(row: int) -> float:
-        counts = tuple(3 if at == row else 6 for at in range(6))
-        return found.predict(config, full.replace(experts=counts))
-
-    assert [narrow(row) for row in range(6)] == pytest.approx([2.1, 2.2, 2.3, 2.4, 2.5, 2.6])
-    assert found.predict(config, config.subnet(experts=3)) == pytest.approx(4.1)
 
 
 def test_prediction_lies_between_measured_counts(make_model):
@@ -68,5 +49,5 @@ def test_prediction_lies_between_measured_counts(make_model):
 
 
 def test_sensitivities_survive_json(make_model, batches):
-    found = measure_sensitivities(make_model(), batches[:1], [3], [1], each_layer=True)
+    found = measure_sensitivities(make_model(), batches[:1], [3], [1])
     assert Sensitivities.model_validate_json(found.model_dump_json()) == found
