@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data, read_info, write_info
+from stretto.apps.run import RunInfo, prepare_data, read_info
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, write_json
 from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
@@ -33,10 +33,8 @@ def pretrain_command(
     device: str = "auto",
     wandb_project: str | None = None,
 ) -> Path:
-    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder.
-
-    Raises:
-        UserError: bad data or recipe, or a folder in which another run lies.
+    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder. Raises `UserError`: bad data or recipe, or a
+    folder in which another run lies.
     """
     ranks = join(device, recipe.train.ep)
     info = _start(run, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
@@ -56,10 +54,8 @@ def heal_command(
     resume: bool = False,
     device: str = "auto",
 ) -> Path:
-    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``.
-
-    Raises:
-        UserError: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
+    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``. Raises
+    `UserError`: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
     """
     run = out.with_name(out.name + ".run")
     folder = checkpoint_folder(source)
@@ -106,7 +102,7 @@ def _start(run: Path, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) ->
     if not resume and ranks.is_first:
         if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
             raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
-        write_info(run, new())
+        write_json(run / RUN_FILE, new().model_dump(mode="json"))
     ranks.barrier()
     return read_info(run)
 

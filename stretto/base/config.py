@@ -32,10 +32,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def read_recipe(path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a TOML recipe, apply ``key.path=value`` overrides, and validate it as ``kind``.
-
-    Raises:
-        UserError: the file is missing or not TOML, a key is unknown, or a value is impossible.
+    """Read a TOML recipe, apply ``key.path=value`` overrides, and validate it as ``kind``. Raises `UserError`: the file
+    is missing or not TOML, a key is unknown, or a value is impossible.
     """
     path = Path(path)
     try:

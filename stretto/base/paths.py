@@ -19,11 +19,7 @@ RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 
 
 def checkpoint_folder(path: Path | str) -> Path:
-    """The checkpoint folder that ``path`` names: itself, or a run's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The checkpoint folder that ``path`` names: itself, or a run's. Raises `UserError`: there is none."""
     path = Path(path)
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
@@ -103,11 +99,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        UserError: the file is missing, unreadable or not JSON.
-    """
+    """Parse a JSON file. Raises `UserError`: the file is missing, unreadable or not JSON."""
     path = Path(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

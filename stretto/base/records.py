@@ -124,10 +124,8 @@ def write_lineage(folder: Path | str, lineage: Lineage) -> None:
 
 
 def read_lineage(folder: Path | str) -> Lineage:
-    """Read the ``lineage.json`` of a checkpoint folder.
-
-    Raises:
-        UserError: there is none, it is damaged, or another version or program wrote it.
+    """Read the ``lineage.json`` of a checkpoint folder. Raises `UserError`: there is none, it is damaged, or another
+    version or program wrote it.
     """
     path = Path(folder) / LINEAGE_FILE
     if not path.is_file():

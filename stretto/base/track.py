@@ -165,10 +165,8 @@ class Tracker:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, float]]:
-    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN.
-
-    Raises:
-        UserError: there is no such file, or a line other than the last is damaged.
+    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN. Raises `UserError`:
+    there is no such file, or a line other than the last is damaged.
     """
     path = Path(folder) / METRICS_FILE
     if not path.is_file():

@@ -151,8 +151,6 @@ class LayerRanking:
     """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
     logit_error: dict[int, float]
     """By layer that may be dropped: normalised mean squared error of the final logits without it."""
-    loss_increase: dict[int, float]
-    """By layer that may be dropped: held-out loss without it minus the full network's, nats per token."""
 
 
 def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
@@ -162,9 +160,9 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     """
     config = model.config
     layers = droppable_layers(config)
-    subnets = [config.full(), *(without_layers(config, {layer}) for layer in layers)]
+    subnets = [without_layers(config, {layer}) for layer in layers]
     with progress("rank layers", len(subnets) * len(batches)) as advance:
-        full, *reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
+        reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
     errors: dict[int, float] = {}
     for layer, report in zip(layers, reports, strict=True):
         assert report.logit_error is not None
@@ -172,7 +170,6 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     return LayerRanking(
         order=(*fixed_layers(config.num_layers), *sorted(layers, key=lambda layer: (-errors[layer], layer))),
         logit_error=errors,
-        loss_increase={layer: report.nll - full.nll for layer, report in zip(layers, reports, strict=True)},
     )
 
 

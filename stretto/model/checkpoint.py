@@ -357,10 +357,8 @@ class TensorFiles(ExitStack):
     """Reads tensors by name from ``file`` of ``folder``, or from the shards that an index names; a context that closes them."""
 
     def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
-        """Open all files and read their headers.
-
-        Raises:
-            UserError: no weights, a shard that is missing or damaged, or an index that does not match its shards.
+        """Open all files and read their headers. Raises `UserError`: no weights, a shard that is missing or damaged, or
+        an index that does not match its shards.
         """
         super().__init__()
         self._folder = folder
@@ -411,10 +409,8 @@ class TensorFiles(ExitStack):
         return self._path_of[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of ``name`` as stored.
-
-        Raises:
-            UserError: it is missing, or of a dtype that is none of fp32, bf16 and fp16.
+        """Dtype of ``name`` as stored. Raises `UserError`: it is missing, or of a dtype that is none of fp32, bf16 and
+        fp16.
         """
         if name not in self._path_of:
             raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
@@ -427,10 +423,8 @@ class TensorFiles(ExitStack):
         return _DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, on the CPU.
-
-        Raises:
-            UserError: it is missing, of another shape, or of a dtype that is none of fp32, bf16 and fp16.
+        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another
+        shape, or of a dtype that is none of fp32, bf16 and fp16.
         """
         self.dtype(name)
         path = self._path_of[name]
@@ -474,11 +468,7 @@ def _write_weights(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """One safetensors file, marked as PyTorch's, as transformers demands.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """One safetensors file, marked as PyTorch's, as transformers demands. Raises `UserError`: the disk is full."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how the library reports it

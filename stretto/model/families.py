@@ -28,14 +28,9 @@ _GLM_MIN_EXPERTS = 2
 
 
 def parse_family(name: str, source: str = "--family") -> Family:
-    """``name`` as a family.
-
-    Raises:
-        UserError: there is no such family.
-    """
-    for family in FAMILIES:
-        if name == family:
-            return family
+    """``name`` as a family. Raises `UserError`: there is no such family."""
+    if name in _REASONS:
+        return name
     raise UserError(
         f"{source}: {name!r} is not a supported family{nearest(name, FAMILIES)}; choose {', '.join(FAMILIES)}"
     )
@@ -49,27 +44,20 @@ def why_not(config: ModelConfig, family: Family) -> str | None:
 
 
 def default_family(config: ModelConfig) -> Family:
-    """The first family that expresses ``config``.
-
-    Raises:
-        UserError: none does; the message carries every family's reason.
+    """The first family that expresses ``config``. Raises `UserError`: none does; the message carries every family's
+    reason.
     """
-    reasons: list[str] = []
-    for family in FAMILIES:
-        reason = why_not(config, family)
-        if reason is None:
-            return family
-        reasons.append(f"{family}: {reason}")
-    raise UserError(
-        f"family: no supported family can hold this network ({'; '.join(reasons)}); change the recipe to suit one"
-    )
+    reasons = {family: why_not(config, family) for family in FAMILIES}
+    able = [family for family, reason in reasons.items() if reason is None]
+    if able:
+        return able[0]
+    told = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
+    raise UserError(f"family: no supported family can hold this network ({told}); change the recipe to suit one")
 
 
 def check_family(config: ModelConfig, family: Family) -> Family:
-    """Return ``family`` if it can express ``config``.
-
-    Raises:
-        UserError: it cannot; the message carries `why_not` and names a family that can, if there is one.
+    """Return ``family`` if it can express ``config``. Raises `UserError`: it cannot; the message carries `why_not` and
+    names a family that can, if there is one.
     """
     reason = why_not(config, family)
     if reason is None:
@@ -340,10 +328,8 @@ def to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
 
 
 def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
-    """The network that a config.json describes; ``source`` names the file in errors.
-
-    Raises:
-        UserError: another architecture, a missing field, or a setting this model does not have.
+    """The network that a config.json describes; ``source`` names the file in errors. Raises `UserError`: another
+    architecture, a missing field, or a setting this model does not have.
     """
     model_type = tree.get("model_type")
     if model_type not in FAMILIES:

@@ -172,10 +172,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, family: Family) -> 
 
 
 def _pre_tokenizer(folder: Path, tokenizer: Tokenizer, named: str | None) -> str:
-    """llama.cpp's name of the tokenizer's splitting rule.
-
-    Raises:
-        UserError: it is no byte-level BPE, or splits or normalises text in a way that has no known name.
+    """llama.cpp's name of the tokenizer's splitting rule. Raises `UserError`: it is no byte-level BPE, or splits or
+    normalises text in a way that has no known name.
     """
     source = folder / "tokenizer.json"
     definition = json.loads(tokenizer.rust.to_str())

@@ -151,9 +151,7 @@ class ModelConfig(Config):
 
     def subnet(self, depth: int | None = None, experts: int | None = None, top_k: int | None = None) -> Subnet:
         """The nested Subnet of ``depth`` layers, ``experts`` experts and ``top_k`` a layer; None leaves an axis full.
-
-        Raises:
-            UserError: the choice lies outside the network.
+        Raises `UserError`: the choice lies outside the network.
         """
         depth = self.num_layers if depth is None else depth
         if not 1 <= depth <= self.num_layers:
@@ -192,10 +190,8 @@ class SubnetChoice(Config):
 
 
 def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
-    """Return ``subnet`` if it lies inside ``config``.
-
-    Raises:
-        UserError: a layer, an expert count or a top-k that the network does not have.
+    """Return ``subnet`` if it lies inside ``config``. Raises `UserError`: a layer, an expert count or a top-k that the
+    network does not have.
     """
     layers, limit = subnet.layers, config.num_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
@@ -226,10 +222,8 @@ def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
-    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``.
-
-    Raises:
-        UserError: ``subnet`` lies outside the network.
+    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``. Raises `UserError`:
+    ``subnet`` lies outside the network.
     """
     check_subnet(config, subnet)
     kept = config.moe_rows(subnet.layers)
@@ -300,10 +294,8 @@ def named_subnets(config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> d
 
 
 def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "--subnet") -> SubnetChoice:
-    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``.
-
-    Raises:
-        UserError: beginning with ``source``: an unknown preset or axis.
+    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``. Raises `UserError`: beginning with
+    ``source``: an unknown preset or axis.
     """
     if text == "full":
         return SubnetChoice()

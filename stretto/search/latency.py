@@ -101,10 +101,8 @@ class LatencyTable(Config):
         raise UserError(f"latency table: {workload.label()} was not measured (there is {known}); measure it again")
 
     def predict_ms(self, config: ModelConfig, subnet: Subnet, workload: Workload) -> float:
-        """Milliseconds of one step of ``subnet`` of ``config``.
-
-        Raises:
-            UserError: the workload was not measured, or the Subnet lies outside the measured range.
+        """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or
+        the Subnet lies outside the measured range.
         """
         timing = self.timing(workload)
         costs = {(cell.experts, cell.top_k): cell.ms for cell in timing.cells}
@@ -118,10 +116,8 @@ def write_table(path: Path | str, table: LatencyTable) -> None:
 
 
 def read_table(path: Path | str, model: Transformer) -> LatencyTable:
-    """Read a table that holds for ``model`` on this machine.
-
-    Raises:
-        UserError: no such file, not a table, or one of another machine, dtype or network.
+    """Read a table that holds for ``model`` on this machine. Raises `UserError`: no such file, not a table, or one of
+    another machine, dtype or network.
     """
     tree = read_json(path)
     if not isinstance(tree, dict):

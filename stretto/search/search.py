@@ -208,10 +208,8 @@ class SearchSpace(Config):
 
 
 def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
-    """Raise unless one of ``candidates`` meets ``limits``.
-
-    Raises:
-        UserError: none does; names the nearest one (least summed excess), what it reaches and what to raise.
+    """Raise unless one of ``candidates`` meets ``limits``. Raises `UserError`: none does; names the nearest one (least
+    summed excess), what it reaches and what to raise.
     """
     if any(candidate.fits(limits) for candidate in candidates):
         return

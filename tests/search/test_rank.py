@@ -14,7 +14,6 @@ def test_a_dead_layer_ranks_last(make_model, batches):
     ranking = rank_layers(model, batches)
     assert ranking.order == (0, 1, 4, 5, 3, 2)
     assert ranking.logit_error[2] == 0.0 < ranking.logit_error[3]
-    assert ranking.loss_increase[2] == 0.0 != ranking.loss_increase[3]
 
 
 def test_first_and_last_two_layers_come_first_even_when_dead(make_model, batches):
