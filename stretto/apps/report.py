@@ -182,11 +182,10 @@ def _healing_curve(healed: Healed, subnets: Mapping[str, Subnet]) -> Curve:
 
 def _kept(config: ModelConfig, subnet: Subnet) -> Kept:
     experts: list[tuple[bool, ...]] = [()] * config.num_layers
-    kept_moe = iter(subnet.experts)
-    for row, layer in enumerate(config.moe_layers):
-        num = next(kept_moe) if layer in subnet.layers else 0
-        chosen = set(config.expert_orders[row][:num])
-        experts[layer] = tuple(expert in chosen for expert in range(config.experts_by_layer[row]))
+    kept = dict(zip(config.moe_rows(subnet.layers), subnet.experts, strict=True))
+    for row, (layer, order) in enumerate(zip(config.moe_layers, config.expert_orders, strict=True)):
+        chosen = set(order[: kept.get(row, 0)])
+        experts[layer] = tuple(expert in chosen for expert in range(len(order)))
     return Kept(tuple(layer in subnet.layers for layer in range(config.num_layers)), tuple(experts))
 
 

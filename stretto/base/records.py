@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from functools import reduce
 from operator import add
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -219,9 +218,7 @@ class Meter:
         self._entered = self._clock()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._total += self._running()
         self._entered = None
 

@@ -339,7 +339,18 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
     family = parse_family(model_type, source)
     architecture, reader = _ARCHITECTURES[family], _Reader(tree, source)
     rope = reader.get("rope_parameters", {}) or {}
-    _refuse_foreign(reader, architecture, rope)
+    scaling = reader.get("rope_scaling", {}) or {}
+    reader.refuse_unless("hidden_act", reader.get("hidden_act", "silu"), "silu")
+    reader.refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), "default")
+    reader.refuse_unless("rope_scaling", scaling.get("rope_type", scaling.get("type", "default")), "default")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(
+            f"{source}: rope_parameters: one set for each kind of layer is not supported; use a checkpoint with one"
+        )
+    if "quantization_config" in tree:
+        raise UserError(f"{source}: quantization_config: quantised weights are not supported; use the bf16 checkpoint")
+    for name, value in architecture.fixed.items():
+        reader.refuse_unless(name, reader.get(name, value), value)
     num_heads = reader.whole("num_attention_heads")
     defaults = {"num_key_value_heads": num_heads, "head_dim": reader.whole("hidden_size") // num_heads}
     reader = _Reader(_present(defaults) | _present(tree) | _present(rope), source)
@@ -361,23 +372,6 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
 
 def _present(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value is not None}
-
-
-def _refuse_foreign(reader: _Reader, architecture: _Architecture, rope: Mapping[str, Any]) -> None:
-    scaling = reader.get("rope_scaling", {}) or {}
-    reader.refuse_unless("hidden_act", reader.get("hidden_act", "silu"), "silu")
-    reader.refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), "default")
-    reader.refuse_unless("rope_scaling", scaling.get("rope_type", scaling.get("type", "default")), "default")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(
-            f"{reader.source}: rope_parameters: one set for each kind of layer is not supported; use a checkpoint with one"
-        )
-    if "quantization_config" in reader.tree:
-        raise UserError(
-            f"{reader.source}: quantization_config: quantised weights are not supported; use the bf16 checkpoint"
-        )
-    for name, value in architecture.fixed.items():
-        reader.refuse_unless(name, reader.get(name, value), value)
 
 
 def differing_field(written: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:

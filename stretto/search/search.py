@@ -474,6 +474,8 @@ def search(
     )
     if heal is not None:
         candidates = _heal(candidates, limits, options.num_healed, heal)
+    within = [candidate for candidate in candidates if candidate.fits(limits)]
+    healed = [candidate for candidate in within if candidate.healed_nll is not None]
     return SearchResult(
         limits=limits,
         space=space,
@@ -485,26 +487,13 @@ def search(
         num_tokens=num_tokens,
         candidates=tuple(candidates),
         front=pareto_front([candidate.objectives(third) for candidate in candidates]),
-        chosen=_choose(candidates, limits),
-        correlations=_correlations(candidates, limits),
+        chosen=min(healed, key=_healed_nll) if healed else min(within, key=_nll),
+        correlations=Correlations(
+            predicted_true=spearman([c.predicted_nll for c in candidates], [_nll(c) for c in candidates]),
+            predicted_true_within=spearman([c.predicted_nll for c in within], [_nll(c) for c in within]),
+            before_after_healing=spearman([_nll(c) for c in healed], [_healed_nll(c) for c in healed]),
+        ),
         wall_s=time.perf_counter() - start,
-    )
-
-
-def _choose(candidates: Sequence[Candidate], limits: Limits) -> Candidate:
-    """The lowest loss within the limits; among the healed, if there are any, after healing."""
-    within = [candidate for candidate in candidates if candidate.fits(limits)]
-    healed = [candidate for candidate in within if candidate.healed_nll is not None]
-    return min(healed, key=_healed_nll) if healed else min(within, key=_nll)
-
-
-def _correlations(candidates: Sequence[Candidate], limits: Limits) -> Correlations:
-    within = [candidate for candidate in candidates if candidate.fits(limits)]
-    healed = [candidate for candidate in within if candidate.healed_nll is not None]
-    return Correlations(
-        predicted_true=spearman([c.predicted_nll for c in candidates], [_nll(c) for c in candidates]),
-        predicted_true_within=spearman([c.predicted_nll for c in within], [_nll(c) for c in within]),
-        before_after_healing=spearman([_nll(c) for c in healed], [_healed_nll(c) for c in healed]),
     )
 
 
