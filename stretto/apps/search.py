@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, read_info
+from stretto.apps.run import read_info
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -22,7 +21,7 @@ from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
-from stretto.model.transformer import Context, Transformer
+from stretto.model.transformer import Context
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
@@ -74,9 +73,21 @@ def search_command(
     batches = held_out(info, info.recipe.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     meter = Meter("search", device_name(ranks.device), ranks.world)
-    healer = None
-    if heal_recipe is not None:
-        healer = _healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches, meter)
+    numbers = itertools.count()
+
+    def healed_nll(subnet: Subnet) -> float:
+        """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+        assert heal_recipe is not None
+        seen = meter.receipt().flops
+        loader = open_loader(info, heal_recipe.train, ranks)
+        job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+        teacher = checkpoint.model if heal_recipe.ce_weight < 1.0 else None
+        healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), teacher)
+        # what the search's meter saw of it already are the teacher's passes through the maximum network
+        spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
+        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
+        return evaluate(healed.model, healed.model.config.full(), batches).nll
+
     with meter, metered(checkpoint.model, meter):
         result = search(
             checkpoint.model,
@@ -85,7 +96,7 @@ def search_command(
             options=options,
             presets=named_subnets(checkpoint.config, checkpoint.presets),
             table=table,
-            heal=healer,
+            heal=healed_nll if heal_recipe is not None else None,
         )
     write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return result
@@ -103,32 +114,6 @@ def read_search(run: Path) -> SearchRecord | None:
     """The run's last search; None if there was none."""
     path = run / SEARCH_FILE
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
-
-
-def _healer(
-    model: Transformer,
-    info: RunInfo,
-    recipe: HealRecipe,
-    folder: Path,
-    ranks: Ranks,
-    batches: tuple[EvalBatch, ...],
-    meter: Meter,
-) -> Callable[[Subnet], float]:
-    """Heals a Subnet for a few steps and tells its loss; each in a folder of its own."""
-    numbers = itertools.count()
-
-    def healed_nll(subnet: Subnet) -> float:
-        before = meter.receipt().flops
-        job = Job(
-            folder / f"heal-{next(numbers):02d}", open_loader(info, recipe.train, ranks), (), info.data_hash, ranks
-        )
-        healed = heal(recipe, job, extract(model, subnet), model if recipe.ce_weight < 1.0 else None)
-        # what the search's meter saw of it already are the teacher's passes through the maximum network
-        spent, seen = healed.meter.receipt(), meter.receipt().flops - before
-        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
-        return evaluate(healed.model, healed.model.config.full(), batches).nll
-
-    return healed_nll
 
 
 def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:

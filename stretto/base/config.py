@@ -60,15 +60,10 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
 def check_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
 ) -> None:
-    """Refuse to go on under another recipe than the run was started with.
+    """Refuse to go on under another recipe (as plain data) than the run in the folder ``where`` was started with.
 
-    Args:
-        old, new: recipes as plain data.
-        where: the run folder, for the message.
-        free: fields that may differ; one that ends with a dot stands for a whole table.
-
-    Raises:
-        UserError: naming the first field that differs.
+    Fields in ``free`` may differ; one that ends with a dot stands for a whole table. Raises `UserError`, naming the
+    first field that differs.
     """
     before, after = _flat(old), _flat(new)
     tables = tuple(name for name in free if name.endswith("."))

@@ -205,9 +205,8 @@ class Meter:
     def receipt(self, peak_memory_bytes: int | None = None) -> Receipt:
         """The cost so far; may be called at any time, so that a snapshot can carry it.
 
-        Args:
-            peak_memory_bytes: the accelerator's peak, as its runtime counts it. None: this process's largest resident
-                memory since it started, which may include an earlier stage of the same process.
+        ``peak_memory_bytes`` is the accelerator's peak, as its runtime counts it; None: this process's largest resident
+        memory since it started, which may include an earlier stage of the same process.
         """
         peak = process_peak_bytes() if peak_memory_bytes is None else peak_memory_bytes
         total = self._total if self._entered is None else self._total + self._running()

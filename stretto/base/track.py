@@ -93,14 +93,9 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        """Open the sinks.
+        """Open the sinks in the run folder ``folder``, made if need be, and in the W&B project, shown with ``config``.
 
-        Args:
-            folder: the run folder; created if need be.
-            first_step: first step that will be logged. What an interrupted attempt logged at it or later is dropped;
-                0 starts afresh.
-            wandb_project: log to this W&B project too.
-            config: the recipe, shown beside the run in W&B.
+        What an interrupted attempt logged at ``first_step`` or later is dropped; 0 starts afresh.
 
         Raises:
             UserError: W&B was asked for and is not installed, or an earlier ``metrics.jsonl`` is damaged.

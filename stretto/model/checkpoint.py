@@ -148,9 +148,9 @@ def write_checkpoint(
         biases = {name: tensor.detach().cpu() for name, tensor in state.items() if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
-        for name in TOKENIZER_FILES if tokenizer_dir is not None else ():
-            if (Path(tokenizer_dir or "") / name).is_file():
-                shutil.copyfile(Path(tokenizer_dir or "") / name, partial / name)
+        for name in TOKENIZER_FILES:
+            if tokenizer_dir is not None and (Path(tokenizer_dir) / name).is_file():
+                shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
         if lineage is not None:
             lineage = lineage.replace(weights_hash=weights_hash(partial))
             write_lineage(partial, lineage)

@@ -118,13 +118,10 @@ class _CpuRmsNorm(torch.autograd.Function):
 
 
 def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Tensor:
-    """Who may look at whom, [B, 1, T, T] bool: itself, earlier positions of the same document, and a shared beginning.
+    """Who may look at whom, [B, 1, T, T] bool: itself, earlier positions of the same document, and a shared beginning:
+    ``shared_BT2`` holds its first column and one past its last.
 
     A padding position (document −1) sees the other padding before it; its output is never used.
-
-    Args:
-        documents_BT: number of each position's document.
-        shared_BT2: first and one past the last column of the beginning that its document continues.
     """
     mask_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
     if shared_BT2 is not None:
