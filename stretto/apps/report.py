@@ -192,7 +192,7 @@ def _kept(config: ModelConfig, subnet: Subnet) -> Kept:
 def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[EvalBatch, ...]) -> Load:
     config = checkpoint.config
     kept = _kept(config, subnet)
-    by_row = {layer.row: layer.load for layer in routing(checkpoint.model, subnet, batches)}
+    by_row = routing(checkpoint.model, subnet, batches)
     shares: list[tuple[float | None, ...]] = []
     for row, layer in enumerate(config.moe_layers):
         load = by_row.get(row, (0,) * config.experts_by_layer[row])

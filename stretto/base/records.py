@@ -198,9 +198,9 @@ class Meter:
         self._clock = clock
         self._entered: float | None = None
 
-    def add(self, **work: float) -> None:
+    def add(self, **work: Any) -> None:
         """Count work done, over all devices: fields of `Receipt`, in their units."""
-        self._total += self._spent(**work)
+        self._total += Receipt(stage=self._total.stage, device=self._total.device, **work)
 
     def receipt(self, peak_memory_bytes: int | None = None) -> Receipt:
         """The cost so far; may be called at any time, so that a snapshot can carry it.
@@ -209,7 +209,7 @@ class Meter:
         memory since it started, which may include an earlier stage of the same process.
         """
         peak = process_peak_bytes() if peak_memory_bytes is None else peak_memory_bytes
-        total = self._total if self._entered is None else self._total + self._running()
+        total = self._so_far()
         return total.replace(peak_memory_bytes=max(total.peak_memory_bytes, peak))
 
     def __enter__(self) -> Self:
@@ -218,17 +218,15 @@ class Meter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._total += self._running()
-        self._entered = None
+        self._total, self._entered = self._so_far(), None
 
-    def _running(self) -> Receipt:
-        """Time since the clock was started."""
-        assert self._entered is not None, "this meter is not running"
-        wall_s = self._clock() - self._entered
-        return self._spent(wall_s=wall_s, device_s=wall_s * self._num_devices)
-
-    def _spent(self, **work: Any) -> Receipt:
-        return Receipt(stage=self._total.stage, device=self._total.device, **work)
+    def _so_far(self) -> Receipt:
+        """With the time since the clock was started."""
+        if self._entered is None:
+            return self._total
+        wall_s, total = self._clock() - self._entered, self._total
+        device_s = wall_s * self._num_devices
+        return total + Receipt(stage=total.stage, device=total.device, wall_s=wall_s, device_s=device_s)
 
 
 def process_peak_bytes() -> int:

@@ -61,14 +61,13 @@ def progress(description: str, total: int | None = None, console: Console | None
 
             yield advance
             return
-    done = 0
+    done, ending = 0, "stopped"
 
     def count(num: int = 1, status: str | None = None, /) -> None:
         nonlocal done
         done += num
 
     _say(console, f"{description} …")
-    ending = "stopped"
     try:
         yield count
         ending = "done"

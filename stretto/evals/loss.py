@@ -178,19 +178,9 @@ def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
     return config.full(layer for layer in range(config.num_layers) if layer not in dropped)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRouting:
-    """Routing of one MoE layer over real tokens (padding excluded)."""
-
-    row: int
-    """Place of the layer among the MoE layers of the maximum network."""
-    load: tuple[int, ...]
-    """How many times each expert was chosen."""
-
-
 @torch.no_grad()
-def routing(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> list[LayerRouting]:
-    """Load of the experts of every kept MoE layer, in depth order."""
+def routing(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> dict[int, tuple[int, ...]]:
+    """How many times real tokens (padding excluded) chose each expert, by MoE row of the maximum network; kept rows only."""
     check_subnet(model.config, subnet)
     load: dict[int, Tensor] = {}
     for batch in batches:
@@ -202,4 +192,4 @@ def routing(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) ->
             own_S = routes.own_BTLK[:, :, row][real_BT].flatten()
             counts_E = torch.bincount(own_S[own_S >= 0].long(), minlength=model.config.experts_by_layer[row])
             load[row] = load[row] + counts_E if row in load else counts_E
-    return [LayerRouting(row, tuple(load_E.tolist())) for row, load_E in load.items()]
+    return {row: tuple(load_E.tolist()) for row, load_E in load.items()}
