@@ -7,7 +7,7 @@ against cost; the best are evaluated truly, a few may be healed, and only then o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Literal, Self
 
@@ -38,52 +38,105 @@ class Sensitivities(Config):
     """By number of experts kept in all MoE layers."""
     top_k: dict[int, float]
     """By k of all MoE layers."""
+    experts_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
+    """By MoE row and experts kept in that layer alone; empty where it was not asked for."""
+    top_k_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
+    """By MoE row and k of that layer alone; empty where it was not asked for."""
 
     def predict(self, config: ModelConfig, subnet: Subnet) -> float:
         """Held-out loss of ``subnet`` if the changes added up.
 
-        A choice that was measured on its own axis is met exactly; another choice of layers moves away from the nested one by
-        the differences of the single-layer measurements. Each kept layer has an even share of an axis.
+        A choice that was measured on its own axis is met exactly; another choice of layers, or counts that differ by
+        layer, move away from it by the differences of the single-layer measurements.
         """
         kept = set(subnet.layers)
         nested = set(config.layer_ranking[: len(kept)])
         depth = _interpolate(self.depth, len(kept))
         depth += sum(self.drop.get(layer, 0.0) for layer in nested - kept)
         depth -= sum(self.drop.get(layer, 0.0) for layer in kept - nested)
-        widths = sum(_interpolate(self.experts, num) / config.num_moe_layers for num in subnet.experts)
-        top_k = sum(_interpolate(self.top_k, k) / config.num_moe_layers for k in subnet.top_k)
-        return self.full_nll + depth + widths + top_k
+        rows, num_rows = config.moe_rows(kept), config.num_moe_layers
+        experts = _axis(self.experts, self.experts_by_row, rows, subnet.experts, num_rows)
+        return self.full_nll + depth + experts + _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, num_rows)
 
 
 def measure_sensitivities(
-    model: Transformer, batches: Sequence[EvalBatch], experts: Sequence[int], top_ks: Sequence[int]
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    experts: Sequence[int],
+    top_ks: Sequence[int],
+    *,
+    each_layer: bool = False,
 ) -> Sensitivities:
-    """Measure every depth of the nested order, every layer left out, and the given expert counts and k; the full ones are known
-    to cost nothing.
+    """Measure every depth of the nested order, every layer left out, and the given expert counts and k.
+
+    Args:
+        experts, top_ks: the counts to measure; the full ones are known to cost nothing.
+        each_layer: also measure them in one MoE layer at a time, which takes as many times longer.
     """
     config = model.config
-    full = config.full()
-    subnets = {("full", 0): full}
+    subnets: dict[tuple[str, int, int], Subnet] = {("full", 0, 0): config.full()}
     for layer in droppable_layers(config):
-        subnets["drop", layer] = without_layers(config, {layer})
+        subnets["drop", layer, 0] = without_layers(config, {layer})
     for depth in range(len(fixed_layers(config.num_layers)), config.num_layers):
-        subnets["depth", depth] = config.subnet(depth=depth)
-    for num in experts:
-        kept = tuple(min(num, own) for own in full.experts)
-        subnets["experts", num] = full.replace(experts=kept, top_k=tuple(map(min, kept, full.top_k)))
-    for k in top_ks:
-        subnets["top_k", k] = full.replace(top_k=tuple(min(k, own) for own in full.top_k))
+        subnets["depth", depth, 0] = config.subnet(depth=depth)
+    rows = range(config.num_moe_layers)
+    everywhere = set(rows)
+    for name, counts in (("experts", experts), ("top_k", top_ks)):
+        for num in counts:
+            subnets[name, num, 0] = narrowed(config, name, everywhere, num)
+            if each_layer:
+                subnets |= {(f"{name}_by_row", num, row): narrowed(config, name, {row}, num) for row in rows}
     with progress("sensitivities", len(subnets) * len(batches)) as advance:
         reports = evaluate_many(model, list(subnets.values()), batches, advance=advance)
-    found: dict[str, dict[int, float]] = {
-        "drop": {},
-        "depth": {config.num_layers: 0.0},
-        "experts": {config.num_experts: 0.0},
-        "top_k": {config.top_k: 0.0},
+    full_nll = reports[0].nll
+    increase = {key: report.nll - full_nll for key, report in zip(subnets, reports, strict=True)}
+
+    def axis(name: str, full: Mapping[int, float]) -> dict[int, float]:
+        return {**full, **{num: value for (axis, num, _), value in increase.items() if axis == name}}
+
+    def by_row(name: str, full: Sequence[int]) -> dict[int, dict[int, float]]:
+        found = {(num, row): value for (axis, num, row), value in increase.items() if axis == name}
+        return {
+            row: {full[row]: 0.0} | {num: v for (num, at), v in found.items() if at == row} for row in rows if found
+        }
+
+    return Sensitivities(
+        full_nll=full_nll,
+        drop=axis("drop", {}),
+        depth=axis("depth", {config.num_layers: 0.0}),
+        experts=axis("experts", {config.num_experts: 0.0}),
+        top_k=axis("top_k", {config.top_k: 0.0}),
+        experts_by_row=by_row("experts_by_row", config.experts_by_layer),
+        top_k_by_row=by_row("top_k_by_row", config.top_k_by_layer),
+    )
+
+
+def narrowed(config: ModelConfig, axis: str, rows: set[int], num: int) -> Subnet:
+    """The full network with ``num`` experts (or top-``num``) in the MoE layers ``rows``; k never exceeds the experts."""
+    full = config.full()
+    counts = {
+        name: tuple(min(num, value) if name == axis and row in rows else value for row, value in enumerate(values))
+        for name, values in (("experts", full.experts), ("top_k", full.top_k))
     }
-    for (axis, num), report in zip(list(subnets)[1:], reports[1:], strict=True):
-        found[axis][num] = report.nll - reports[0].nll
-    return Sensitivities(full_nll=reports[0].nll, **found)
+    top_k = tuple(min(pair) for pair in zip(counts["experts"], counts["top_k"], strict=True))
+    return Subnet(layers=full.layers, experts=counts["experts"], top_k=top_k)
+
+
+def _axis(
+    uniform: Mapping[int, float],
+    by_row: Mapping[int, Mapping[int, float]],
+    rows: Sequence[int],
+    counts: Sequence[int],
+    num_rows: int,
+) -> float:
+    """Each kept layer's even share of the uniform cost, plus how much that layer differs from the average layer."""
+    total = 0.0
+    for row, num in zip(rows, counts, strict=True):
+        total += _interpolate(uniform, num) / num_rows
+        if by_row:
+            own = {at: _interpolate(values, num) for at, values in by_row.items()}
+            total += own[row] - sum(own.values()) / len(own)
+    return total
 
 
 def _interpolate(values: Mapping[int, float], at: int) -> float:
@@ -158,7 +211,7 @@ class Candidate(Config):
 
 
 class SearchSpace(Config):
-    """The choices. Layers that are never dropped stay in every Subnet; experts and k are one number for all layers."""
+    """The choices. Layers that are never dropped stay in every Subnet; k is one number for all layers, as exports need."""
 
     droppable: tuple[int, ...]
     """Layers that may be left out."""
@@ -166,6 +219,10 @@ class SearchSpace(Config):
     """Expert counts a layer may keep, rising."""
     top_k: tuple[int, ...]
     """Values of k, rising; a layer with fewer experts takes all of them."""
+    layers: Literal["nested", "free"] = "free"
+    """``nested``: the first so many of the layer order; ``free``: any of the droppable layers may go."""
+    widths: Literal["uniform", "per_layer"] = "uniform"
+    """``per_layer``: counts may differ by layer, which not every export family can express."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -175,20 +232,32 @@ class SearchSpace(Config):
         return self
 
     @staticmethod
-    def of(config: ModelConfig) -> SearchSpace:
+    def of(
+        config: ModelConfig,
+        *,
+        layers: Literal["nested", "free"] = "free",
+        widths: Literal["uniform", "per_layer"] = "uniform",
+    ) -> SearchSpace:
         """The space of ``config``: all layers but the first and last two, eighths of the experts and every trained width, all k."""
         total = config.num_experts
         eighths = range(max(1, total // 8), total + 1, max(1, total // 8))
         experts = sorted(num for num in {*config.widths, *eighths, total} if num >= min(config.top_k, 2))
-        top_k = tuple(range(1, config.top_k + 1))
-        return SearchSpace(droppable=droppable_layers(config), experts=tuple(experts), top_k=top_k)
+        return SearchSpace(
+            droppable=droppable_layers(config),
+            experts=tuple(experts),
+            top_k=tuple(range(1, config.top_k + 1)),
+            layers=layers,
+            widths=widths,
+        )
 
-    def subnet(self, config: ModelConfig, dropped: Collection[int], experts: int, top_k: int) -> Subnet:
-        """The Subnet without ``dropped``, with at most ``experts`` experts and ``top_k`` in each layer."""
-        whole = without_layers(config, set(dropped))
-        kept = tuple(min(experts, own) for own in whole.experts)
-        k = min((top_k, *kept, *whole.top_k))  # one k for all layers: an exported sub-model has only one
-        return whole.replace(experts=kept, top_k=(k,) * len(kept))
+    def subnet(self, config: ModelConfig, dropped: Sequence[int], experts: Sequence[int], top_k: int) -> Subnet:
+        """The Subnet without ``dropped``, with ``experts[row]`` experts in each MoE row of the maximum network."""
+        layers = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
+        rows = config.moe_rows(layers)
+        kept = tuple(min(experts[row], config.experts_by_layer[row]) for row in rows)
+        limits = [min(num, config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
+        k = min((top_k, *limits))  # one k for all layers: an exported sub-model has only one
+        return Subnet(layers=layers, experts=kept, top_k=(k,) * len(rows))
 
     def drops(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         """Which layers go as ever more are dropped, following ``order`` (first kept to first dropped) backwards."""
@@ -204,7 +273,7 @@ class SearchSpace(Config):
             for num in self.experts:
                 for k in self.top_k:
                     if k <= num:
-                        yield self.subnet(config, dropped, num, k)
+                        yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
 
 
 def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
@@ -277,7 +346,7 @@ class Scorer:
 
 
 def score_grids(scorer: Scorer, space: SearchSpace) -> None:
-    """Score all Subnets that drop layers in the nested order or by cost.
+    """Score all Subnets of equal widths that drop layers in the nested order or, where the space lets them, by cost.
 
     While only layers are chosen and widths are equal, dropping the cheapest is the best that an additive predictor
     can see; the search goes on from there.
@@ -286,9 +355,10 @@ def score_grids(scorer: Scorer, space: SearchSpace) -> None:
     assert sensitivities is not None, "scored before sensitivities were measured"
     for subnet in space.grid(scorer.config):
         scorer.score(subnet)
-    by_cost = sorted(space.droppable, key=lambda layer: -sensitivities.drop[layer])
-    for subnet in space.grid(scorer.config, by_cost):
-        scorer.score(subnet)
+    if space.layers == "free":
+        by_cost = sorted(space.droppable, key=lambda layer: -sensitivities.drop[layer])
+        for subnet in space.grid(scorer.config, by_cost):
+            scorer.score(subnet)
 
 
 def evolve(
@@ -311,7 +381,7 @@ def evolve(
         sampler = optuna.samplers.NSGAIISampler(population_size=population, seed=seed)
         study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
         for candidate in start[:population]:
-            genes = _encode(space, candidate.subnet)
+            genes = _encode(config, space, candidate.subnet)
             if genes is not None:
                 study.enqueue_trial(genes)
         with progress("search", num_trials) as advance:
@@ -326,19 +396,41 @@ def evolve(
 
 def _decode(config: ModelConfig, space: SearchSpace, trial: optuna.Trial) -> Subnet:
     """The Subnet a trial stands for. Every gene is drawn in every trial, since crossover needs a fixed set of them."""
-    dropped = tuple(layer for layer in space.droppable if trial.suggest_int(f"drop_{layer}", 0, 1))
-    experts = space.experts[trial.suggest_int("experts", 0, len(space.experts) - 1)]
+    if space.layers == "nested":
+        drops = space.drops(config.layer_ranking)
+        dropped = drops[trial.suggest_int("num_dropped", 0, len(drops) - 1)]
+    else:
+        dropped = tuple(layer for layer in space.droppable if trial.suggest_int(f"drop_{layer}", 0, 1))
+    last = len(space.experts) - 1
+    if space.widths == "uniform":
+        experts = [space.experts[trial.suggest_int("experts", 0, last)]] * config.num_moe_layers
+    else:
+        rows = range(config.num_moe_layers)
+        experts = [space.experts[trial.suggest_int(f"experts_{row}", 0, last)] for row in rows]
     top_k = space.top_k[trial.suggest_int("top_k", 0, len(space.top_k) - 1)]
     return space.subnet(config, dropped, experts, top_k)
 
 
-def _encode(space: SearchSpace, subnet: Subnet) -> dict[str, int] | None:
+def _encode(config: ModelConfig, space: SearchSpace, subnet: Subnet) -> dict[str, int] | None:
     """The genes `_decode` turns into ``subnet``; None where the space does not hold it."""
+    dropped = tuple(layer for layer in range(config.num_layers) if layer not in subnet.layers)
     if not subnet.experts or not set(subnet.experts) <= set(space.experts) or not set(subnet.top_k) <= set(space.top_k):
         return None
     genes = {"top_k": space.top_k.index(subnet.top_k[0])}
-    genes |= {f"drop_{layer}": int(layer not in subnet.layers) for layer in space.droppable}
-    return genes | {"experts": space.experts.index(subnet.experts[0])}
+    if space.layers == "free":
+        genes |= {f"drop_{layer}": int(layer in dropped) for layer in space.droppable}
+    elif dropped in space.drops(config.layer_ranking):
+        genes["num_dropped"] = len(dropped)
+    else:
+        return None
+    if space.widths == "uniform":
+        genes["experts"] = space.experts.index(subnet.experts[0])
+    else:
+        kept = [row for row, layer in enumerate(config.moe_layers) if layer not in dropped]
+        of_row = dict(zip(kept, subnet.experts, strict=True))
+        rows = range(config.num_moe_layers)
+        genes |= {f"experts_{row}": space.experts.index(of_row.get(row, subnet.experts[0])) for row in rows}
+    return genes
 
 
 @contextmanager
@@ -368,6 +460,8 @@ class SearchOptions(Config):
     picture of the front and the rank correlation mean something."""
     num_healed: int = 3
     """Best evaluated candidates that are healed, where healing is given."""
+    each_layer: bool = False
+    """Measure expert counts and k layer by layer as well; needed where counts may differ by layer."""
     seed: int = 0
 
 
@@ -460,7 +554,8 @@ def search(
     scorer = Scorer(config, table, workload)
     # sizes are known without any evaluation: refuse the impossible before minutes are spent
     require_feasible([scorer.sized(subnet) for subnet in space.grid(config)], limits)
-    sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k)
+    each_layer = options.each_layer or space.widths == "per_layer"
+    sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
     third: Third = "active" if table is None else "latency"
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():

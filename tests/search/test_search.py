@@ -52,7 +52,7 @@ def test_the_grid_is_the_nested_subnets():
 
 @given(
     st.sets(st.sampled_from(SPACE.droppable)),
-    st.sampled_from(SPACE.experts),
+    st.lists(st.sampled_from(SPACE.experts), min_size=6, max_size=6),
     st.sampled_from(SPACE.top_k),
 )
 def test_every_choice_is_a_legal_subnet_with_one_k_no_smaller_than_the_grids_smallest(dropped, experts, k):
@@ -132,7 +132,7 @@ def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):
         for dropped in combinations(space.droppable, num)
         for experts in space.experts
         for k in space.top_k
-        for subnet in [space.subnet(config, dropped, experts, k)]
+        for subnet in [space.subnet(config, dropped, (experts,) * 11, k)]
     ]
     best = min(candidate.predicted_nll for candidate in every if candidate.fits(limits))
     nested = min(
@@ -145,9 +145,33 @@ def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):
     assert best_within(scorer, limits) == pytest.approx(best, abs=1e-9) and best < nested
 
 
-def test_the_same_seed_proposes_the_same_candidates(make_model):
+def test_nsga_improves_on_equal_widths_where_layers_differ(make_model):
     config = make_model().config
-    space = SearchSpace.of(config)
+    # three layers that need all their experts, three that need few
+    by_row = {row: {6: 0.0, 4: 0.05, 2: 0.1} if row % 2 else {6: 0.0, 4: 1.0, 2: 2.0} for row in range(6)}
+    scorer = Scorer(config, None, None)
+    scorer.sensitivities = Sensitivities(
+        full_nll=2.0,
+        drop=dict.fromkeys((2, 3), 3.0),
+        depth={4: 6.0, 5: 3.0, 6: 0.0},
+        experts={6: 0.0, 4: 3.15, 2: 6.3},
+        top_k={3: 0.0},
+        experts_by_row=by_row,
+    )
+    space = SearchSpace.of(config, widths="per_layer").replace(experts=(2, 4, 6), top_k=(3,))
+    limits = Limits(max_total=0.8)
+    score_grids(scorer, space)
+    equal = best_within(scorer, limits)
+    evolve(scorer, space, limits, "active", num_trials=400, population=30, seed=0)
+    assert equal == pytest.approx(5.15)
+    assert best_within(scorer, limits) < 2.7
+
+
+@pytest.mark.parametrize("layers", ["nested", "free"])
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_the_same_seed_proposes_the_same_candidates(make_model, layers, widths):
+    config = make_model().config
+    space = SearchSpace.of(config, layers=layers, widths=widths)
 
     def run(seed: int) -> list:
         scorer = Scorer(config, None, None)
@@ -246,6 +270,14 @@ def test_impossible_limits_are_refused_before_anything_is_evaluated(make_model):
         search(make_model(), [], Limits(max_total=0.01))  # without batches an evaluation would complain of them
 
 
+def test_per_layer_widths_are_proposed_and_measured(make_model, batches):
+    model = make_model()
+    space = SearchSpace.of(model.config, widths="per_layer")
+    result = search(model, batches[:1], Limits(max_total=0.75), space=space, options=FAST)
+    assert result.sensitivities.experts_by_row
+    assert any(len(set(candidate.subnet.experts)) > 1 for candidate in result.candidates)
+
+
 def test_spearman():
     assert spearman([1, 2, 3, 4], [10, 20, 30, 99]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
@@ -278,10 +310,11 @@ def test_first_and_last_two_layers_come_first_even_when_dead(make_model, batches
     assert set(rank_layers(model, batches).order[:4]) == {0, 1, 4, 5}
 
 
-def test_axis_points_are_predicted_exactly(make_model, batches):
+@pytest.mark.parametrize("each_layer", [False, True])
+def test_axis_points_are_predicted_exactly(make_model, batches, each_layer):
     model = make_model()
     config = model.config
-    found = measure_sensitivities(model, batches, [2, 4], [1, 2])
+    found = measure_sensitivities(model, batches, [2, 4], [1, 2], each_layer=each_layer)
     points = [
         config.full(),
         config.subnet(depth=4),
@@ -290,8 +323,26 @@ def test_axis_points_are_predicted_exactly(make_model, batches):
         config.subnet(top_k=1),
     ]
     points.append(without_layers(config, {3}))
+    if each_layer:
+        assert set(found.experts_by_row) == set(range(6)) and set(found.top_k_by_row[0]) == {1, 2, 3}
     for subnet in points:
         assert found.predict(config, subnet) == pytest.approx(evaluate(model, subnet, batches).nll, abs=1e-9)
+
+
+def test_counts_that_differ_by_layer_follow_the_single_layer_measurements(make_model):
+    config = make_model().config
+    by_row = {row: {6: 0.0, 3: 0.1 * (row + 1)} for row in range(6)}
+    found = Sensitivities(
+        full_nll=2.0, drop={}, depth={6: 0.0}, experts={6: 0.0, 3: 2.1}, top_k={3: 0.0}, experts_by_row=by_row
+    )
+    full = config.full()
+
+    def narrow(row: int) -> float:
+        counts = tuple(3 if at == row else 6 for at in range(6))
+        return found.predict(config, full.replace(experts=counts))
+
+    assert [narrow(row) for row in range(6)] == pytest.approx([2.1, 2.2, 2.3, 2.4, 2.5, 2.6])
+    assert found.predict(config, config.subnet(experts=3)) == pytest.approx(4.1)
 
 
 def test_prediction_lies_between_measured_counts(make_model):
@@ -301,5 +352,5 @@ def test_prediction_lies_between_measured_counts(make_model):
 
 
 def test_sensitivities_survive_json(make_model, batches):
-    found = measure_sensitivities(make_model(), batches[:1], [3], [1])
+    found = measure_sensitivities(make_model(), batches[:1], [3], [1], each_layer=True)
     assert Sensitivities.model_validate_json(found.model_dump_json()) == found
