@@ -28,8 +28,7 @@ from stretto.data.shards import TokenSet
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.replay import Recorder, Replay
-from stretto.model.transformer import Context, Transformer
+from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.rl.samples import signed_routes

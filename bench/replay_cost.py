@@ -24,9 +24,8 @@ from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.parallel import compute_dtype, join
-from stretto.model.replay import Replay
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, build
+from stretto.model.transformer import Context, Replay, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.native import load
 from stretto.optim.build import build_optimizers

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import rich
@@ -79,49 +80,35 @@ def _stages(run: Path) -> tuple[Stage, ...]:
     recipe = read_recipe(RECIPES / "demo.toml", Recipe)
     healing = read_recipe(RECIPES / "heal.toml", HealRecipe)
     brief = healing.replace(train=healing.train.replace(steps=SEARCH_HEAL_STEPS))
-    data = run / "data" / "00"
+    data, healed = [str(run / "data" / "00")], run / "healed"
+    resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
+    export = partial(export_command, healed, "glm4_moe", dtype="float32")
     return (
         Stage(
             "text of this Python's library and of reasoning-gym, tokenised",
             "data/00/data.json",
-            lambda: _text(run, recipe),
+            partial(_text, run, recipe),
         ),
         Stage(
             "pre-train one elastic network",
             CHECKPOINT,
-            lambda: pretrain_command(recipe, run, [str(data)], resume=(run / "snapshots").is_dir(), device="cpu"),
+            partial(pretrain_command, recipe, run, data, resume=resume, device="cpu"),
         ),
-        Stage("measure this machine's latency", LATENCY_FILE, lambda: latency_command(run, "cpu")),
+        Stage("measure this machine's latency", LATENCY_FILE, partial(latency_command, run, "cpu")),
         Stage(
             "search: at most 34 % of the parameters, 50 % of the active ones",
             SEARCH_FILE,
-            lambda: search_command(run, LIMITS, SearchOptions(num_healed=2), brief, "cpu"),
+            partial(search_command, run, LIMITS, SearchOptions(num_healed=2), brief, "cpu"),
         ),
-        Stage("cut out the best, and the half", "best", lambda: _extract(run)),
+        Stage("cut out the best, and the half", "best", partial(_extract, run)),
         Stage(
             "heal the best",
             "healed",
-            lambda: heal_command(
-                healing,
-                run / "best",
-                run / "healed",
-                [str(data)],
-                None,
-                resume=(run / "healed.run" / "snapshots").is_dir(),
-                device="cpu",
-            ),
+            partial(heal_command, healing, run / "best", healed, data, None, resume=resume_heal, device="cpu"),
         ),
-        Stage(
-            "export for transformers",
-            "hf",
-            lambda: export_command(run / "healed", "glm4_moe", run / "hf", "float32", False),
-        ),
-        Stage(
-            "export for llama.cpp",
-            "model.gguf",
-            lambda: export_command(run / "healed", "glm4_moe", run / "model.gguf", "float32", True),
-        ),
-        Stage("let transformers write with each size", SAMPLES_FILE, lambda: _write(run)),
+        Stage("export for transformers", "hf", partial(export, out=run / "hf", gguf=False)),
+        Stage("export for llama.cpp", "model.gguf", partial(export, out=run / "model.gguf", gguf=True)),
+        Stage("let transformers write with each size", SAMPLES_FILE, partial(_write, run)),
     )
 
 

@@ -16,8 +16,7 @@ from stretto.apps.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, read_json
-from stretto.base.receipt import Alone, Family, family, history, ledger
-from stretto.base.records import Lineage, git_commit, read_lineage
+from stretto.base.records import Alone, Family, Lineage, family, git_commit, history, ledger, read_lineage
 from stretto.base.track import progress, read_metrics
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
@@ -184,11 +183,10 @@ def _healing_curve(healed: Healed, subnets: Mapping[str, Subnet]) -> Curve:
 
 def _kept(config: ModelConfig, subnet: Subnet) -> Kept:
     experts: list[tuple[bool, ...]] = [()] * config.num_layers
-    kept_moe = iter(subnet.experts)
-    for row, layer in enumerate(config.moe_layers):
-        num = next(kept_moe) if layer in subnet.layers else 0
-        chosen = set(config.expert_orders[row][:num])
-        experts[layer] = tuple(expert in chosen for expert in range(config.experts_by_layer[row]))
+    kept = dict(zip(config.moe_rows(subnet.layers), subnet.experts, strict=True))
+    for row, (layer, order) in enumerate(zip(config.moe_layers, config.expert_orders, strict=True)):
+        chosen = set(order[: kept.get(row, 0)])
+        experts[layer] = tuple(expert in chosen for expert in range(len(order)))
     return Kept(tuple(layer in subnet.layers for layer in range(config.num_layers)), tuple(experts))
 
 

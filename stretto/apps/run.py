@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, read_json, write_json
+from stretto.base.paths import RUN_FILE, read_json
 from stretto.base.track import progress
 from stretto.data.loader import Mixture, Part
 from stretto.data.shards import TOKENIZER, Manifest, read_manifest, tokenise
@@ -46,10 +46,6 @@ class RunInfo(Config):
     parent: Path | None = None
     """Checkpoint that a healing run started from."""
     teacher: Path | None = None
-
-
-def write_info(run: Path, info: RunInfo) -> None:
-    write_json(run / RUN_FILE, info.model_dump(mode="json"))
 
 
 def read_info(run: Path) -> RunInfo:
@@ -112,10 +108,8 @@ def prepare_data(run: Path, data: Sequence[str], tokenizer: Path | None, vocab_s
 
 
 def tokenise_data(data: Sequence[str], out: Path, tokenizer: Path | None, vocab_size: int) -> Manifest:
-    """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on it.
-
-    Raises:
-        UserError: bad data, or more than one source (a mixture is of data folders).
+    """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on it. Raises `UserError`:
+    bad data, or more than one source (a mixture is of data folders).
     """
     if len(data) != 1:
         raise UserError(f"--data: one source makes one data folder, {len(data)} were named; tokenise each by itself")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, read_info
+from stretto.apps.run import read_info
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, write_json
-from stretto.base.receipt import Meter
-from stretto.base.records import Receipt, new_lineage
+from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -22,12 +20,12 @@ from stretto.model.elastic import extract
 from stretto.model.families import parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets, parse_subnet
-from stretto.model.transformer import Context, Transformer
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
+from stretto.model.transformer import Context
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
-from stretto.train.loop import Job, heal
+from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, Recipe
 from stretto.train.step import metered
 
@@ -75,9 +73,21 @@ def search_command(
     batches = held_out(info, info.recipe.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     meter = Meter("search", device_name(ranks.device), ranks.world)
-    healer = None
-    if heal_recipe is not None:
-        healer = _healer(checkpoint.model, info, heal_recipe, run / "search", ranks, batches, meter)
+    numbers = itertools.count()
+
+    def healed_nll(subnet: Subnet) -> float:
+        """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+        assert heal_recipe is not None
+        seen = meter.receipt().flops
+        loader = open_loader(info, heal_recipe.train, ranks)
+        job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+        teacher = checkpoint.model if heal_recipe.ce_weight < 1.0 else None
+        healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), teacher)
+        # what the search's meter saw of it already are the teacher's passes through the maximum network
+        spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
+        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
+        return evaluate(healed.model, healed.model.config.full(), batches).nll
+
     with meter, metered(checkpoint.model, meter):
         result = search(
             checkpoint.model,
@@ -86,7 +96,7 @@ def search_command(
             options=options,
             presets=named_subnets(checkpoint.config, checkpoint.presets),
             table=table,
-            heal=healer,
+            heal=healed_nll if heal_recipe is not None else None,
         )
     write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return result
@@ -106,32 +116,6 @@ def read_search(run: Path) -> SearchRecord | None:
     return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
 
 
-def _healer(
-    model: Transformer,
-    info: RunInfo,
-    recipe: HealRecipe,
-    folder: Path,
-    ranks: Ranks,
-    batches: tuple[EvalBatch, ...],
-    meter: Meter,
-) -> Callable[[Subnet], float]:
-    """Heals a Subnet for a few steps and tells its loss; each in a folder of its own."""
-    numbers = itertools.count()
-
-    def healed_nll(subnet: Subnet) -> float:
-        before = meter.receipt().flops
-        job = Job(
-            folder / f"heal-{next(numbers):02d}", open_loader(info, recipe.train, ranks), (), info.data_hash, ranks
-        )
-        healed = heal(recipe, job, extract(model, subnet), model if recipe.ce_weight < 1.0 else None)
-        # what the search's meter saw of it already are the teacher's passes through the maximum network
-        spent, seen = healed.meter.receipt(), meter.receipt().flops - before
-        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
-        return evaluate(healed.model, healed.model.config.full(), batches).nll
-
-    return healed_nll
-
-
 def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:
     """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
 
@@ -147,30 +131,18 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
-    config = extracted.model.config
-    counts = count(config, config.full())
-    receipt = meter.receipt()
     found = read_search(source) if subnet_name == "best" else None
-    if found is not None:
-        receipt = found.receipt + receipt
-    lineage = new_lineage(
-        name=out.name,
-        stage="extract",
-        weights_hash="",
-        total_params=counts.total_params,
-        active_params=counts.active_params,
-        receipt=receipt,
-        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
-        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
-    )
-    has_tokenizer = (checkpoint.folder / "tokenizer.json").is_file()
-    write_checkpoint(
+    write_trained(
         out,
         extracted.model,
-        config,
-        family=None,
-        tokenizer_dir=checkpoint.folder if has_tokenizer else None,
-        lineage=lineage,
+        meter,
+        ranks,
+        name=out.name,
+        stage="extract",
+        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
+        tokenizer_dir=_tokenizer_of(checkpoint.folder),
+        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
+        spent=found.receipt if found else None,
     )
     return extracted
 
@@ -199,12 +171,16 @@ def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool)
             checkpoint.model,
             checkpoint.config,
             family=parse_family(family),
-            tokenizer_dir=folder if (folder / "tokenizer.json").is_file() else None,
+            tokenizer_dir=_tokenizer_of(folder),
             presets=checkpoint.presets,
             lineage=checkpoint.lineage,
             dtype=getattr(torch, dtype),
             advance=advance,
         )
+
+
+def _tokenizer_of(folder: Path) -> Path | None:
+    return folder if (folder / "tokenizer.json").is_file() else None
 
 
 def _load(source: Path, ranks: Ranks) -> Checkpoint:

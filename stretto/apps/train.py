@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data, read_info, write_info
+from stretto.apps.run import RunInfo, prepare_data, read_info
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, write_json
 from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
@@ -33,15 +33,11 @@ def pretrain_command(
     device: str = "auto",
     wandb_project: str | None = None,
 ) -> Path:
-    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder.
-
-    Raises:
-        UserError: bad data or recipe, or a folder in which another run lies.
+    """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder. Raises `UserError`: bad data or recipe, or a
+    folder in which another run lies.
     """
     ranks = join(device, recipe.train.ep)
-    info = _start(run, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
-    if not isinstance(info.recipe, Recipe):
-        raise UserError(f"{run}: a {info.stage} run; choose another folder")
+    info = _start(run, recipe, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
     trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
     return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
 
@@ -56,19 +52,15 @@ def heal_command(
     resume: bool = False,
     device: str = "auto",
 ) -> Path:
-    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``.
-
-    Raises:
-        UserError: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
+    """Heal the checkpoint ``source`` into ``out``; the run's files go to a folder beside it, ``{out}.run``. Raises
+    `UserError`: bad data, a teacher that does not fit, or a network without one while the recipe wants one.
     """
     run = out.with_name(out.name + ".run")
     folder = checkpoint_folder(source)
     student = read_checkpoint(folder, dtype=torch.float32)
     guide = _read_teacher(recipe, student, teacher)
     ranks = join(device, recipe.train.ep)
-    info = _start(run, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
-    if not isinstance(info.recipe, HealRecipe):
-        raise UserError(f"{run}: a {info.stage} run; choose another folder")
+    info = _start(run, recipe, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
     trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
     parents = (student.lineage,) if student.lineage else ()
     return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
@@ -101,14 +93,17 @@ def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch
     return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
 
 
-def _start(run: Path, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) -> RunInfo:
+def _start(run: Path, recipe: Recipe | HealRecipe, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) -> RunInfo:
     """The run's record: the one it was started with, or a new one, which rank 0 makes for all."""
     if not resume and ranks.is_first:
         if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
             raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
-        write_info(run, new())
+        write_json(run / RUN_FILE, new().model_dump(mode="json"))
     ranks.barrier()
-    return read_info(run)
+    info = read_info(run)
+    if type(info.recipe) is not type(recipe):
+        raise UserError(f"{run}: a {info.stage} run; choose another folder")
+    return info
 
 
 def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None) -> RunInfo:

@@ -32,10 +32,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def read_recipe(path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a TOML recipe, apply ``key.path=value`` overrides, and validate it as ``kind``.
-
-    Raises:
-        UserError: the file is missing or not TOML, a key is unknown, or a value is impossible.
+    """Read a TOML recipe, apply ``key.path=value`` overrides, and validate it as ``kind``. Raises `UserError`: the file
+    is missing or not TOML, a key is unknown, or a value is impossible.
     """
     path = Path(path)
     try:
@@ -62,15 +60,10 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
 def check_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
 ) -> None:
-    """Refuse to go on under another recipe than the run was started with.
+    """Refuse to go on under another recipe (as plain data) than the run in the folder ``where`` was started with.
 
-    Args:
-        old, new: recipes as plain data.
-        where: the run folder, for the message.
-        free: fields that may differ; one that ends with a dot stands for a whole table.
-
-    Raises:
-        UserError: naming the first field that differs.
+    Fields in ``free`` may differ; one that ends with a dot stands for a whole table. Raises `UserError`, naming the
+    first field that differs.
     """
     before, after = _flat(old), _flat(new)
     tables = tuple(name for name in free if name.endswith("."))

@@ -19,11 +19,7 @@ RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 
 
 def checkpoint_folder(path: Path | str) -> Path:
-    """The checkpoint folder that ``path`` names: itself, or a run's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The checkpoint folder that ``path`` names: itself, or a run's. Raises `UserError`: there is none."""
     path = Path(path)
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
@@ -49,8 +45,9 @@ def replacing(path: Path | str) -> Iterator[Path]:
         assert temporary.exists(), f"nothing was written at {temporary}"
         _put(temporary, path)
     except OSError as error:
-        if _names_another_file(error, path, temporary):
-            raise  # one that the caller reads
+        named = Path(str(error.filename or path))
+        if not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary)):
+            raise  # about a file that the caller reads
         problem = error.strerror or error
         raise UserError(f"{path}: cannot be written: {problem}; free some space or choose another folder") from error
     finally:
@@ -67,13 +64,6 @@ def writing(path: Path | str) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be written: {error.strerror or error}; free some space, then --resume"
         ) from error
-
-
-def _names_another_file(error: OSError, path: Path, temporary: Path) -> bool:
-    if error.filename is None:
-        return False
-    named = Path(str(error.filename))
-    return not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary))
 
 
 def _put(temporary: Path, path: Path) -> None:
@@ -109,11 +99,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        UserError: the file is missing, unreadable or not JSON.
-    """
+    """Parse a JSON file. Raises `UserError`: the file is missing, unreadable or not JSON."""
     path = Path(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

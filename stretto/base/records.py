@@ -1,14 +1,25 @@
-"""Records that cross a process or a disk; each field names its unit and who writes it."""
+"""What a stage cost (`Receipt`, measured by a `Meter`) and where a checkpoint comes from (`Lineage`); what receipts add up to along
+a lineage (`ledger`, `family`).
+
+Every cost is stated twice: for a model alone, meaning all stages after the network it was cut from, and with that
+parent. Only what a receipt holds counts as measured; an estimate handed in is marked as computed.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import resource
 import subprocess
+import sys
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -19,8 +30,6 @@ from stretto.base.paths import read_json, write_json
 LINEAGE_FILE = "lineage.json"
 SCHEMA = 1
 """Version of the lineage file. Raised when a reader of the old form would misread the new one."""
-
-_HASH_CHUNK_BYTES = 1 << 20
 
 
 class Receipt(Config):
@@ -92,40 +101,15 @@ class Lineage(Config):
     """When the record was written: ISO 8601, UTC."""
 
 
-def new_lineage(
-    *,
-    name: str,
-    stage: str,
-    weights_hash: str,
-    total_params: int,
-    active_params: int,
-    receipt: Receipt,
-    parents: tuple[Lineage, ...] = (),
-    run_id: str | None = None,
-    data_hash: str | None = None,
-    tokenizer_hash: str | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Lineage:
-    """The record of a checkpoint about to be written, by this code, now (fields as in `Lineage`).
+def new_lineage(**fields: Any) -> Lineage:
+    """The record of a checkpoint about to be written, by this code, now: ``fields`` of `Lineage`, what is left out being empty.
 
     A resumed run hands in the ``run_id`` of its snapshot; None draws a new one.
     """
-    return Lineage(
-        schema_version=SCHEMA,
-        run_id=run_id or new_run_id(),
-        name=name,
-        stage=stage,
-        parents=parents,
-        weights_hash=weights_hash,
-        data_hash=data_hash,
-        tokenizer_hash=tokenizer_hash,
-        git_commit=git_commit(),
-        config=dict(config or {}),
-        total_params=total_params,
-        active_params=active_params,
-        receipt=receipt,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    empty: dict[str, Any] = {"weights_hash": "", "parents": (), "data_hash": None, "tokenizer_hash": None, "config": {}}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    made = {"schema_version": SCHEMA, "git_commit": git_commit(), "created": now}
+    return Lineage(**(empty | fields | made | {"run_id": fields.get("run_id") or new_run_id()}))
 
 
 def new_run_id() -> str:
@@ -139,10 +123,8 @@ def write_lineage(folder: Path | str, lineage: Lineage) -> None:
 
 
 def read_lineage(folder: Path | str) -> Lineage:
-    """Read the ``lineage.json`` of a checkpoint folder.
-
-    Raises:
-        UserError: there is none, it is damaged, or another version or program wrote it.
+    """Read the ``lineage.json`` of a checkpoint folder. Raises `UserError`: there is none, it is damaged, or another
+    version or program wrote it.
     """
     path = Path(folder) / LINEAGE_FILE
     if not path.is_file():
@@ -164,8 +146,7 @@ def hash_files(paths: Iterable[Path]) -> str:
     for path in sorted(paths, key=lambda path: path.name):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -192,3 +173,221 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _join(left: str, right: str) -> str:
     return " + ".join(dict.fromkeys([*left.split(" + "), *right.split(" + ")]))
+
+
+Basis = Literal["measured", "computed"]
+
+
+class Meter:
+    """Accumulates the cost of one stage; the clock runs inside ``with meter:``, which may be entered again and again."""
+
+    def __init__(
+        self,
+        stage: str,
+        device: str,
+        num_devices: int = 1,
+        spent: Receipt | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start at zero, or at ``spent``: what the stage had cost when the snapshot it resumes from was written."""
+        self._total = Receipt(stage=stage, device=device, num_devices=num_devices)
+        if spent is not None:
+            assert spent.stage == stage, f"a {stage} stage cannot go on from the receipt of {spent.stage}"
+            self._total = self._total + spent
+        self._num_devices = num_devices
+        self._clock = clock
+        self._entered: float | None = None
+
+    def add(self, **work: Any) -> None:
+        """Count work done, over all devices: fields of `Receipt`, in their units."""
+        self._total += Receipt(stage=self._total.stage, device=self._total.device, **work)
+
+    def receipt(self, peak_memory_bytes: int | None = None) -> Receipt:
+        """The cost so far; may be called at any time, so that a snapshot can carry it.
+
+        ``peak_memory_bytes`` is the accelerator's peak, as its runtime counts it; None: this process's largest resident
+        memory since it started, which may include an earlier stage of the same process.
+        """
+        peak = process_peak_bytes() if peak_memory_bytes is None else peak_memory_bytes
+        total = self._so_far()
+        return total.replace(peak_memory_bytes=max(total.peak_memory_bytes, peak))
+
+    def __enter__(self) -> Self:
+        assert self._entered is None, "this meter is already running"
+        self._entered = self._clock()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._total, self._entered = self._so_far(), None
+
+    def _so_far(self) -> Receipt:
+        """With the time since the clock was started."""
+        if self._entered is None:
+            return self._total
+        wall_s, total = self._clock() - self._entered, self._total
+        device_s = wall_s * self._num_devices
+        return total + Receipt(stage=total.stage, device=total.device, wall_s=wall_s, device_s=device_s)
+
+
+def process_peak_bytes() -> int:
+    """Largest resident memory of this process since it started."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One stage in a model's history."""
+
+    name: str
+    """Name of its run folder."""
+    role: Literal["parent", "own"]
+    """``parent``: a network others may be cut from as well; ``own``: every stage after it."""
+    receipt: Receipt
+    """Cost of this stage only, measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What a model cost, with and without its parent."""
+
+    rows: tuple[LedgerRow, ...]
+    """Every stage once, ancestors first."""
+    alone: Receipt
+    """Sum of the ``own`` stages."""
+    with_parents: Receipt
+    """Sum of all stages."""
+
+
+def history(lineage: Lineage) -> tuple[Lineage, ...]:
+    """All stages that led to ``lineage``, ancestors first, itself last; a shared ancestor once.
+
+    Two records of one run (the run went on after the first child was cut from it) are one stage: the later record,
+    which has more FLOPs, includes the earlier.
+    """
+    return _distinct(_walk(lineage))
+
+
+def ledger(lineage: Lineage) -> Ledger:
+    """Cost of ``lineage`` alone and with its parents.
+
+    The parents are the stages that started from no checkpoint. A model trained from scratch has none: all is its own.
+    """
+    stages = history(lineage)
+    has_parents = len(stages) > 1
+    rows = tuple(
+        LedgerRow(stage.name, "parent" if has_parents and not stage.parents else "own", stage.receipt)
+        for stage in stages
+    )
+    return Ledger(
+        rows=rows,
+        alone=reduce(add, (row.receipt for row in rows if row.role == "own")),
+        with_parents=reduce(add, (row.receipt for row in rows)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Cost of training one size by itself."""
+
+    flops: int
+    basis: Basis
+    """``computed`` from shape and tokens, or ``measured`` by the receipt of a control that was run."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRow:
+    """One size of a family."""
+
+    name: str
+    own_flops: int
+    """FLOPs after the parents, measured; a stage that sizes share counts with the first of them."""
+    alone: Alone
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Several sizes out of one parent, against training each alone."""
+
+    rows: tuple[FamilyRow, ...]
+    """In the order given."""
+    parent_flops: int
+    """FLOPs of the parents, each once; measured."""
+    basis: Basis
+    """``measured`` only if every cost of training alone is."""
+
+    @property
+    def family_flops(self) -> int:
+        return self.parent_flops + sum(row.own_flops for row in self.rows)
+
+    @property
+    def alone_flops(self) -> int:
+        return sum(row.alone.flops for row in self.rows)
+
+    @property
+    def share_of_alone(self) -> float:
+        """Cost of the family over the cost of training every size alone."""
+        return self.family_flops / self.alone_flops
+
+    @property
+    def share_of_largest(self) -> float:
+        """Cost of the family over the cost of training its dearest size alone."""
+        return self.family_flops / max(row.alone.flops for row in self.rows)
+
+    @property
+    def break_even(self) -> int | None:
+        """Number of sizes from which the family is the cheaper way; None if it never is.
+
+        Computed for sizes that cost what these cost on average.
+        """
+        return break_even(self.parent_flops, sum(row.own_flops for row in self.rows), self.alone_flops, len(self.rows))
+
+
+def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
+    """Add up sizes out of one parent; ``alone[i]`` is what training ``members[i]`` by itself costs.
+
+    The parent may be a member too (the full network, used as it is): it then costs nothing beyond being the parent.
+    """
+    assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
+    stages = _distinct(stage for member in members for stage in _walk(member))
+    cost = {stage.run_id: stage.receipt.flops for stage in stages}
+    parents = {stage.run_id for stage in stages if not stage.parents}
+    counted = set(parents)
+    rows = []
+    for member, by_itself in zip(members, alone, strict=True):
+        own = {stage.run_id for stage in _walk(member)} - counted
+        counted |= own
+        rows.append(FamilyRow(member.name, sum(cost[run] for run in own), by_itself))
+    return Family(
+        rows=tuple(rows),
+        parent_flops=sum(cost[run] for run in parents),
+        basis="measured" if all(each.basis == "measured" for each in alone) else "computed",
+    )
+
+
+def break_even(parent_flops: int, own_flops: int, alone_flops: int, num_sizes: int) -> int | None:
+    """Smallest n with ``parent + n * own / num_sizes <= n * alone / num_sizes``; None if there is none.
+
+    ``own_flops`` and ``alone_flops`` are sums over ``num_sizes`` sizes. Exact: integers throughout.
+    """
+    assert num_sizes > 0, num_sizes
+    saved = alone_flops - own_flops
+    if saved <= 0:
+        return 1 if saved == parent_flops == 0 else None
+    return max(1, -(-parent_flops * num_sizes // saved))
+
+
+def _walk(lineage: Lineage) -> Iterable[Lineage]:
+    for parent in lineage.parents:
+        yield from _walk(parent)
+    yield lineage
+
+
+def _distinct(stages: Iterable[Lineage]) -> tuple[Lineage, ...]:
+    """One record a run, the one with most FLOPs, at the place where the run first appears."""
+    latest: dict[str, Lineage] = {}
+    for stage in stages:
+        known = latest.get(stage.run_id)
+        if known is None or stage.receipt.flops > known.receipt.flops:
+            latest[stage.run_id] = stage
+    return tuple(latest.values())

@@ -10,11 +10,9 @@ import json
 import math
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import rich
@@ -63,14 +61,13 @@ def progress(description: str, total: int | None = None, console: Console | None
 
             yield advance
             return
-    done = 0
+    done, ending = 0, "stopped"
 
     def count(num: int = 1, status: str | None = None, /) -> None:
         nonlocal done
         done += num
 
     _say(console, f"{description} …")
-    ending = "stopped"
     try:
         yield count
         ending = "done"
@@ -94,16 +91,10 @@ class Tracker:
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Open the sinks.
+        """Open the sinks in the run folder ``folder``, made if need be, and in the W&B project, shown with ``config``.
 
-        Args:
-            folder: the run folder; created if need be.
-            first_step: first step that will be logged. What an interrupted attempt logged at it or later is dropped;
-                0 starts afresh.
-            wandb_project: log to this W&B project too.
-            config: the recipe, shown beside the run in W&B.
+        What an interrupted attempt logged at ``first_step`` or later is dropped; 0 starts afresh.
 
         Raises:
             UserError: W&B was asked for and is not installed, or an earlier ``metrics.jsonl`` is damaged.
@@ -111,8 +102,6 @@ class Tracker:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._console = console or rich.get_console()
-        self._clock = clock
-        self._spans: dict[str, float] = defaultdict(float)
         self._wandb = _open_wandb(wandb_project, self.folder, first_step, config) if wandb_project else None
         path = self.folder / METRICS_FILE
         kept = [row for row in _read_rows(path) if row["step"] < first_step] if first_step and path.exists() else []
@@ -128,14 +117,12 @@ class Tracker:
             self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first_step or None)
 
     def log(self, step: int, scalars: Mapping[str, float], line: bool = True) -> None:
-        """Write the scalars of ``step`` and the seconds of the spans since the last call; print them if ``line``.
+        """Write the scalars of ``step``; print them if ``line``.
 
         Names are paths (``loss/full``); TensorBoard groups by the first part. A value that is not finite becomes null
         in ``metrics.jsonl``, because NaN is not JSON.
         """
         values = {name: float(value) for name, value in scalars.items()}
-        values |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()}
-        self._spans.clear()
         row = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         with writing(self.folder):
             self._file.write(json.dumps(row) + "\n")
@@ -152,18 +139,6 @@ class Tracker:
         """Print one plain line, above any progress bar."""
         _say(self._console, text)
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time a block; the sum since the last `log` is written as ``time/{name}_s``.
-
-        Host time: on an accelerator, work that was queued inside the block may finish outside it.
-        """
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._spans[name] += self._clock() - start
-
     def close(self) -> None:
         with writing(self.folder):
             self._file.close()
@@ -175,18 +150,14 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         with suppress(*(() if error is None else (UserError,))):  # what came first is to be heard
             self.close()
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, float]]:
-    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN.
-
-    Raises:
-        UserError: there is no such file, or a line other than the last is damaged.
+    """Rows of a run's ``metrics.jsonl`` in the order written; each has ``step``, null reads as NaN. Raises `UserError`:
+    there is no such file, or a line other than the last is damaged.
     """
     path = Path(folder) / METRICS_FILE
     if not path.is_file():

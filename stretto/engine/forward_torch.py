@@ -27,9 +27,8 @@ from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
 from stretto.ops import exact, grouped, matmul, paged
 from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
-from stretto.ops.operators import rotary_tables
+from stretto.ops.operators import MASKED, rotary_tables
 from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans
-from stretto.ops.route import MASKED
 
 _MAX_KNOWN = 1024
 """Subnets and compositions remembered; a client may name a Subnet of its own in every request."""

@@ -1,9 +1,9 @@
-"""Held-out loss of Subnets, how far each lies from the full network, and what each layer is worth.
+"""Held-out loss of Subnets, how far each lies from the full network, what each layer is worth, and where tokens go.
 
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.
 
-Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V vocabulary.
+Shape letters: B rows, T positions, N tokens that carry a loss, S slots (a token and a chosen expert), D hidden, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -151,8 +151,6 @@ class LayerRanking:
     """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
     logit_error: dict[int, float]
     """By layer that may be dropped: normalised mean squared error of the final logits without it."""
-    loss_increase: dict[int, float]
-    """By layer that may be dropped: held-out loss without it minus the full network's, nats per token."""
 
 
 def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
@@ -162,9 +160,9 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     """
     config = model.config
     layers = droppable_layers(config)
-    subnets = [config.full(), *(without_layers(config, {layer}) for layer in layers)]
+    subnets = [without_layers(config, {layer}) for layer in layers]
     with progress("rank layers", len(subnets) * len(batches)) as advance:
-        full, *reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
+        reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
     errors: dict[int, float] = {}
     for layer, report in zip(layers, reports, strict=True):
         assert report.logit_error is not None
@@ -172,16 +170,9 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     return LayerRanking(
         order=(*fixed_layers(config.num_layers), *sorted(layers, key=lambda layer: (-errors[layer], layer))),
         logit_error=errors,
-        loss_increase={layer: report.nll - full.nll for layer, report in zip(layers, reports, strict=True)},
     )
 
 
 def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:
     """The full network less some layers."""
-    kept = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
-    rows = config.moe_rows(kept)
-    return Subnet(
-        layers=kept,
-        experts=tuple(config.experts_by_layer[row] for row in rows),
-        top_k=tuple(config.top_k_by_layer[row] for row in rows),
-    )
+    return config.full(layer for layer in range(config.num_layers) if layer not in dropped)

@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -31,7 +30,6 @@ from stretto.model.families import (
     Alias,
     Family,
     Stored,
-    TokenIds,
     check_family,
     default_family,
     differing_field,
@@ -70,6 +68,7 @@ _OURS = (
 """What a checkpoint consists of: a folder that holds anything else is never replaced."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Of weights, by safetensors' name."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
@@ -136,27 +135,22 @@ def write_checkpoint(
     for choice in (presets or {}).values():
         choice.of(config)
     _refuse_other_files(folder)
-    tokens, generation = _token_ids(Path(tokenizer_dir), config) if tokenizer_dir is not None else (TokenIds(), {})
+    ids = _token_ids(Path(tokenizer_dir), config) if tokenizer_dir is not None else dict.fromkeys(_TOKEN_IDS)
     with replacing(folder) as partial:
         partial.mkdir(parents=True)
-        write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype), tokens))
-        write_json(partial / "generation_config.json", generation)
+        own = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
+        write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype)) | own)
+        told = {name: value for name, value in ids.items() if value is not None}
+        write_json(partial / "generation_config.json", told)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        stored = {tensor.name: tensor for tensor in stored_tensors(config, family)}
-        write_tensors(
-            partial,
-            {name: _num_bytes(tensor, dtype) for name, tensor in stored.items()},
-            lambda name: to_stored(stored[name], state, dtype),
-            max_shard_bytes=max_shard_bytes,
-            advance=advance,
-        )
+        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, advance)
         biases = {name: tensor.detach().cpu() for name, tensor in state.items() if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
-        for name in TOKENIZER_FILES if tokenizer_dir is not None else ():
-            if (Path(tokenizer_dir or "") / name).is_file():
-                shutil.copyfile(Path(tokenizer_dir or "") / name, partial / name)
+        for name in TOKENIZER_FILES:
+            if tokenizer_dir is not None and (Path(tokenizer_dir) / name).is_file():
+                shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
         if lineage is not None:
             lineage = lineage.replace(weights_hash=weights_hash(partial))
             write_lineage(partial, lineage)
@@ -238,7 +232,7 @@ def _describe(folder: Path) -> StrettoFile:
     description = validate(StrettoFile, own, str(ours))
     parse_family(str(tree.get("model_type")), f"{path}: model_type")
     check_family(description.config, description.family)
-    field = differing_field(tree, to_hf(description.config, description.family, "float32", TokenIds()))
+    field = differing_field(tree, to_hf(description.config, description.family, "float32"))
     if field is not None:
         raise UserError(
             f"{ours}: does not belong to config.json ({field} is {tree.get(field)!r} there); delete it to read the folder as an ordinary checkpoint"
@@ -254,18 +248,17 @@ def _refuse_other_files(folder: Path) -> None:
             )
 
 
-def _token_ids(folder: Path, config: ModelConfig) -> tuple[TokenIds, dict[str, object]]:
-    """Ids for config.json, and the generation_config.json: generation ends at a document's and at a turn's end."""
+def _token_ids(folder: Path, config: ModelConfig) -> dict[str, int | list[int] | None]:
+    """Of generation_config.json: generation ends at a document's and at a turn's end. The first is config.json's."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the network vocab_size {config.vocab_size}; use the one it was trained with"
         )
-    tokens = TokenIds(eos=tokenizer.eos_id, bos=tokenizer.named_id("bos_token"), pad=tokenizer.named_id("pad_token"))
     turn_end = tokenizer.rust.token_to_id(TURN_END) if tokenizer.chat_template else None
-    ends = sorted({tokens.eos, turn_end} - {None}, key=lambda index: index != tokens.eos)
-    generation = {"bos_token_id": tokens.bos, "eos_token_id": ends, "pad_token_id": tokens.pad}
-    return tokens, {name: value for name, value in generation.items() if value is not None}
+    ends = [tokenizer.eos_id] if turn_end in (None, tokenizer.eos_id) else [tokenizer.eos_id, turn_end]
+    ids = (tokenizer.named_id("bos_token"), ends, tokenizer.named_id("pad_token"))
+    return dict(zip(_TOKEN_IDS, ids, strict=True))
 
 
 def _fill(stored: Stored, files: TensorFiles, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -320,11 +313,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _num_bytes(stored: Stored, dtype: torch.dtype) -> int:
-    """On disk, where the weights are of ``dtype``."""
-    return math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
-
-
 def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The tensor ``stored`` as it goes to disk, on the CPU; ``state`` is our state dict."""
     dtype = torch.float32 if stored.always_fp32 else dtype
@@ -365,17 +353,15 @@ def _swap_axes(rows: Tensor, outer: int, inner: int) -> Tensor:
     return heads.transpose(1, 2).reshape(rows.shape)
 
 
-class TensorFiles:
-    """Reads tensors by name from ``file`` of ``folder``, or from the shards that an index names; a context manager."""
+class TensorFiles(ExitStack):
+    """Reads tensors by name from ``file`` of ``folder``, or from the shards that an index names; a context that closes them."""
 
     def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
-        """Open all files and read their headers.
-
-        Raises:
-            UserError: no weights, a shard that is missing or damaged, or an index that does not match its shards.
+        """Open all files and read their headers. Raises `UserError`: no weights, a shard that is missing or damaged, or
+        an index that does not match its shards.
         """
+        super().__init__()
         self._folder = folder
-        self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
         self._path_of: dict[str, Path] = {}
         index = folder / INDEX_FILE
@@ -385,7 +371,7 @@ class TensorFiles:
             else:
                 self._path_of = dict.fromkeys(self._open(folder / file), folder / file)
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def _open_shards(self, folder: Path, index: Path) -> None:
@@ -406,7 +392,7 @@ class TensorFiles:
             remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
             raise UserError(f"{path}: no such file; {remedy}")
         try:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path}: not readable as safetensors: {error}; the file is truncated or damaged, {_AGAIN}"
@@ -423,10 +409,8 @@ class TensorFiles:
         return self._path_of[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of ``name`` as stored.
-
-        Raises:
-            UserError: it is missing, or of a dtype that is none of fp32, bf16 and fp16.
+        """Dtype of ``name`` as stored. Raises `UserError`: it is missing, or of a dtype that is none of fp32, bf16 and
+        fp16.
         """
         if name not in self._path_of:
             raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
@@ -439,10 +423,8 @@ class TensorFiles:
         return _DTYPES[stored]
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, on the CPU.
-
-        Raises:
-            UserError: it is missing, of another shape, or of a dtype that is none of fp32, bf16 and fp16.
+        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another
+        shape, or of a dtype that is none of fp32, bf16 and fp16.
         """
         self.dtype(name)
         path = self._path_of[name]
@@ -455,43 +437,30 @@ class TensorFiles:
         tensor: Tensor = view[part] if part else self._files[path].get_tensor(name)
         return tensor
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-
-def write_tensors(
+def _write_weights(
     folder: Path,
-    num_bytes: Mapping[str, int],
-    make: Callable[[str], Tensor],
-    *,
+    tensors: list[Stored],
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
     max_shard_bytes: int,
     advance: Callable[[int], None] | None,
 ) -> None:
-    """Write the tensors that ``make`` gives for the names of ``num_bytes``, in that order; one shard exists at a time.
-
-    ``advance`` is called with the bytes of each file written.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    shards: list[list[str]] = [[]]
+    """Write ``tensors`` in that order; one shard exists in memory at a time."""
+    shards: list[list[Stored]] = [[]]
     sizes = [0]
-    for name, size in num_bytes.items():
+    for stored in tensors:
+        size = math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
         if shards[-1] and sizes[-1] + size > max_shard_bytes:
             shards.append([])
             sizes.append(0)
-        shards[-1].append(name)
+        shards[-1].append(stored)
         sizes[-1] += size
     weight_map: dict[str, str] = {}
-    for number, (names, size) in enumerate(zip(shards, sizes, strict=True), start=1):
+    for number, (shard, size) in enumerate(zip(shards, sizes, strict=True), start=1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(folder / file, {name: make(name) for name in names})
-        weight_map |= dict.fromkeys(names, file)
+        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in shard})
+        weight_map |= {stored.name: file for stored in shard}
         if advance is not None:
             advance(size)
     if len(shards) > 1:
@@ -499,11 +468,7 @@ def write_tensors(
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """One safetensors file, marked as PyTorch's, as transformers demands.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """One safetensors file, marked as PyTorch's, as transformers demands. Raises `UserError`: the disk is full."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how the library reports it

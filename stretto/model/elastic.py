@@ -19,8 +19,10 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
     that was trained at that width. Tensors are copies.
     """
     target = extracted_config(config, subnet)
-    kept_rows = [row for row, layer in enumerate(config.moe_layers) if layer in subnet.layers]
-    width_of = {config.moe_layers[row]: count for row, count in zip(kept_rows, subnet.experts, strict=True)}
+    kept_of = {
+        config.moe_layers[row]: (num, kept_experts(config.expert_orders[row], num))
+        for row, num in zip(config.moe_rows(subnet.layers), subnet.experts, strict=True)
+    }
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if not name.startswith("blocks."):
@@ -30,11 +32,11 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
         layer = int(index)
         if layer not in subnet.layers:
             continue
-        if rest in EXPERT_TENSORS and layer in width_of:
-            row = config.moe_layers.index(layer)
-            kept = torch.tensor(kept_experts(config.expert_orders[row], width_of[layer]), device=tensor.device)
+        if rest in EXPERT_TENSORS and layer in kept_of:
+            num, experts = kept_of[layer]
+            kept = torch.tensor(experts, device=tensor.device)
             if rest == "mlp.bias_WE":
-                branches = [config.branch(width_of[layer]), *(config.branch(width) for width in target.widths[1:])]
+                branches = [config.branch(width) for width in (num, *target.widths[1:])]
                 tensor = tensor[torch.tensor(branches, device=tensor.device)][:, kept]
             else:
                 tensor = tensor.index_select(0, kept)

@@ -28,14 +28,9 @@ _GLM_MIN_EXPERTS = 2
 
 
 def parse_family(name: str, source: str = "--family") -> Family:
-    """``name`` as a family.
-
-    Raises:
-        UserError: there is no such family.
-    """
-    for family in FAMILIES:
-        if name == family:
-            return family
+    """``name`` as a family. Raises `UserError`: there is no such family."""
+    if name in _REASONS:
+        return name
     raise UserError(
         f"{source}: {name!r} is not a supported family{nearest(name, FAMILIES)}; choose {', '.join(FAMILIES)}"
     )
@@ -49,27 +44,20 @@ def why_not(config: ModelConfig, family: Family) -> str | None:
 
 
 def default_family(config: ModelConfig) -> Family:
-    """The first family that expresses ``config``.
-
-    Raises:
-        UserError: none does; the message carries every family's reason.
+    """The first family that expresses ``config``. Raises `UserError`: none does; the message carries every family's
+    reason.
     """
-    reasons: list[str] = []
-    for family in FAMILIES:
-        reason = why_not(config, family)
-        if reason is None:
-            return family
-        reasons.append(f"{family}: {reason}")
-    raise UserError(
-        f"family: no supported family can hold this network ({'; '.join(reasons)}); change the recipe to suit one"
-    )
+    reasons = {family: why_not(config, family) for family in FAMILIES}
+    able = [family for family, reason in reasons.items() if reason is None]
+    if able:
+        return able[0]
+    told = "; ".join(f"{family}: {reason}" for family, reason in reasons.items())
+    raise UserError(f"family: no supported family can hold this network ({told}); change the recipe to suit one")
 
 
 def check_family(config: ModelConfig, family: Family) -> Family:
-    """Return ``family`` if it can express ``config``.
-
-    Raises:
-        UserError: it cannot; the message carries `why_not` and names a family that can, if there is one.
+    """Return ``family`` if it can express ``config``. Raises `UserError`: it cannot; the message carries `why_not` and
+    names a family that can, if there is one.
     """
     reason = why_not(config, family)
     if reason is None:
@@ -166,15 +154,6 @@ def ernie_moe_layers(start: int, end: int, interval: int, num_layers: int) -> tu
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """Special tokens named in config.json; read from the tokenizer by the writer of a checkpoint."""
-
-    eos: int | None = None
-    bos: int | None = None
-    pad: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +294,8 @@ _ARCHITECTURES: dict[Family, _Architecture] = {
 }
 
 
-def to_hf(config: ModelConfig, family: Family, dtype: str, tokens: TokenIds) -> dict[str, Any]:
-    """The config.json of ``config`` in ``family``; ``dtype`` is torch's name of it (``float32``).
+def to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """The config.json of ``config`` in ``family``, less the tokens' ids; ``dtype`` is torch's name of it (``float32``).
 
     Names that transformers 4 and 5 spell differently (RoPE, dtype) are written both ways.
     """
@@ -345,17 +324,12 @@ def to_hf(config: ModelConfig, family: Family, dtype: str, tokens: TokenIds) -> 
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
         "use_cache": True,
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos,
-        "pad_token_id": tokens.pad,
     }
 
 
 def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
-    """The network that a config.json describes; ``source`` names the file in errors.
-
-    Raises:
-        UserError: another architecture, a missing field, or a setting this model does not have.
+    """The network that a config.json describes; ``source`` names the file in errors. Raises `UserError`: another
+    architecture, a missing field, or a setting this model does not have.
     """
     model_type = tree.get("model_type")
     if model_type not in FAMILIES:
@@ -365,7 +339,18 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
     family = parse_family(model_type, source)
     architecture, reader = _ARCHITECTURES[family], _Reader(tree, source)
     rope = reader.get("rope_parameters", {}) or {}
-    _refuse_foreign(reader, architecture, rope)
+    scaling = reader.get("rope_scaling", {}) or {}
+    reader.refuse_unless("hidden_act", reader.get("hidden_act", "silu"), "silu")
+    reader.refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), "default")
+    reader.refuse_unless("rope_scaling", scaling.get("rope_type", scaling.get("type", "default")), "default")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(
+            f"{source}: rope_parameters: one set for each kind of layer is not supported; use a checkpoint with one"
+        )
+    if "quantization_config" in tree:
+        raise UserError(f"{source}: quantization_config: quantised weights are not supported; use the bf16 checkpoint")
+    for name, value in architecture.fixed.items():
+        reader.refuse_unless(name, reader.get(name, value), value)
     num_heads = reader.whole("num_attention_heads")
     defaults = {"num_key_value_heads": num_heads, "head_dim": reader.whole("hidden_size") // num_heads}
     reader = _Reader(_present(defaults) | _present(tree) | _present(rope), source)
@@ -389,27 +374,10 @@ def _present(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value is not None}
 
 
-def _refuse_foreign(reader: _Reader, architecture: _Architecture, rope: Mapping[str, Any]) -> None:
-    scaling = reader.get("rope_scaling", {}) or {}
-    reader.refuse_unless("hidden_act", reader.get("hidden_act", "silu"), "silu")
-    reader.refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), "default")
-    reader.refuse_unless("rope_scaling", scaling.get("rope_type", scaling.get("type", "default")), "default")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(
-            f"{reader.source}: rope_parameters: one set for each kind of layer is not supported; use a checkpoint with one"
-        )
-    if "quantization_config" in reader.tree:
-        raise UserError(
-            f"{reader.source}: quantization_config: quantised weights are not supported; use the bf16 checkpoint"
-        )
-    for name, value in architecture.fixed.items():
-        reader.refuse_unless(name, reader.get(name, value), value)
-
-
 def differing_field(written: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """The first field, of those that describe the network, in which two config.json of one family differ."""
     for name, value in expected.items():
-        if name.endswith(("dtype", "token_id")) or name in ("architectures", "use_cache"):
+        if name.endswith("dtype") or name in ("architectures", "use_cache"):
             continue
         other = written.get(name)
         is_close = isinstance(value, float) and isinstance(other, int | float) and math.isclose(other, value)

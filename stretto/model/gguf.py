@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import gguf
 import numpy as np
@@ -19,12 +18,10 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, to_stored
-from stretto.model.families import Family, stored_experts, stored_shared_experts, stored_tensors
+from stretto.model.checkpoint import read_checkpoint, to_stored
+from stretto.model.families import Family, Stored, stored_experts, stored_shared_experts, stored_tensors
 from stretto.model.spec import ModelConfig
 from stretto.text.tokenizer import TURN_END, Tokenizer, load_tokenizer
-
-GgufType = Literal["f32", "f16", "bf16"]
 
 _ARCHITECTURES: dict[Family, gguf.MODEL_ARCH] = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
@@ -91,14 +88,15 @@ def write_gguf(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_shape(writer, checkpoint.config, checkpoint.family)
         _add_tokenizer(writer, tokenizer, checkpoint.config.vocab_size, pre)
-        tensors = list(_tensors(checkpoint, kind))
+        tensors, state = _tensors(checkpoint.config, checkpoint.family, kind), checkpoint.model.state_dict()
         for tensor in tensors:
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(tensor.make())
+            parts = [to_stored(member, state, torch.float32) for member in tensor.members]
+            writer.write_tensor_data(gguf.quants.quantize(torch.stack(parts).view(tensor.shape).numpy(), tensor.kind))
             if advance is not None:
                 advance(tensor.num_bytes)
         writer.close()
@@ -109,47 +107,39 @@ class _GgufTensor:
     name: str
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
-    make: Callable[[], np.ndarray]
-    """The data; called once, when its turn comes, so that one tensor exists at a time."""
+    members: list[Stored]
+    """What it holds, stacked: all experts of a layer, or one tensor."""
 
     @property
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * (4 if self.kind == gguf.GGMLQuantizationType.F32 else 2)
 
 
-def _tensors(checkpoint: Checkpoint, kind: gguf.GGMLQuantizationType) -> Iterator[_GgufTensor]:
-    """The checkpoint's tensors under llama.cpp's names, a layer's experts stacked."""
-    config, family, state = checkpoint.config, checkpoint.family, checkpoint.model.state_dict()
+def _tensors(config: ModelConfig, family: Family, kind: gguf.GGMLQuantizationType) -> list[_GgufTensor]:
+    """A checkpoint's tensors under llama.cpp's names."""
     names = gguf.get_tensor_name_map(_ARCHITECTURES[family], config.num_layers)
-    groups: dict[str, list[str]] = {}
-    stored = {tensor.name: tensor for tensor in stored_tensors(config, family)}
-    for name in stored:
-        if stored[name].is_copy or name.endswith("o_proj.bias"):
+    groups: dict[str, list[Stored]] = {}
+    for stored in stored_tensors(config, family):
+        name = stored.name
+        if stored.is_copy or name.endswith("o_proj.bias"):
             continue  # llama.cpp ties the head itself; the bias is a zero that only transformers' qwen3_moe asks for
         match = _EXPERT.fullmatch(name)
         if match:
-            groups.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.weight", []).append(name)
+            groups.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.weight", []).append(stored)
             continue
         theirs = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
         assert theirs is not None, f"{name} has no place in llama.cpp's {family}"
-        groups[theirs] = [name]
+        groups[theirs] = [stored]
+    tensors = []
     for theirs, members in groups.items():
-        shape = stored[members[0]].shape
-        shape = (
-            (len(members), *shape)
-            if "_exps." in theirs
-            else tuple(size for size in shape if size > 1 or len(shape) == 1)
-        )
-        full = len(shape) == 1 or "ffn_gate_inp" in theirs
-        own = gguf.GGMLQuantizationType.F32 if full else kind
-
-        def make(
-            members: list[str] = members, shape: tuple[int, ...] = shape, own: gguf.GGMLQuantizationType = own
-        ) -> np.ndarray:
-            parts = [to_stored(stored[member], state, torch.float32) for member in members]
-            return gguf.quants.quantize(torch.stack(parts).view(shape).numpy(), own)
-
-        yield _GgufTensor(theirs, shape, own, make)
+        shape = members[0].shape
+        if "_exps." in theirs:
+            shape = (len(members), *shape)
+        elif len(shape) > 1:
+            shape = tuple(size for size in shape if size > 1)
+        is_wide = len(shape) == 1 or "ffn_gate_inp" in theirs
+        tensors.append(_GgufTensor(theirs, shape, gguf.GGMLQuantizationType.F32 if is_wide else kind, members))
+    return tensors
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, family: Family) -> None:
@@ -182,10 +172,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, family: Family) -> 
 
 
 def _pre_tokenizer(folder: Path, tokenizer: Tokenizer, named: str | None) -> str:
-    """llama.cpp's name of the tokenizer's splitting rule.
-
-    Raises:
-        UserError: it is no byte-level BPE, or splits or normalises text in a way that has no known name.
+    """llama.cpp's name of the tokenizer's splitting rule. Raises `UserError`: it is no byte-level BPE, or splits or
+    normalises text in a way that has no known name.
     """
     source = folder / "tokenizer.json"
     definition = json.loads(tokenizer.rust.to_str())
@@ -197,12 +185,8 @@ def _pre_tokenizer(folder: Path, tokenizer: Tokenizer, named: str | None) -> str
         return named
     splitter = definition["pre_tokenizer"]
     plain = definition["normalizer"] is None and not definition["model"].get("ignore_merges")
-    if not (
-        plain
-        and splitter["type"] == "ByteLevel"
-        and splitter.get("use_regex", True)
-        and not splitter["add_prefix_space"]
-    ):
+    is_gpt2 = splitter["type"] == "ByteLevel" and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
+    if not (plain and is_gpt2):
         raise UserError(
             f"{source}: pre_tokenizer: not the one of GPT-2; give llama.cpp's name of it as pre_tokenizer, or use llama.cpp's own converter"
         )

@@ -127,13 +127,8 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
             device_id=place.device if on_gpu else None,
         )
         # also after an error: closed connections make the other ranks' collectives fail instead of waiting
-        atexit.register(_leave)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return place
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def compute_dtype(choice: str, device: torch.device) -> torch.dtype:

@@ -6,7 +6,7 @@ Imports no torch: recipes, the search and the command line reason about shapes w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -70,49 +70,40 @@ class ModelConfig(Config):
             object.__setattr__(self, "widths", (self.num_experts,))
         if not self.num_branches:
             object.__setattr__(self, "num_branches", len(self.widths))
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
-        )
-        _require(
-            self.rotary_dim % 2 == 0 and self.rotary_dim > 0,
-            f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number",
-        )
-        _require(self.top_k <= self.num_experts, f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
-        _require(sorted(set(self.dense_layers)) == list(self.dense_layers), "dense_layers must be sorted and unique")
-        _require(
-            set(self.dense_layers) <= set(range(self.num_layers)),
-            f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}",
-        )
-        _require(
-            not self.dense_layers or self.dense_intermediate_size > 0,
-            "dense_intermediate_size must be set when there are dense_layers",
-        )
-        num_moe = self.num_moe_layers
+        every_layer = list(range(self.num_layers))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim <= 0:
+            raise ValueError(
+                f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
+        if sorted(set(self.dense_layers)) != list(self.dense_layers):
+            raise ValueError("dense_layers must be sorted and unique")
+        if not set(self.dense_layers) <= set(every_layer):
+            raise ValueError(f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}")
+        if self.dense_layers and not self.dense_intermediate_size:
+            raise ValueError("dense_intermediate_size must be set when there are dense_layers")
         for name in ("experts_per_layer", "top_k_per_layer", "expert_order"):
             value = getattr(self, name)
-            _require(
-                value is None or len(value) == num_moe, f"{name} needs one entry for each of the {num_moe} MoE layers"
-            )
+            if value is not None and len(value) != self.num_moe_layers:
+                raise ValueError(f"{name} needs one entry for each of the {self.num_moe_layers} MoE layers")
         for experts, k in zip(self.experts_by_layer, self.top_k_by_layer, strict=True):
-            _require(
-                1 <= k <= experts <= self.num_experts,
-                f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})",
-            )
+            if not 1 <= k <= experts <= self.num_experts:
+                raise ValueError(f"a layer has top_k {k} of {experts} experts (num_experts is {self.num_experts})")
         widths = self.widths
-        _require(list(widths) == sorted(set(widths), reverse=True), f"widths {widths} must fall strictly")
-        _require(widths[0] == self.num_experts, f"widths {widths} must start with num_experts {self.num_experts}")
-        _require(
-            self.num_branches >= len(widths), f"num_branches {self.num_branches} is less than the {len(widths)} widths"
-        )
+        if list(widths) != sorted(set(widths), reverse=True):
+            raise ValueError(f"widths {widths} must fall strictly")
+        if widths[0] != self.num_experts:
+            raise ValueError(f"widths {widths} must start with num_experts {self.num_experts}")
+        if self.num_branches < len(widths):
+            raise ValueError(f"num_branches {self.num_branches} is less than the {len(widths)} widths")
         for order, experts in zip(self.expert_orders, self.experts_by_layer, strict=True):
-            _require(
-                sorted(order) == list(range(experts)), f"expert_order {order} is not a permutation of {experts} experts"
-            )
-        _require(
-            sorted(self.layer_ranking) == list(range(self.num_layers)),
-            f"layer_order {self.layer_order} is not a permutation of the layers",
-        )
+            if sorted(order) != list(range(experts)):
+                raise ValueError(f"expert_order {order} is not a permutation of {experts} experts")
+        if sorted(self.layer_ranking) != every_layer:
+            raise ValueError(f"layer_order {self.layer_order} is not a permutation of the layers")
         return self
 
     @property
@@ -151,32 +142,25 @@ class ModelConfig(Config):
         """Row of balance state for a layer that keeps ``num_experts``: the smallest trained width that holds them."""
         return max(row for row, width in enumerate(self.widths) if width >= num_experts)
 
-    def full(self) -> Subnet:
-        """The Subnet with everything on."""
-        return Subnet(layers=tuple(range(self.num_layers)), experts=self.experts_by_layer, top_k=self.top_k_by_layer)
+    def full(self, layers: Iterable[int] | None = None) -> Subnet:
+        """The Subnet with everything on in ``layers`` (rising); None: in all."""
+        kept = tuple(range(self.num_layers) if layers is None else layers)
+        rows = self.moe_rows(kept)
+        experts, top_k = (tuple(each[row] for row in rows) for each in (self.experts_by_layer, self.top_k_by_layer))
+        return Subnet(layers=kept, experts=experts, top_k=top_k)
 
     def subnet(self, depth: int | None = None, experts: int | None = None, top_k: int | None = None) -> Subnet:
         """The nested Subnet of ``depth`` layers, ``experts`` experts and ``top_k`` a layer; None leaves an axis full.
-
-        Raises:
-            UserError: the choice lies outside the network.
+        Raises `UserError`: the choice lies outside the network.
         """
         depth = self.num_layers if depth is None else depth
         if not 1 <= depth <= self.num_layers:
             raise UserError(f"subnet: layers={depth} lies outside 1..{self.num_layers}")
-        layers = tuple(sorted(self.layer_ranking[:depth]))
-        kept = self.moe_rows(layers)
-        subnet = Subnet(
-            layers=layers,
-            experts=tuple(self.experts_by_layer[row] if experts is None else experts for row in kept),
-            top_k=tuple(self.top_k_by_layer[row] if top_k is None else top_k for row in kept),
-        )
-        return check_subnet(self, subnet)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+        subnet = self.full(sorted(self.layer_ranking[:depth]))
+        kept = len(subnet.experts)
+        asked = {} if experts is None else {"experts": (experts,) * kept}
+        asked |= {} if top_k is None else {"top_k": (top_k,) * kept}
+        return check_subnet(self, subnet.replace(**asked))
 
 
 class Subnet(Config):
@@ -206,10 +190,8 @@ class SubnetChoice(Config):
 
 
 def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
-    """Return ``subnet`` if it lies inside ``config``.
-
-    Raises:
-        UserError: a layer, an expert count or a top-k that the network does not have.
+    """Return ``subnet`` if it lies inside ``config``. Raises `UserError`: a layer, an expert count or a top-k that the
+    network does not have.
     """
     layers, limit = subnet.layers, config.num_layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= limit:
@@ -236,14 +218,12 @@ def _span(values: tuple[int, ...]) -> str:
 
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:
     """``subnet`` as a masked pass over the maximum network computes it: its routers score all experts."""
-    return subnet.replace(experts=tuple(config.experts_by_layer[row] for row in config.moe_rows(subnet.layers)))
+    return subnet.replace(experts=config.full(subnet.layers).experts)
 
 
 def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
-    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``.
-
-    Raises:
-        UserError: ``subnet`` lies outside the network.
+    """The configuration of the ordinary network that ``subnet`` is when cut out of ``config``. Raises `UserError`:
+    ``subnet`` lies outside the network.
     """
     check_subnet(config, subnet)
     kept = config.moe_rows(subnet.layers)
@@ -314,10 +294,8 @@ def named_subnets(config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> d
 
 
 def parse_choice(text: str, presets: Mapping[str, SubnetChoice], source: str = "--subnet") -> SubnetChoice:
-    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``.
-
-    Raises:
-        UserError: beginning with ``source``: an unknown preset or axis.
+    """A preset's name (``full``, ``corner``) or ``layers=8,experts=16,top_k=2``. Raises `UserError`: beginning with
+    ``source``: an unknown preset or axis.
     """
     if text == "full":
         return SubnetChoice()

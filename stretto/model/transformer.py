@@ -1,7 +1,8 @@
 """The decoder: ``model(ids, subnet, ctx)``. The Subnet is an argument, never a mode, and so is what computes it.
 
 Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, H query heads, G key/value heads, C head width,
-X = (H + 2·G)·C, R rotated pairs, I SwiGLU width, E experts, K chosen, W branches of balance state.
+X = (H + 2·G)·C, R rotated pairs, I SwiGLU width, L MoE layers of the maximum network, E experts, K chosen (or route slots),
+W branches of balance state.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
-from stretto.model.replay import Routing
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.operators import ORDINARY, Operators, document_mask, rotate
-from stretto.ops.route import Routes, route
+from stretto.ops.operators import ORDINARY, Operators, Routes, document_mask, rotate, route
+
+Routing = Callable[[int, Tensor], Tensor]
+"""From the MoE row (of the *maximum* network) and the router's own choice there [B, T, K] to the choice that counts, −1 for no
+expert. Recomputed layers ask again and must get the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Context:
     them beside its own document. Equal: none. int64."""
     operators: Operators = ORDINARY
     routing: Routing | None = None
-    """Sees and may change the experts chosen (`stretto.model.replay`); None: the routers' own choice."""
+    """Sees and may change the experts chosen (`Replay`, `Recorder`); None: the routers' own choice."""
 
     @staticmethod
     def plain(ids_BT: Tensor) -> Context:
@@ -334,3 +337,34 @@ def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") ->
             scale = std / math.sqrt(2 * config.num_layers) if writes else std
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
     return model.to(device)
+
+
+class Replay:
+    """A `Routing`: recorded experts, in their recorded order, instead of the routers' choice (2510.11370)."""
+
+    def __init__(self, routes_BTLK: Tensor):
+        """``routes_BTLK``: of any integer type. Where the slots of a top-k begin with −1 the router chooses freely."""
+        self.routes_BTLK = routes_BTLK
+
+    def __call__(self, row: int, own_BTK: Tensor) -> Tensor:
+        B, T, K = own_BTK.shape
+        assert self.routes_BTLK.shape[:2] == (B, T) and self.routes_BTLK.shape[3] >= K, (
+            f"routes are {tuple(self.routes_BTLK.shape)}, these tokens choose {tuple(own_BTK.shape)}"
+        )
+        recorded_BTK = self.routes_BTLK[:, :, row, :K].long()
+        return torch.where(recorded_BTK[:, :, :1] < 0, own_BTK, recorded_BTK)
+
+
+class Recorder:
+    """A `Routing`: writes down what the routers choose, or would have chosen where ``inner`` takes others' choices."""
+
+    def __init__(self, config: ModelConfig, ids_BT: Tensor, inner: Routing | None = None):
+        num_slots = max((config.top_k, *config.top_k_by_layer))
+        shape = (*ids_BT.shape, config.num_moe_layers, num_slots)
+        self.own_BTLK = torch.full(shape, -1, dtype=torch.int16, device=ids_BT.device)
+        """As `Replay` takes it; −1 for layers and slots that did not run."""
+        self._inner = inner
+
+    def __call__(self, row: int, own_BTK: Tensor) -> Tensor:
+        self.own_BTLK[:, :, row, : own_BTK.shape[-1]] = own_BTK
+        return own_BTK if self._inner is None else self._inner(row, own_BTK)

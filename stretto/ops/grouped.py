@@ -57,16 +57,13 @@ def grouped_swiglu(
     return _grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
 
 
+_eager_grouped_mm = torch.compiler.disable(F.grouped_mm)
+
+
 def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """`torch.nn.functional.grouped_mm`, which torch.compile can trace in bf16 only: elsewhere it stays out of the graph."""
-    if rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, weights, offs=offs)
-    return _eager_grouped_mm(rows, weights, offs)
-
-
-@torch.compiler.disable
-def _eager_grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weights, offs=offs)
+    compute = F.grouped_mm if rows.dtype == torch.bfloat16 else _eager_grouped_mm
+    return compute(rows, weights, offs=offs)
 
 
 def swiglu(gate_up_NF: Tensor) -> Tensor:

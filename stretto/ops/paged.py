@@ -18,8 +18,7 @@ from torch import Tensor
 from stretto.ops import exact, matmul
 from stretto.ops.grouped import swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.operators import attention, rotate
-from stretto.ops.route import MASKED, Routes, route
+from stretto.ops.operators import MASKED, Routes, attention, rotate, route
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -193,7 +192,7 @@ def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: 
 
 
 def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
-    """`stretto.ops.route.route` a token at a time, each with its own top-k.
+    """`stretto.ops.operators.route` a token at a time, each with its own top-k.
 
     Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32.
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.base.track import progress
 from stretto.base.trajectory import Task
 from stretto.data.loader import key_of
@@ -120,10 +120,8 @@ def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_s
 def examples(
     sources: Mapping[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer, noise: float
 ) -> Iterator[Example]:
-    """Endless, the same each time. A share ``noise`` of answers is another problem's of the same source.
-
-    Raises:
-        UserError: the chat template refuses a conversation.
+    """Endless, the same each time. A share ``noise`` of answers is another problem's of the same source. Raises
+    `UserError`: the chat template refuses a conversation.
     """
     dialogue, number = Dialogue(tokenizer), 0
     while True:
@@ -165,10 +163,8 @@ def example(
 
 
 def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterator[list[list[Example]]]:
-    """Rows of whole examples for step after step; nothing is left out.
-
-    Raises:
-        UserError: an example that no row can hold.
+    """Rows of whole examples for step after step; nothing is left out. Raises `UserError`: an example that no row can
+    hold.
     """
     rows: list[list[Example]] = [[]]
     room = seq_len

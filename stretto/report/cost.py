@@ -8,8 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.receipt import Family, Ledger
-from stretto.base.records import Receipt
+from stretto.base.records import Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.receipt import Family, Ledger
+from stretto.base.records import Family, Ledger
 from stretto.report import style
 from stretto.report.cost import cost_bars, cost_caption, family_table, ledger_table
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured

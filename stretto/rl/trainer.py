@@ -21,16 +21,14 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
-from stretto.base.records import new_lineage, new_run_id
+from stretto.base.records import Meter, new_lineage, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
-from stretto.model.replay import Recorder, Replay
 from stretto.model.spec import Subnet, count
-from stretto.model.transformer import Context, Transformer
+from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate

@@ -41,20 +41,9 @@ class Extracted:
     """Positions compared."""
 
 
-def verified_extract(
-    model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch], tolerance: float | None = None
-) -> Extracted:
-    """Cut ``subnet`` out of ``model`` and compare its logits with the masked ones of the maximum network.
-
-    Args:
-        batches: a few hundred real tokens are enough, as long as they reach every expert; all logits are held at once.
-        tolerance: largest difference allowed; None derives it (`derived_tolerance`) from the size of the logits.
-
-    Raises:
-        UserError: the Subnet lies outside the network, or there is nothing to compare on.
-        ExtractionError: the logits differ by more than the tolerance, or are not finite.
-    """
-    return verify(model, subnet, extract(model, check_subnet(model.config, subnet)), batches, tolerance)
+def verified_extract(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> Extracted:
+    """Cut ``subnet`` out of ``model`` and `verify` it; raises `UserError` also where it lies outside the network."""
+    return verify(model, subnet, extract(model, check_subnet(model.config, subnet)), batches)
 
 
 @torch.no_grad()
@@ -65,9 +54,17 @@ def verify(
     batches: Sequence[EvalBatch],
     tolerance: float | None = None,
 ) -> Extracted:
-    """The gate itself, for a network that is said to be ``subnet`` of ``model``.
+    """Compare the logits of ``smaller``, said to be ``subnet`` of ``model``, with the masked ones of ``model``.
 
     Both run in fp32 whatever they are stored in: a lower precision would hide a wrong weight in its rounding.
+
+    Args:
+        batches: a few hundred real tokens are enough, as long as they reach every expert; all logits are held at once.
+        tolerance: largest difference allowed; None derives it (`derived_tolerance`) from the size of the logits.
+
+    Raises:
+        UserError: there is nothing to compare on.
+        ExtractionError: the logits differ by more than the tolerance, or are not finite.
     """
     wide, wide_smaller = _in_fp32(model), _in_fp32(smaller)
     differences, scales, num_tokens = [], [], 0

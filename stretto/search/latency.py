@@ -101,10 +101,8 @@ class LatencyTable(Config):
         raise UserError(f"latency table: {workload.label()} was not measured (there is {known}); measure it again")
 
     def predict_ms(self, config: ModelConfig, subnet: Subnet, workload: Workload) -> float:
-        """Milliseconds of one step of ``subnet`` of ``config``.
-
-        Raises:
-            UserError: the workload was not measured, or the Subnet lies outside the measured range.
+        """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or
+        the Subnet lies outside the measured range.
         """
         timing = self.timing(workload)
         costs = {(cell.experts, cell.top_k): cell.ms for cell in timing.cells}
@@ -118,10 +116,8 @@ def write_table(path: Path | str, table: LatencyTable) -> None:
 
 
 def read_table(path: Path | str, model: Transformer) -> LatencyTable:
-    """Read a table that holds for ``model`` on this machine.
-
-    Raises:
-        UserError: no such file, not a table, or one of another machine, dtype or network.
+    """Read a table that holds for ``model`` on this machine. Raises `UserError`: no such file, not a table, or one of
+    another machine, dtype or network.
     """
     tree = read_json(path)
     if not isinstance(tree, dict):
@@ -190,6 +186,28 @@ TimeFn = Callable[[Transformer, Workload], float]
 """Seconds of one step of an ordinary (extracted) network under a workload, warm."""
 
 
+@torch.inference_mode()
+def forward_seconds(model: Transformer, workload: Workload) -> float:
+    """Seconds of a forward pass with the head at the last position of each row: the fastest of a few, after a warm-up.
+
+    There is no cache: a decode step reads all weights that one token a row reads, and none of its context.
+    """
+    head_VD = model.head_VD
+    length = 1 if workload.phase == "decode" else workload.context
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(model.config.vocab_size, (workload.batch, length), generator=generator).to(head_VD.device)
+    subnet, ctx = model.config.full(), Context.plain(ids_BT)
+    taken_s = []
+    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        _synchronise(head_VD.device)
+        start = time.perf_counter()
+        hidden_BTD = model(ids_BT, subnet, ctx).hidden_BTD
+        F.linear(hidden_BTD[:, -1], head_VD)
+        _synchronise(head_VD.device)
+        taken_s.append(time.perf_counter() - start)
+    return min(taken_s[WARM_UP_STEPS:])
+
+
 def measure(
     model: Transformer,
     experts: Sequence[int],
@@ -197,7 +215,7 @@ def measure(
     workloads: Sequence[Workload] = (DECODE,),
     *,
     num_rounds: int = 7,
-    time_fn: TimeFn | None = None,
+    time_fn: TimeFn = forward_seconds,
 ) -> LatencyTable:
     """Measure the table of ``model`` in its own dtype, on the device that holds it.
 
@@ -206,10 +224,9 @@ def measure(
     two runs of a fixed matmul, which tell how many were disturbed.
 
     Args:
-        time_fn: times one network; by default a forward pass without a cache (`forward_seconds`).
+        time_fn: times one network.
     """
     config = model.config
-    time_fn = time_fn or forward_seconds
     pairs = sorted({(num, min(k, num)) for num in {*experts, config.num_experts} for k in {*top_ks, config.top_k}})
     depths = sorted({len(fixed_layers(config.num_layers)), config.num_layers})
     subnets = [config.subnet(depth, num, k) for num, k in pairs for depth in depths]
@@ -217,17 +234,9 @@ def measure(
     if droppable_dense:  # otherwise dense layers come and go together with MoE layers, and share their cost
         subnets.append(without_layers(config, droppable_dense))
     samples = _Samples(model, time_fn)
-    with progress("measure latency", num_rounds * len(subnets) * len(workloads)) as advance:
-        for _ in range(num_rounds):
-            for index, subnet in enumerate(subnets):
-                network = extract(model, subnet)  # made anew each round: all at once would not fit in memory
-                for workload in workloads:
-                    samples.take((index, workload), network, workload)
-                    advance(1)
-    kept_ms = samples.fastest_ms()
     timings = tuple(
-        _solve(config, workload, subnets, [kept_ms[index, workload] for index in range(len(subnets))])
-        for workload in workloads
+        _solve(config, workload, subnets, measured_ms)
+        for workload, measured_ms in samples.fastest_ms("measure latency", subnets, workloads, num_rounds).items()
     )
     return LatencyTable(
         machine=this_machine(model),
@@ -259,94 +268,69 @@ def check(
     subnets: Sequence[Subnet],
     *,
     num_rounds: int = 7,
-    time_fn: TimeFn | None = None,
+    time_fn: TimeFn = forward_seconds,
 ) -> list[Check]:
     """Measure ``subnets`` as they are and set the table's prediction beside it, for every workload of the table."""
     require_match(table, model, "latency table")
-    samples = _Samples(model, time_fn or forward_seconds)
     workloads = [timing.workload for timing in table.timings]
-    with progress("check latency", num_rounds * len(subnets) * len(workloads)) as advance:
-        for _ in range(num_rounds):
-            for index, subnet in enumerate(subnets):
-                network = extract(model, subnet)
-                for workload in workloads:
-                    samples.take((index, workload), network, workload)
-                    advance(1)
-    measured_ms = samples.fastest_ms()
+    measured = _Samples(model, time_fn).fastest_ms("check latency", subnets, workloads, num_rounds)
     return [
         Check(
             subnet=subnet,
             workload=workload,
             predicted_ms=table.predict_ms(model.config, subnet, workload),
-            measured_ms=measured_ms[index, workload],
+            measured_ms=measured[workload][index],
         )
         for index, subnet in enumerate(subnets)
         for workload in workloads
     ]
 
 
-@torch.inference_mode()
-def forward_seconds(model: Transformer, workload: Workload) -> float:
-    """Seconds of a forward pass with the head at the last position of each row: the fastest of a few, after a warm-up.
-
-    There is no cache: a decode step reads all weights that one token a row reads, and none of its context.
-    """
-    head_VD = model.head_VD
-    length = 1 if workload.phase == "decode" else workload.context
-    generator = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(model.config.vocab_size, (workload.batch, length), generator=generator).to(head_VD.device)
-    subnet, ctx = model.config.full(), Context.plain(ids_BT)
-    taken_s = []
-    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
-        _synchronise(head_VD.device)
-        start = time.perf_counter()
-        hidden_BTD = model(ids_BT, subnet, ctx).hidden_BTD
-        F.linear(hidden_BTD[:, -1], head_VD)
-        _synchronise(head_VD.device)
-        taken_s.append(time.perf_counter() - start)
-    return min(taken_s[WARM_UP_STEPS:])
-
-
 class _Samples:
     """Timed samples, each between two runs of the same matmul that say how busy the machine was."""
 
     def __init__(self, model: Transformer, time_fn: TimeFn):
-        first = next(model.parameters())
-        self._time_fn, self._device = time_fn, first.device
-        self._square = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=first.device)
-        self._taken: dict[tuple[int, Workload], list[tuple[float, float]]] = {}
+        self._model, self._time_fn = model, time_fn
+        self._square = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=next(model.parameters()).device)
         for _ in range(WARM_UP_STEPS):
             self._calibrate()
-        self._before_s = self._calibrate()
-        self._fastest_s = self._before_s
         self.num_samples = self.num_disturbed = self.num_uncertain = 0
 
-    def take(self, key: tuple[int, Workload], network: Transformer, workload: Workload) -> None:
-        taken_s = self._time_fn(network, workload)
-        after_s = self._calibrate()
-        self._taken.setdefault(key, []).append((max(self._before_s, after_s), taken_s))
-        self._before_s = after_s
-        self._fastest_s = min(self._fastest_s, after_s)
+    def fastest_ms(
+        self, title: str, subnets: Sequence[Subnet], workloads: Sequence[Workload], num_rounds: int
+    ) -> dict[Workload, list[float]]:
+        """Fastest sample of each of ``subnets``: what disturbs a step only ever adds time.
 
-    def fastest_ms(self) -> dict[tuple[int, Workload], float]:
-        """Fastest sample of each key: what disturbs a step only ever adds time.
-
-        So a disturbed sample need not be thrown away to do no harm; a key of which all were disturbed is counted.
+        So a disturbed sample need not be thrown away to do no harm; a network of which all were disturbed is counted.
         """
-        fastest = {}
-        for key, samples in self._taken.items():
-            fastest[key] = 1000.0 * min(taken_s for _, taken_s in samples)
-            calm = [sample for sample in samples if sample[0] <= MAX_SLOWDOWN * self._fastest_s]
+        taken: dict[tuple[Workload, int], list[tuple[float, float]]] = {}
+        before_s = fastest_s = self._calibrate()
+        with progress(title, num_rounds * len(subnets) * len(workloads)) as advance:
+            for _ in range(num_rounds):
+                for index, subnet in enumerate(subnets):
+                    network = extract(self._model, subnet)  # anew each round: all at once would not fit in memory
+                    for workload in workloads:
+                        taken_s = self._time_fn(network, workload)
+                        after_s = self._calibrate()
+                        taken.setdefault((workload, index), []).append((max(before_s, after_s), taken_s))
+                        before_s, fastest_s = after_s, min(fastest_s, after_s)
+                        advance(1)
+        for samples in taken.values():
+            num_calm = sum(busy_s <= MAX_SLOWDOWN * fastest_s for busy_s, _ in samples)
             self.num_samples += len(samples)
-            self.num_disturbed += len(samples) - len(calm)
-            self.num_uncertain += not calm
-        return fastest
+            self.num_disturbed += len(samples) - num_calm
+            self.num_uncertain += not num_calm
+        places = range(len(subnets))
+        return {
+            workload: [1000.0 * min(taken_s for _, taken_s in taken[workload, index]) for index in places]
+            for workload in workloads
+        }
 
     def _calibrate(self) -> float:
-        _synchronise(self._device)
+        _synchronise(self._square.device)
         start = time.perf_counter()
         self._square @ self._square
-        _synchronise(self._device)
+        _synchronise(self._square.device)
         return time.perf_counter() - start
 
 

@@ -19,11 +19,143 @@ from scipy import stats
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.evals.loss import EvalBatch, evaluate_many
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, droppable_layers
+from stretto.evals.loss import EvalBatch, evaluate_many, without_layers
+from stretto.evals.routing import routing
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, droppable_layers, fixed_layers
 from stretto.model.transformer import Transformer
 from stretto.search.latency import LatencyTable, Workload, require_match
-from stretto.search.rank import Sensitivities, measure_sensitivities
+
+
+def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tuple[int, ...], ...]:
+    """Per MoE layer, experts from the most to the least salient (REAP): fits `ModelConfig.expert_order`."""
+    with progress("rank experts", len(batches)) as advance:
+        layers = routing(model, model.config.full(), batches, advance=advance)
+    return tuple(
+        tuple(sorted(range(len(layer.saliency)), key=lambda expert: (-layer.saliency[expert], expert)))
+        for layer in layers
+    )
+
+
+class Sensitivities(Config):
+    """Increase of the held-out loss over the full network's (nats per token) for one change at a time."""
+
+    full_nll: float
+    """Loss of the full network, nats per token."""
+    drop: dict[int, float]
+    """By layer left out alone."""
+    depth: dict[int, float]
+    """By number of layers kept, in the nested order."""
+    experts: dict[int, float]
+    """By number of experts kept in all MoE layers."""
+    top_k: dict[int, float]
+    """By k of all MoE layers."""
+    experts_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
+    """By MoE row and experts kept in that layer alone; empty where it was not asked for."""
+    top_k_by_row: dict[int, dict[int, float]] = Field(default_factory=dict)
+    """By MoE row and k of that layer alone; empty where it was not asked for."""
+
+    def predict(self, config: ModelConfig, subnet: Subnet) -> float:
+        """Held-out loss of ``subnet`` if the changes added up.
+
+        A choice that was measured on its own axis is met exactly; another choice of layers, or counts that differ by
+        layer, move away from it by the differences of the single-layer measurements.
+        """
+        kept = set(subnet.layers)
+        nested = set(config.layer_ranking[: len(kept)])
+        depth = _interpolate(self.depth, len(kept))
+        depth += sum(self.drop.get(layer, 0.0) for layer in nested - kept)
+        depth -= sum(self.drop.get(layer, 0.0) for layer in kept - nested)
+        rows, num_rows = config.moe_rows(kept), config.num_moe_layers
+        experts = _axis(self.experts, self.experts_by_row, rows, subnet.experts, num_rows)
+        return self.full_nll + depth + experts + _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, num_rows)
+
+
+def measure_sensitivities(
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    experts: Sequence[int],
+    top_ks: Sequence[int],
+    *,
+    each_layer: bool = False,
+) -> Sensitivities:
+    """Measure every depth of the nested order, every layer left out, and the given expert counts and k.
+
+    Args:
+        experts, top_ks: the counts to measure; the full ones are known to cost nothing.
+        each_layer: also measure them in one MoE layer at a time, which takes as many times longer.
+    """
+    config = model.config
+    subnets: dict[tuple[str, int, int], Subnet] = {("full", 0, 0): config.full()}
+    for layer in droppable_layers(config):
+        subnets["drop", layer, 0] = without_layers(config, {layer})
+    for depth in range(len(fixed_layers(config.num_layers)), config.num_layers):
+        subnets["depth", depth, 0] = config.subnet(depth=depth)
+    rows = range(config.num_moe_layers)
+    everywhere = set(rows)
+    for name, counts in (("experts", experts), ("top_k", top_ks)):
+        for num in counts:
+            subnets[name, num, 0] = narrowed(config, name, everywhere, num)
+            if each_layer:
+                subnets |= {(f"{name}_by_row", num, row): narrowed(config, name, {row}, num) for row in rows}
+    with progress("sensitivities", len(subnets) * len(batches)) as advance:
+        reports = evaluate_many(model, list(subnets.values()), batches, advance=advance)
+    full_nll = reports[0].nll
+    increase = {key: report.nll - full_nll for key, report in zip(subnets, reports, strict=True)}
+
+    def axis(name: str, full: Mapping[int, float]) -> dict[int, float]:
+        return {**full, **{num: value for (axis, num, _), value in increase.items() if axis == name}}
+
+    def by_row(name: str, full: Sequence[int]) -> dict[int, dict[int, float]]:
+        found = {(num, row): value for (axis, num, row), value in increase.items() if axis == name}
+        return {
+            row: {full[row]: 0.0} | {num: v for (num, at), v in found.items() if at == row} for row in rows if found
+        }
+
+    return Sensitivities(
+        full_nll=full_nll,
+        drop=axis("drop", {}),
+        depth=axis("depth", {config.num_layers: 0.0}),
+        experts=axis("experts", {config.num_experts: 0.0}),
+        top_k=axis("top_k", {config.top_k: 0.0}),
+        experts_by_row=by_row("experts_by_row", config.experts_by_layer),
+        top_k_by_row=by_row("top_k_by_row", config.top_k_by_layer),
+    )
+
+
+def narrowed(config: ModelConfig, axis: str, rows: set[int], num: int) -> Subnet:
+    """The full network with ``num`` experts (or top-``num``) in the MoE layers ``rows``; k never exceeds the experts."""
+    full = config.full()
+    counts = {
+        name: tuple(min(num, value) if name == axis and row in rows else value for row, value in enumerate(values))
+        for name, values in (("experts", full.experts), ("top_k", full.top_k))
+    }
+    top_k = tuple(min(pair) for pair in zip(counts["experts"], counts["top_k"], strict=True))
+    return Subnet(layers=full.layers, experts=counts["experts"], top_k=top_k)
+
+
+def _axis(
+    uniform: Mapping[int, float],
+    by_row: Mapping[int, Mapping[int, float]],
+    rows: Sequence[int],
+    counts: Sequence[int],
+    num_rows: int,
+) -> float:
+    """Each kept layer's even share of the uniform cost, plus how much that layer differs from the average layer."""
+    total = 0.0
+    for row, num in zip(rows, counts, strict=True):
+        total += _interpolate(uniform, num) / num_rows
+        if by_row:
+            own = {at: _interpolate(values, num) for at, values in by_row.items()}
+            total += own[row] - sum(own.values()) / len(own)
+    return total
+
+
+def _interpolate(values: Mapping[int, float], at: int) -> float:
+    if at in values:
+        return values[at]
+    known = sorted(values)
+    return float(np.interp(at, known, [values[num] for num in known]))
+
 
 Third = Literal["active", "latency"]
 """The third objective beside loss and total parameters."""
@@ -38,6 +170,11 @@ class Limits(Config):
     """Active parameters (compute) over the full network's."""
     max_latency_ms: float | None = Field(default=None, gt=0)
     """Milliseconds a step on the machine of the latency table."""
+
+    def asked(self) -> dict[str, float]:
+        """Those that are set, as ``total``, ``active`` and ``latency``."""
+        limits = {"total": self.max_total, "active": self.max_active, "latency": self.max_latency_ms}
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 class Candidate(Config):
@@ -64,19 +201,13 @@ class Candidate(Config):
     """Held-out loss after short healing; None if it was not healed."""
 
     def excess(self, limits: Limits) -> dict[str, float]:
-        """By limit that is set (``total``, ``active``, ``latency``): how far above it, as a share of it; 0 or less fits."""
-        pairs = {
-            "total": (self.total_share, limits.max_total),
-            "active": (self.active_share, limits.max_active),
-            "latency": (self.latency_ms, limits.max_latency_ms),
-        }
+        """By limit that is set: how far above it, as a share of it; 0 or less fits."""
+        costs = {"total": self.total_share, "active": self.active_share, "latency": self.latency_ms}
         found = {}
-        for name, (value, limit) in pairs.items():
-            if limit is not None:
-                assert value is not None, f"a limit on {name}, and nothing known about it"
-                found[name] = (
-                    value - limit
-                ) / limit  # a difference of floats has the right sign, a ratio less 1 may not
+        for name, limit in limits.asked().items():
+            cost = costs[name]
+            assert cost is not None, f"a limit on {name}, and nothing known about it"
+            found[name] = (cost - limit) / limit  # a difference of floats has the right sign, a ratio less 1 may not
         return found
 
     def fits(self, limits: Limits) -> bool:
@@ -133,7 +264,7 @@ class SearchSpace(Config):
     def subnet(self, config: ModelConfig, dropped: Sequence[int], experts: Sequence[int], top_k: int) -> Subnet:
         """The Subnet without ``dropped``, with ``experts[row]`` experts in each MoE row of the maximum network."""
         layers = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
-        rows = [row for row, layer in enumerate(config.moe_layers) if layer not in dropped]
+        rows = config.moe_rows(layers)
         kept = tuple(min(experts[row], config.experts_by_layer[row]) for row in rows)
         limits = [min(num, config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
         k = min((top_k, *limits))  # one k for all layers: an exported sub-model has only one
@@ -157,10 +288,8 @@ class SearchSpace(Config):
 
 
 def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
-    """Raise unless one of ``candidates`` meets ``limits``.
-
-    Raises:
-        UserError: none does; names the nearest one (least summed excess), what it reaches and what to raise.
+    """Raise unless one of ``candidates`` meets ``limits``. Raises `UserError`: none does; names the nearest one (least
+    summed excess), what it reaches and what to raise.
     """
     if any(candidate.fits(limits) for candidate in candidates):
         return
@@ -169,24 +298,16 @@ def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
         return sum(max(0.0, over) for over in candidate.excess(limits).values())
 
     nearest = min(candidates, key=excess)
-    reached = {
-        "total": f"{nearest.total_share:.3g}",
-        "active": f"{nearest.active_share:.3g}",
-        "latency": f"{nearest.latency_ms:.3g} ms" if nearest.latency_ms is not None else "",
-    }
-    asked = {"total": limits.max_total, "active": limits.max_active, "latency": limits.max_latency_ms}
-    flags = {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
-    broken = [name for name, over in nearest.excess(limits).items() if over > 0]
-    set_limits = [name for name, limit in asked.items() if limit is not None]
-    under = " and ".join(f"{name} {asked[name]:g}{' ms' if name == 'latency' else ''}" for name in set_limits)
-    at = ", ".join(f"{name} {reached[name]}" for name in set_limits)
-    choice = (
-        f"layers={len(nearest.subnet.layers)},experts={_one(nearest.subnet.experts)},top_k={_one(nearest.subnet.top_k)}"
-    )
-    raise UserError(
-        f"limits: nothing fits under {under}; the nearest is {choice} at {at}; "
-        f"raise {' and '.join(flags[name] for name in broken)}"
-    )
+    reached = {"total": f"{nearest.total_share:.3g}", "active": f"{nearest.active_share:.3g}"}
+    if nearest.latency_ms is not None:
+        reached["latency"] = f"{nearest.latency_ms:.3g} ms"
+    asked, flags = limits.asked(), {"total": "--max-total", "active": "--max-active", "latency": "--max-latency-ms"}
+    under = " and ".join(f"{name} {limit:g}{' ms' if name == 'latency' else ''}" for name, limit in asked.items())
+    at = ", ".join(f"{name} {reached[name]}" for name in asked)
+    broken = " and ".join(flags[name] for name, over in nearest.excess(limits).items() if over > 0)
+    small = nearest.subnet
+    choice = f"layers={len(small.layers)},experts={_one(small.experts)},top_k={_one(small.top_k)}"
+    raise UserError(f"limits: nothing fits under {under}; the nearest is {choice} at {at}; raise {broken}")
 
 
 def _one(values: tuple[int, ...]) -> str:
@@ -419,9 +540,7 @@ def search(
     options: SearchOptions | None = None,
     presets: Mapping[str, Subnet] | None = None,
     table: LatencyTable | None = None,
-    workload: Workload | None = None,
     heal: Callable[[Subnet], float] | None = None,
-    sensitivities: Sensitivities | None = None,
 ) -> SearchResult:
     """Find the Subnet of lowest held-out loss within ``limits``.
 
@@ -429,10 +548,8 @@ def search(
         batches: held-out tokens; every evaluation uses all of them.
         space: the choices; None: `SearchSpace.of` the network.
         presets: Subnets that are always evaluated, by name (the anchors, the corner).
-        table: latency table of this machine; required by a limit on latency.
-        workload: which of the table's workloads latency is meant for; None: its first.
+        table: latency table of this machine, for its first workload; required by a limit on latency.
         heal: heals a Subnet briefly and returns its held-out loss then; the best few are chosen among by it.
-        sensitivities: measured before on these batches; None measures them.
 
     Raises:
         UserError: nothing fits the limits, or a limit on latency without a table that holds here.
@@ -440,13 +557,16 @@ def search(
     start = time.perf_counter()
     config, options = model.config, options or SearchOptions()
     space = space or SearchSpace.of(config)
-    workload = _workload(model, limits, table, workload)
+    if table is not None:
+        require_match(table, model, "latency table")
+    elif limits.max_latency_ms is not None:
+        raise UserError("--max-latency-ms: there is no latency table; run `stretto latency` first")
+    workload = table.timings[0].workload if table else None
     scorer = Scorer(config, table, workload)
     # sizes are known without any evaluation: refuse the impossible before minutes are spent
     require_feasible([scorer.sized(subnet) for subnet in space.grid(config)], limits)
-    if sensitivities is None:
-        each_layer = options.each_layer or space.widths == "per_layer"
-        sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
+    each_layer = options.each_layer or space.widths == "per_layer"
+    sensitivities = measure_sensitivities(model, batches, space.experts, space.top_k, each_layer=each_layer)
     third: Third = "active" if table is None else "latency"
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():
@@ -460,6 +580,8 @@ def search(
     )
     if heal is not None:
         candidates = _heal(candidates, limits, options.num_healed, heal)
+    within = [candidate for candidate in candidates if candidate.fits(limits)]
+    healed = [candidate for candidate in within if candidate.healed_nll is not None]
     return SearchResult(
         limits=limits,
         space=space,
@@ -471,38 +593,13 @@ def search(
         num_tokens=num_tokens,
         candidates=tuple(candidates),
         front=pareto_front([candidate.objectives(third) for candidate in candidates]),
-        chosen=_choose(candidates, limits),
-        correlations=_correlations(candidates, limits),
+        chosen=min(healed, key=_healed_nll) if healed else min(within, key=_nll),
+        correlations=Correlations(
+            predicted_true=spearman([c.predicted_nll for c in candidates], [_nll(c) for c in candidates]),
+            predicted_true_within=spearman([c.predicted_nll for c in within], [_nll(c) for c in within]),
+            before_after_healing=spearman([_nll(c) for c in healed], [_healed_nll(c) for c in healed]),
+        ),
         wall_s=time.perf_counter() - start,
-    )
-
-
-def _workload(
-    model: Transformer, limits: Limits, table: LatencyTable | None, workload: Workload | None
-) -> Workload | None:
-    """What latency means in this search; None without a table."""
-    if table is not None:
-        require_match(table, model, "latency table")
-        return workload or table.timings[0].workload
-    if limits.max_latency_ms is not None:
-        raise UserError("--max-latency-ms: there is no latency table; run `stretto latency` first")
-    return None
-
-
-def _choose(candidates: Sequence[Candidate], limits: Limits) -> Candidate:
-    """The lowest loss within the limits; among the healed, if there are any, after healing."""
-    within = [candidate for candidate in candidates if candidate.fits(limits)]
-    healed = [candidate for candidate in within if candidate.healed_nll is not None]
-    return min(healed, key=_healed_nll) if healed else min(within, key=_nll)
-
-
-def _correlations(candidates: Sequence[Candidate], limits: Limits) -> Correlations:
-    within = [candidate for candidate in candidates if candidate.fits(limits)]
-    healed = [candidate for candidate in within if candidate.healed_nll is not None]
-    return Correlations(
-        predicted_true=spearman([c.predicted_nll for c in candidates], [_nll(c) for c in candidates]),
-        predicted_true_within=spearman([c.predicted_nll for c in within], [_nll(c) for c in within]),
-        before_after_healing=spearman([_nll(c) for c in healed], [_healed_nll(c) for c in healed]),
     )
 
 

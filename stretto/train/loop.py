@@ -20,8 +20,7 @@ import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
-from stretto.base.records import Lineage, new_lineage, new_run_id
+from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
@@ -341,21 +340,23 @@ def write_trained(
     data_hash: str | None = None,
     family: Family | None = None,
     presets: Mapping[str, SubnetChoice] | None = None,
+    spent: Receipt | None = None,
 ) -> Path:
     """Write the checkpoint of a finished stage with its lineage: from what all ranks hold, by rank 0.
 
-    The keyword arguments are those of `new_lineage` and `write_checkpoint`; ``config`` is what the stage was told.
+    The keyword arguments are those of `new_lineage` and `write_checkpoint`; ``config`` is what the stage was told, ``spent``
+    what was paid for it before ``meter`` ran.
     """
     state = full_state(model)
     if ranks.is_first:
         counts = count(model.config, model.config.full())
+        receipt = meter.receipt(peak_memory(ranks))
         lineage = new_lineage(
             name=name,
             stage=stage,
-            weights_hash="",
             total_params=counts.total_params,
             active_params=counts.active_params,
-            receipt=meter.receipt(peak_memory(ranks)),
+            receipt=receipt if spent is None else spent + receipt,
             parents=parents,
             run_id=run_id,
             data_hash=data_hash,

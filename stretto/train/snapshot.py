@@ -62,10 +62,8 @@ class Snapshots:
         return found[-1] if found else None
 
     def save(self, model: Transformer, optimizers: Sequence[Optimizer], meta: SnapshotMeta, ranks: Ranks) -> None:
-        """Write a snapshot with all ranks, then delete the oldest beyond ``keep``.
-
-        Raises:
-            UserError: on all ranks: the disk is full or the folder cannot be written; older snapshots are untouched.
+        """Write a snapshot with all ranks, then delete the oldest beyond ``keep``. Raises `UserError`: on all ranks:
+        the disk is full or the folder cannot be written; older snapshots are untouched.
         """
         final = self.path(meta.step)
         partial = self.folder / f".{final.name}.partial"
@@ -85,10 +83,8 @@ class Snapshots:
                     shutil.rmtree(old)
 
     def load(self, path: Path, model: Transformer, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-        """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed.
-
-        Raises:
-            UserError: the snapshot is damaged or of another network.
+        """Restore ``model`` and ``optimizers`` in place, resharding if the ranks have changed. Raises `UserError`: the
+        snapshot is damaged or of another network.
         """
         for optimizer in optimizers:
             _start(optimizer)

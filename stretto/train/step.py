@@ -11,6 +11,7 @@ Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, W b
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, count, executed
@@ -129,10 +130,8 @@ def optimisation_step(
     balance_rate: float,
     dtype: torch.dtype,
 ) -> StepResult:
-    """Accumulate gradients over ``batches``, clip, update weights and balance biases.
-
-    Raises:
-        NonFiniteError: before anything is changed.
+    """Accumulate gradients over ``batches``, clip, update weights and balance biases. Raises `NonFiniteError`: before
+    anything is changed.
     """
     total_tokens = sum(batch.num_target_tokens for batch in batches)
     assert total_tokens > 0, "a step without a single target token"
@@ -148,21 +147,24 @@ def optimisation_step(
         autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
         # a share of the global mean: gradients are added up over ranks, not averaged
         share = 1.0 if batch.objective is not None else 1.0 / total_tokens
-        for trained in _passes(model, batch, autocast):
-            (trained.measured.loss * share).backward()
-            nll_by_kind[trained.kind] += trained.measured.nll_N.sum()
-            tokens_by_kind[trained.kind] += batch.num_target_tokens
-            for row, counts_WE in trained.counts.items():
+        for kind, measured, own_counts in _passes(model, batch, autocast):
+            (measured.loss * share).backward()
+            nll_by_kind[kind] += measured.nll_N.sum()
+            tokens_by_kind[kind] += batch.num_target_tokens
+            for row, counts_WE in own_counts.items():
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
-                streams_N.append(trained.measured.streams_N)
+                streams_N.append(measured.streams_N)
         flops += _executed_flops(model.config, batch) * ranks.world
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
     ranks.sum_gradients(model)
     grad_norm = ranks.clip_gradients(model, clip_norm)
-    _check_finite(nll_by_kind, grad_norm)
+    bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
+    if bad or not math.isfinite(grad_norm):
+        where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
+        raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -178,17 +180,10 @@ def optimisation_step(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A trained pass; written by `_passes`."""
-
-    kind: str
-    measured: Measured
-    counts: dict[int, Tensor]
-
-
-def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> Iterator[_Pass]:
-    """The trained passes of ``batch``.
+def _passes(
+    model: Transformer, batch: MicroBatch, autocast: torch.autocast
+) -> Iterator[tuple[str, Measured, dict[int, Tensor]]]:
+    """The trained passes of ``batch``: label, what was measured, slots each expert got by MoE row.
 
     Each is to be differentiated before the next one is asked for, so that one pass's activations are alive at a time.
     """
@@ -202,7 +197,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             if distil.learns:
                 loss, nll_N = head_loss(hidden_ND, distil.model.head_VD, targets_N)
         if distil.learns:
-            yield _Pass("full", Measured(loss, nll_N), taught.counts)
+            yield "full", Measured(loss, nll_N), taught.counts
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
     with autocast:
@@ -212,14 +207,7 @@ def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> 
             measured = batch.objective(hidden_ND, model.head_VD, targets_N)
         else:
             measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
-    yield _Pass(batch.kind, measured, output.counts)
-
-
-def _check_finite(nll_by_kind: dict[str, Tensor], grad_norm: float) -> None:
-    bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
-    if bad or not torch.isfinite(torch.tensor(grad_norm)):
-        where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
+    yield batch.kind, measured, output.counts
 
 
 def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:

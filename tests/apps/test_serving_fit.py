@@ -17,8 +17,15 @@ from stretto.engine.loading import cache_within, least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native import Library
-from stretto.search.rank import Sensitivities
-from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace
+from stretto.search.search import (
+    Candidate,
+    Correlations,
+    Limits,
+    SearchOptions,
+    SearchResult,
+    SearchSpace,
+    Sensitivities,
+)
 from tests.apps.conftest import PRESETS, SERVED
 
 SMALL = PRESETS["corner"].of(SERVED)

@@ -1,10 +1,10 @@
-"""Lineage and receipts survive the disk, and say so when they did not."""
+"""Lineage and receipts survive the disk, and say so when they did not; costs are measured once, and nothing is added twice."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.base.records import LINEAGE_FILE, Receipt, git_commit, hash_files, new_lineage, read_lineage, write_lineage
+from stretto.base.records import (
+    LINEAGE_FILE,
+    Alone,
+    Lineage,
+    Meter,
+    Receipt,
+    break_even,
+    family,
+    git_commit,
+    hash_files,
+    history,
+    ledger,
+    new_lineage,
+    process_peak_bytes,
+    read_lineage,
+    write_lineage,
+)
 
 PARENT = new_lineage(
     name="base",
@@ -146,3 +162,136 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path: Path)
     assert git_commit(package) == git("rev-parse", "HEAD")
     (package / "__init__.py").write_text("changed")
     assert git_commit(package) == git("rev-parse", "HEAD") + "-dirty"
+
+
+def stage(name: str, flops: int, *parents: Lineage, run_id: str | None = None) -> Lineage:
+    return new_lineage(
+        name=name,
+        stage=name,
+        run_id=run_id or name,
+        parents=parents,
+        weights_hash="",
+        total_params=1,
+        active_params=1,
+        receipt=Receipt(stage=name, device="a CPU", flops=flops, tokens=flops // 10, wall_s=1.0),
+    )
+
+
+def ticks(*times: float) -> Iterator[float]:
+    return iter(times)
+
+
+def test_a_meter_counts_work_and_the_time_inside_its_blocks() -> None:
+    clock = ticks(0.0, 10.0, 100.0, 105.0)
+    meter = Meter("pretrain", "a GPU", num_devices=2, clock=lambda: next(clock))
+    with meter:
+        meter.add(flops=3, tokens=2)
+    with meter:
+        meter.add(flops=4, tokens=1, bytes_written=9, bytes_read=8, sandbox_s=0.5)
+    assert meter.receipt(peak_memory_bytes=77) == Receipt(
+        stage="pretrain",
+        device="a GPU",
+        num_devices=2,
+        flops=7,
+        tokens=3,
+        wall_s=15.0,
+        device_s=30.0,
+        sandbox_s=0.5,
+        peak_memory_bytes=77,
+        bytes_read=8,
+        bytes_written=9,
+    )
+
+
+def test_a_receipt_taken_while_running_includes_the_open_block_once() -> None:
+    clock = ticks(0.0, 4.0, 6.0)
+    meter = Meter("pretrain", "a CPU", clock=lambda: next(clock))
+    with meter:
+        assert meter.receipt(0).wall_s == 4.0
+    assert meter.receipt(0).wall_s == 6.0
+
+
+def test_a_resumed_stage_costs_what_both_attempts_cost() -> None:
+    spent = Receipt(stage="heal", device="a CPU", flops=5, wall_s=2.0, device_s=2.0, peak_memory_bytes=50)
+    clock = ticks(0.0, 1.0)
+    meter = Meter("heal", "a CPU", spent=spent, clock=lambda: next(clock))
+    with meter:
+        meter.add(flops=1)
+    total = meter.receipt(peak_memory_bytes=40)
+    assert (total.flops, total.wall_s, total.peak_memory_bytes, total.stage) == (6, 3.0, 50, "heal")
+
+
+def test_a_meter_refuses_the_receipt_of_another_stage() -> None:
+    with pytest.raises(AssertionError, match="cannot go on"):
+        Meter("heal", "a CPU", spent=Receipt(stage="pretrain", device="a CPU"))
+
+
+def test_the_peak_of_this_process_is_in_bytes() -> None:
+    held = bytearray(64 << 20)
+    held[::4096] = b"x" * len(held[::4096])
+    assert (64 << 20) < process_peak_bytes() < (1 << 40)
+
+
+def test_a_model_alone_and_with_its_parent() -> None:
+    base = stage("pretrain", 1000)
+    healed = stage("heal", 50, stage("extract", 3, base))
+    cost = ledger(healed)
+    assert [(row.name, row.role) for row in cost.rows] == [("pretrain", "parent"), ("extract", "own"), ("heal", "own")]
+    assert (cost.alone.flops, cost.with_parents.flops) == (53, 1053)
+    assert cost.alone.stage == "extract + heal"
+
+
+def test_a_model_from_scratch_has_no_parent() -> None:
+    cost = ledger(stage("pretrain", 1000))
+    assert cost.alone == cost.with_parents == cost.rows[0].receipt
+
+
+def test_a_shared_ancestor_counts_once() -> None:
+    base = stage("pretrain", 1000)
+    corner = stage("extract", 1, base)
+    experts = stage("expert-a", 10, corner), stage("expert-b", 20, corner)
+    merged = stage("distill", 100, *experts)
+    assert [each.name for each in history(merged)] == ["pretrain", "extract", "expert-a", "expert-b", "distill"]
+    assert ledger(merged).with_parents.flops == 1131
+
+
+def test_a_run_that_went_on_includes_its_earlier_record() -> None:
+    early, late = stage("pretrain", 400, run_id="r"), stage("pretrain", 1000, run_id="r")
+    merged = stage("distill", 5, stage("a", 1, late), stage("b", 2, early))
+    assert ledger(merged).with_parents.flops == 1008
+
+
+def test_a_family_pays_for_its_parent_once() -> None:
+    base = stage("pretrain", 1000)
+    corner = stage("corner", 60, stage("extract", 2, base))
+    middle = stage("middle", 80, stage("extract-2", 4, base))
+    sizes = family([base, middle, corner], [Alone(900, "computed"), Alone(600, "computed"), Alone(300, "measured")])
+    assert [row.own_flops for row in sizes.rows] == [0, 84, 62]
+    assert (sizes.parent_flops, sizes.family_flops, sizes.alone_flops) == (1000, 1146, 1800)
+    assert sizes.share_of_alone == pytest.approx(1146 / 1800)
+    assert sizes.share_of_largest == pytest.approx(1146 / 900)
+    assert sizes.basis == "computed"
+    # 1000 + n * 146/3 against n * 600: 1.81…
+    assert sizes.break_even == 2
+
+
+def test_a_stage_that_two_sizes_share_counts_with_the_first() -> None:
+    shared = stage("sft", 10, stage("pretrain", 1000))
+    sizes = family([stage("a", 1, shared), stage("b", 2, shared)], [Alone(500, "measured"), Alone(500, "measured")])
+    assert [row.own_flops for row in sizes.rows] == [11, 2]
+    assert sizes.family_flops == 1013
+    assert sizes.basis == "measured"
+
+
+@given(st.integers(0, 2**70), st.integers(0, 2**70), st.integers(0, 2**70), st.integers(1, 9))
+def test_break_even_is_the_first_n_that_pays(parent: int, own: int, alone: int, num_sizes: int) -> None:
+    def pays(n: int) -> bool:
+        return parent * num_sizes + n * own <= n * alone
+
+    n = break_even(parent, own, alone, num_sizes)
+    if n is None:
+        assert own >= alone
+        assert not pays(1)
+    else:
+        assert pays(n)
+        assert n == 1 or not pays(n - 1)

@@ -108,19 +108,6 @@ def test_a_folder_without_metrics_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_spans_add_up_until_the_next_row(tmp_path: Path) -> None:
-    times = iter([0.0, 1.0, 10.0, 12.0, 20.0, 20.5])
-    with Tracker(tmp_path, tensorboard=False, console=plain(), clock=lambda: next(times)) as tracker:
-        for _ in range(2):
-            with tracker.span("forward"):
-                pass
-        tracker.log(0, {})
-        with tracker.span("forward"):
-            pass
-        tracker.log(1, {})
-    assert [row["time/forward_s"] for row in read_metrics(tmp_path)] == [3.0, 0.5]
-
-
 def test_wandb_is_asked_for_but_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what an import of a missing package finds
     with pytest.raises(UserError, match=r"wandb_project: W&B is not installed; pip install"):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.model.replay import Recorder, Replay
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, Recorder, Replay, Transformer, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.rl.samples import signed_routes

@@ -16,7 +16,6 @@ from stretto.base.errors import UserError
 from stretto.model.families import (
     FAMILIES,
     Family,
-    TokenIds,
     check_family,
     default_family,
     differing_field,
@@ -156,7 +155,7 @@ def as_stored(config: ModelConfig, family: Family) -> ModelConfig:
 @settings(max_examples=200, deadline=None)
 def test_a_config_json_reads_back_as_the_network_it_was_written_from(drawn: tuple[ModelConfig, Family]) -> None:
     config, family = drawn
-    tree = json.loads(json.dumps(to_hf(config, family, "float32", TokenIds())))
+    tree = json.loads(json.dumps(to_hf(config, family, "float32")))
     assert from_hf(tree, "config.json") == (as_stored(config, family), family)
 
 
@@ -164,7 +163,7 @@ def test_a_config_json_reads_back_as_the_network_it_was_written_from(drawn: tupl
 @settings(max_examples=60, deadline=None)
 def test_transformers_understands_every_field_as_we_do(drawn: tuple[ModelConfig, Family]) -> None:
     config, family = drawn
-    tree = to_hf(config, family, "bfloat16", TokenIds(eos=5, pad=6))
+    tree = to_hf(config, family, "bfloat16") | {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": 6}
     theirs = AutoConfig.for_model(**json.loads(json.dumps(tree)))
     for name, value in tree.items():
         if name == "torch_dtype":
@@ -200,11 +199,11 @@ def test_what_a_config_json_leaves_out_has_transformers_defaults(family: Family)
 
 
 def test_no_engine_is_told_to_look_for_prediction_layers() -> None:
-    assert to_hf(network("glm4_moe"), "glm4_moe", "float32", TokenIds())["num_nextn_predict_layers"] == 0
+    assert to_hf(network("glm4_moe"), "glm4_moe", "float32")["num_nextn_predict_layers"] == 0
 
 
 def test_rope_is_read_as_transformers_4_writes_it() -> None:
-    tree = to_hf(network("glm4_moe", rope_theta=5e5, rotary_fraction=0.5), "glm4_moe", "float32", TokenIds())
+    tree = to_hf(network("glm4_moe", rope_theta=5e5, rotary_fraction=0.5), "glm4_moe", "float32")
     old = {name: value for name, value in tree.items() if name != "rope_parameters"} | {"rope_scaling": None}
     assert from_hf(old, "config.json") == from_hf(tree, "config.json")
 
@@ -228,13 +227,13 @@ def test_rope_is_read_as_transformers_4_writes_it() -> None:
     ],
 )
 def test_a_foreign_setting_is_refused_by_name(family: Family, changes: dict[str, Any], field: str) -> None:
-    tree = to_hf(network(family), family, "float32", TokenIds()) | changes
+    tree = to_hf(network(family), family, "float32") | changes
     with pytest.raises(UserError, match=f"^somewhere/config.json: .*{field}") as caught:
         from_hf(tree, "somewhere/config.json")
     assert "\n" not in str(caught.value)
 
 
 def test_two_descriptions_differ_by_the_field_that_differs() -> None:
-    tree = to_hf(network("glm4_moe"), "glm4_moe", "float32", TokenIds())
+    tree = to_hf(network("glm4_moe"), "glm4_moe", "float32")
     assert differing_field(tree | {"dtype": "bfloat16", "eos_token_id": 3}, tree) is None
     assert differing_field(tree | {"hidden_size": 65}, tree) == "hidden_size"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables, rotate
+from stretto.ops.operators import MASKED, Routes, attention_reference, rms_norm_reference, rotary_tables, rotate
 from stretto.ops.paged import (
     ExpertWeights,
     Group,
@@ -24,7 +24,6 @@ from stretto.ops.paged import (
     route_tokens_reference,
     store,
 )
-from stretto.ops.route import MASKED, Routes
 
 Close = Callable[[Tensor, Tensor, int], None]
 PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8

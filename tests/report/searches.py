@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.model.spec import Subnet
-from stretto.search.rank import Sensitivities
-from stretto.search.search import Candidate, Correlations, Limits, SearchOptions, SearchResult, SearchSpace
+from stretto.search.search import (
+    Candidate,
+    Correlations,
+    Limits,
+    SearchOptions,
+    SearchResult,
+    SearchSpace,
+    Sensitivities,
+)
 
 
 @dataclass(frozen=True)

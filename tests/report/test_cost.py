@@ -2,8 +2,18 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
-from stretto.base.records import Lineage, Receipt, new_lineage
+from stretto.base.records import (
+    Alone,
+    Family,
+    FamilyRow,
+    Ledger,
+    LedgerRow,
+    Lineage,
+    Receipt,
+    family,
+    ledger,
+    new_lineage,
+)
 from stretto.report.cost import cost_bars, family_sentence, family_table, ledger_table
 from stretto.report.page import Table
 

@@ -15,8 +15,18 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from stretto.base.errors import UserError
-from stretto.base.receipt import Alone, Family, FamilyRow, Ledger, LedgerRow, family, ledger
-from stretto.base.records import Lineage, Receipt, new_lineage
+from stretto.base.records import (
+    Alone,
+    Family,
+    FamilyRow,
+    Ledger,
+    LedgerRow,
+    Lineage,
+    Receipt,
+    family,
+    ledger,
+    new_lineage,
+)
 from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import (

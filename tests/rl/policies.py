@@ -12,9 +12,8 @@ import torch
 
 from stretto.base.trajectory import Group, Trajectory
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.replay import Recorder
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.transformer import Context, Recorder, Transformer, build
 from stretto.rl.recipe import RlRecipe
 from tests.rl.samples import VOCAB, group
 

@@ -17,8 +17,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Group
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
-from stretto.model.replay import Replay
-from stretto.model.transformer import MoeLayer, Transformer
+from stretto.model.transformer import MoeLayer, Replay, Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.rl.algorithms import assign
 from stretto.rl.batch import pack

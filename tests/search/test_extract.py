@@ -10,7 +10,7 @@ from stretto.model.elastic import extract
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Transformer
 from stretto.search.extract import ExtractionError, derived_tolerance, verified_extract, verify
-from stretto.search.rank import rank_experts
+from stretto.search.search import rank_experts
 
 UNEVEN = Subnet(layers=(0, 1, 3, 4, 5), experts=(6, 2, 3, 4, 5), top_k=(2, 2, 1, 3, 2))
 

@@ -7,18 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.evals.loss import evaluate
+from stretto.evals.loss import evaluate, rank_layers, without_layers
 from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
 from stretto.search.latency import DECODE, measure
-from stretto.search.rank import Sensitivities
 from stretto.search.search import (
     Limits,
     Scorer,
     SearchOptions,
     SearchResult,
     SearchSpace,
+    Sensitivities,
     evolve,
+    measure_sensitivities,
     pareto_front,
+    rank_experts,
     require_feasible,
     score_grids,
     search,
@@ -288,3 +290,76 @@ def test_spearman():
 def test_pareto_front_keeps_equals_and_drops_the_beaten():
     assert pareto_front([(1, 3), (2, 2), (3, 1), (3, 3), (2, 2)]) == (0, 1, 2, 4)
     assert pareto_front([]) == ()
+
+
+def test_a_dead_layer_ranks_last(make_model, batches):
+    model = make_model()
+    model.blocks[2].attention.out.weight.data.zero_()
+    model.blocks[2].mlp.down.data.zero_()
+    model.blocks[2].mlp.shared.down.weight.data.zero_()
+    ranking = rank_layers(model, batches)
+    assert ranking.order == (0, 1, 4, 5, 3, 2)
+    assert ranking.logit_error[2] == 0.0 < ranking.logit_error[3]
+
+
+def test_first_and_last_two_layers_come_first_even_when_dead(make_model, batches):
+    model = make_model()
+    for layer in (0, 5):
+        model.blocks[layer].attention.out.weight.data.zero_()
+        model.blocks[layer].mlp.down.data.zero_()
+        model.blocks[layer].mlp.shared.down.weight.data.zero_()
+    assert set(rank_layers(model, batches).order[:4]) == {0, 1, 4, 5}
+
+
+@pytest.mark.parametrize("each_layer", [False, True])
+def test_axis_points_are_predicted_exactly(make_model, batches, each_layer):
+    model = make_model()
+    config = model.config
+    found = measure_sensitivities(model, batches, [2, 4], [1, 2], each_layer=each_layer)
+    points = [
+        config.full(),
+        config.subnet(depth=4),
+        config.subnet(depth=5),
+        config.subnet(experts=4),
+        config.subnet(top_k=1),
+    ]
+    points.append(without_layers(config, {3}))
+    if each_layer:
+        assert set(found.experts_by_row) == set(range(6)) and set(found.top_k_by_row[0]) == {1, 2, 3}
+    for subnet in points:
+        assert found.predict(config, subnet) == pytest.approx(evaluate(model, subnet, batches).nll, abs=1e-9)
+
+
+def test_counts_that_differ_by_layer_follow_the_single_layer_measurements(make_model):
+    config = make_model().config
+    by_row = {row: {6: 0.0, 3: 0.1 * (row + 1)} for row in range(6)}
+    found = Sensitivities(
+        full_nll=2.0, drop={}, depth={6: 0.0}, experts={6: 0.0, 3: 2.1}, top_k={3: 0.0}, experts_by_row=by_row
+    )
+    full = config.full()
+
+    def narrow(row: int) -> float:
+        counts = tuple(3 if at == row else 6 for at in range(6))
+        return found.predict(config, full.replace(experts=counts))
+
+    assert [narrow(row) for row in range(6)] == pytest.approx([2.1, 2.2, 2.3, 2.4, 2.5, 2.6])
+    assert found.predict(config, config.subnet(experts=3)) == pytest.approx(4.1)
+
+
+def test_prediction_lies_between_measured_counts(make_model):
+    config = make_model().config
+    found = Sensitivities(full_nll=1.0, drop={}, depth={6: 0.0}, experts={6: 0.0, 2: 0.4}, top_k={3: 0.0})
+    assert found.predict(config, config.subnet(experts=4)) == pytest.approx(1.2)
+
+
+def test_sensitivities_survive_json(make_model, batches):
+    found = measure_sensitivities(make_model(), batches[:1], [3], [1], each_layer=True)
+    assert Sensitivities.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_dead_expert_ranks_last(make_model, batches):
+    model = make_model()
+    model.blocks[3].mlp.down.data[1] = 0.0
+    orders = rank_experts(model, batches)
+    assert [sorted(order) for order in orders] == [list(range(6))] * 6
+    assert orders[3][-1] == 1

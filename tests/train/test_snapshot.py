@@ -10,7 +10,7 @@ import torch
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Transformer, build

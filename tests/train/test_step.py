@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.base.receipt import Meter
+from stretto.base.records import Meter
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, count, executed
