@@ -17,13 +17,10 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.rl.agent import AgentRole, AgentSettings, Wait, check_room
+from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room
 from stretto.rl.clients import Connect, Verifiers
-from stretto.rl.dialogue import Dialogue
-from stretto.rl.prompts import Prompts, plan_prompts
-from stretto.rl.recipe import PoolConfig, RlRecipe, SandboxConfig, SourceConfig
+from stretto.rl.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.rl.reward import RewardRole
-from stretto.rl.samples import store_group
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import (
     DeadlinePassed,
@@ -157,7 +154,7 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
 
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
         connect = Connect(engines, rewards, deadline_s)
-        return partial(AgentRole, AgentSettings.of(recipe, job.folder), tokenizer, tables, connect, store_group)
+        return partial(AgentRole, recipe, job.folder, tokenizer, tables, connect)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:
         some = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
@@ -174,15 +171,11 @@ def _trainer(job: Job) -> Any:
 
 
 def _engine(job: Job, name: str) -> Any:
-    from stretto.rl.rollout import (
-        EngineRole,
-        open_rollout_engine,  # torch, where the role lives
-    )
-    from stretto.rl.weights import fetch
+    from stretto.rl.rollout import EngineRole, open_rollout_engine  # torch, as above
 
     rollout, precision, with_routes = job.recipe.rollout, job.recipe.precision, job.recipe.replay == "r3"
     opened = partial(open_rollout_engine, job.start, rollout, precision, with_routes, job.device)
-    return EngineRole(opened, fetch, name=name, waits=True)
+    return EngineRole(opened, name=name, waits=True)
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again

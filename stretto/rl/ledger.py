@@ -53,10 +53,6 @@ class GroupRef:
     mean_reward: float
     is_uniform: bool
     """All rewards are equal, so that advantages within the group are zero."""
-    finished_s: float
-    """Unix seconds."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for the log, plain JSON values."""
 
 
 @dataclass(slots=True)

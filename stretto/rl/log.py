@@ -30,8 +30,7 @@ from stretto.base.trajectory import Group, Outcome
 from stretto.rl.controller import Controller
 from stretto.rl.launch import CALL_SLACK_S, Job, Roles
 from stretto.rl.ledger import GroupRef
-from stretto.rl.prompts import Prompts
-from stretto.rl.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE
+from stretto.rl.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE, Prompts
 from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
 
 STATUS_EVERY_S = 1.0
@@ -53,8 +52,6 @@ class StepReport:
     num_samples: int
     num_tokens: int
     """Sampled tokens, each trained once."""
-    seconds: float
-    """Wall time."""
     scalars: Mapping[str, float]
     """For the log, by name."""
 

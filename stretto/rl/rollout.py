@@ -1,4 +1,17 @@
-"""An engine as a role: agents sample from it, the trainer's weights are activated in it while requests go on."""
+"""An engine as a role, and the weights on their way to it.
+
+Agents sample from the engine, and a version of the weights is activated in it while requests go on: a short pause. The
+trainer publishes versions, which is slow and off everybody's path. They never change: a file carries its
+checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The
+files need not survive the machine, snapshots do: they are written to the page cache and read from it, or lie in a
+folder of /dev/shm.
+
+For an FP8 engine they travel as bytes and scales, a quarter of what fp32 takes. Only what it multiplies in FP8 is
+quantised, by the quantiser it uses itself; values that were quantised once quantise to the same bytes again, so nothing is
+lost on the way that the engine would have kept.
+
+Shape letters: E experts, F outputs, D inner dim, I and J blocks of them.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +23,117 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from stretto.base.errors import UserError
+from stretto.base.paths import replacing
 from stretto.base.trajectory import Segment, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.open import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
 from stretto.engine.service import Service
 from stretto.engine.stream import Closed, EngineFailed
+from stretto.engine.weights import state_checksum
+from stretto.model.checkpoint import write_file
+from stretto.ops.fp8 import FP8, Fp8Weight, quantise_weight
 from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
 from stretto.rl.recipe import PrecisionConfig, RolloutConfig
-from stretto.rl.weights import fetch
 
 NO_WEIGHTS = -1
 """Version of an engine that has not been told the run's weights yet."""
+_BYTES, _SCALE = ":fp8", ":scale"
+_AGAIN = "publish the version again"
+
+
+def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
+    """Write ``state`` as version ``number``; complete under its name when this returns. ``state`` may change afterwards.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    checksum = state_checksum(tensors)
+    path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
+    with replacing(path) as partial:  # also where it exists: it may be damaged, which is why it is published again
+        write_file(partial, tensors)
+    return WeightVersion(number, str(path), checksum, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def fetch(version: WeightVersion) -> dict[str, Tensor]:
+    """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which
+    may be retired meanwhile.
+
+    Raises:
+        UserError: the file is gone or damaged, or its checksum is another.
+    """
+    path = Path(version.location)
+    try:
+        state = load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {_AGAIN}, or keep more of them") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not readable as safetensors: {error}; {_AGAIN}") from None
+    found = state_checksum(state)
+    if found != version.checksum:
+        raise UserError(
+            f"{path}: checksum: is {found}, version {version.number} was announced with {version.checksum}; {_AGAIN}"
+        )
+    return unpack_state(state)
+
+
+def retire(folder: Path | str, keep: int) -> None:
+    """Delete all but the ``keep`` newest versions of ``folder``. Engines that have mapped an older one keep it."""
+    assert keep > 0, f"keep {keep}: the newest version is in use"
+    for path in sorted(Path(folder).glob("weights-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)[:-keep]:
+        path.unlink(missing_ok=True)
+
+
+def is_quantised(name: str) -> bool:
+    """Whether products with the tensor of that name, of a `Transformer`'s state dict, are in FP8."""
+    return name.startswith("blocks.") and name.endswith(
+        ("qkv.weight", "out.weight", "gate_up", "gate_up.weight", "down", "down.weight")
+    )
+
+
+def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with each weight that `is_quantised` as two tensors: its bytes (uint8, its shape) and its scales (fp32)."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if not is_quantised(name):
+            packed[name] = tensor
+            continue
+        stack = [quantise_weight(one) for one in (tensor if tensor.ndim == 3 else tensor[None])]
+        bytes_EFD = torch.stack([weight.bytes_FD.view(torch.uint8) for weight in stack])
+        scale_EIJ = torch.stack([weight.scale_IJ for weight in stack])
+        packed[name + _BYTES], packed[name + _SCALE] = (
+            (bytes_EFD, scale_EIJ) if tensor.ndim == 3 else (bytes_EFD[0], scale_EIJ[0])
+        )
+    return packed
+
+
+def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the values that `pack_state` kept, fp32 where they were quantised.
+
+    Raises:
+        UserError: bytes without their scales.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in packed.items():
+        if name.endswith(_SCALE):
+            continue
+        if not name.endswith(_BYTES):
+            state[name] = tensor
+            continue
+        own = name.removesuffix(_BYTES)
+        if own + _SCALE not in packed:
+            raise UserError(f"weights: {own}: FP8 bytes without scales; send {own + _SCALE} too")
+        scale = packed[own + _SCALE]
+        stack = zip(*((tensor, scale) if tensor.ndim == 3 else (tensor[None], scale[None])), strict=True)
+        values = torch.stack([Fp8Weight(one.view(FP8), scale_IJ).dequantise() for one, scale_IJ in stack])
+        state[own] = values if tensor.ndim == 3 else values[0]
+    return state
 
 
 def open_rollout_engine(

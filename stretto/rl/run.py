@@ -32,7 +32,6 @@ from stretto.rl.launch import (
 )
 from stretto.rl.ledger import Ledger
 from stretto.rl.log import Logbook, Trace, write_trace
-from stretto.rl.prompts import Prompts
 from stretto.rl.recipe import (
     GROUPS,
     JOURNAL_FILE,
@@ -44,6 +43,7 @@ from stretto.rl.recipe import (
     SNAPSHOTS,
     START_FILE,
     WEIGHTS,
+    Prompts,
     RlRecipe,
 )
 from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs

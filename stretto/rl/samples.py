@@ -309,7 +309,7 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     """
     task, trajectories = group.task, group.trajectories
     assert len(trajectories) == task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
-    attempt, route_bytes = trajectories[0].attempt, 0
+    attempt = trajectories[0].attempt
     content = [_frame(_Start(task, attempt))]
     for each in trajectories:
         num_tokens = 0
@@ -318,7 +318,6 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
             num_tokens += len(segment.tokens)
         packed = b"" if each.routes is None else pack_routes(each.routes, _num_experts(each.routes))
         content.append(_frame(_End(each.sample, each.finish_reason, each.verdict, packed)))
-        route_bytes += len(packed)
     path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(b"".join(content))
@@ -334,8 +333,6 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         oldest_version=min(trajectory.oldest_version for trajectory in trajectories),
         mean_reward=float(np.mean(rewards)),
         is_uniform=max(rewards) == min(rewards),
-        finished_s=max(segment.finished_s for each in trajectories for segment in each.segments),
-        extra={"source": task.source, "item": task.item, "route_bytes": route_bytes},
     )
 
 

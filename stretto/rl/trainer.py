@@ -22,10 +22,10 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.receipt import Meter
-from stretto.base.records import new_lineage, new_run_id
+from stretto.base.records import new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.model.replay import Recorder, Replay
@@ -43,10 +43,9 @@ from stretto.rl.log import samples as sample_scalars
 from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
 from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
+from stretto.rl.rollout import is_quantised, pack_state, publish, retire
 from stretto.rl.samples import check_routes, load_group
-from stretto.rl.weights import is_quantised, pack_state, publish, retire
-from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import peak_memory
+from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import MicroBatch, StepResult, optimisation_step
 
@@ -221,7 +220,7 @@ class TrainerRole:
             "time/recompute_s": scored - loaded,
             "time/update_s": updated - scored,
         }
-        return StepReport(self._step, num_samples, num_tokens, time.perf_counter() - started, scalars)
+        return StepReport(self._step, num_samples, num_tokens, scalars)
 
     def publish(self) -> WeightVersion | None:
         """The weights as they are, in the run's folder of them; None on all ranks but the first.
@@ -285,34 +284,22 @@ class TrainerRole:
         Raises:
             UserError: the disk is full, or the folder holds other files.
         """
-        state = full_state(self._model)
-        if self._ranks.is_first:
-            origin, config = self._origin, self._model.config
-            counts = count(config, config.full())
-            has_tokenizer = (self._start / "tokenizer.json").is_file()
-            lineage = new_lineage(
-                name=self._run.name,
-                stage=STAGE,
-                weights_hash="",
-                total_params=counts.total_params,
-                active_params=counts.active_params,
-                receipt=self._meter.receipt(peak_memory(self._ranks)),
-                parents=(origin.lineage,) if origin.lineage else (),
-                run_id=self._run_id,
-                data_hash=self._data_hash,
-                tokenizer_hash=load_tokenizer(self._start).fingerprint() if has_tokenizer else None,
-                config=self._recipe.model_dump(mode="json"),
-            )
-            write_checkpoint(
-                folder,
-                state,
-                config,
-                family=origin.family,
-                tokenizer_dir=self._start if has_tokenizer else None,
-                presets=origin.presets,
-                lineage=lineage,
-            )
-        self._ranks.barrier()
+        origin = self._origin
+        write_trained(
+            Path(folder),
+            self._model,
+            self._meter,
+            self._ranks,
+            name=self._run.name,
+            stage=STAGE,
+            config=self._recipe.model_dump(mode="json"),
+            tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
+            parents=(origin.lineage,) if origin.lineage else (),
+            run_id=self._run_id,
+            data_hash=self._data_hash,
+            family=origin.family,
+            presets=origin.presets,
+        )
 
     def _read(self) -> Checkpoint:
         return read_checkpoint(self._start, device=self._ranks.device, dtype=torch.float32)

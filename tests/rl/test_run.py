@@ -31,9 +31,9 @@ from stretto.rl.launch import Job
 from stretto.rl.ledger import GroupRef, Ledger
 from stretto.rl.log import read_status
 from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
+from stretto.rl.rollout import fetch, publish
 from stretto.rl.run import Result, claimed, run_rl, sweep, take_up
 from stretto.rl.samples import log_path
-from stretto.rl.weights import fetch, publish
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def limits(prompts: int = 2) -> Limits:
 
 
 def ref(ordinal: int, folder: Path) -> GroupRef:
-    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False, 0.0)
+    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False)
 
 
 def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:

@@ -25,9 +25,9 @@ from stretto.rl.batch import pack
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch
 from stretto.rl.recipe import LossConfig
+from stretto.rl.rollout import fetch
 from stretto.rl.samples import store_group
 from stretto.rl.trainer import Pass, TrainerRole, micro_batch, place, recompute, score
-from stretto.rl.weights import fetch
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
 from tests.rl.policies import checkpoint, groups, network, recipe
 
