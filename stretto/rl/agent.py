@@ -23,7 +23,7 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
+from stretto.rl.clients import Clients, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
@@ -80,20 +80,18 @@ class AgentStats:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A group in flight: what its samples share."""
+    """What the samples of a group in flight share."""
 
     task: Task
     temperature: float
     want_routes: bool
     tools: Mapping[str, Tool]
+    schemas: list[dict[str, Any]]
     place: int
     """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
     problem: Problem = field(init=False)
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
-
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema() for tool in self.tools.values()]
 
 
 class AgentRole:
@@ -143,11 +141,7 @@ class AgentRole:
         return ref
 
     async def evaluate(self, task: Task, temperature: float) -> Group:
-        """The same samples, of no run: not logged, not stored, without routes.
-
-        Raises:
-            GroupFailed, UserError: as `run_group`.
-        """
+        """The same samples, of no run: not logged, not stored, without routes. Raises as `run_group`."""
         return await self._within_lease(task, None, temperature)
 
     async def forget(self, ordinals: Sequence[int]) -> None:
@@ -195,6 +189,7 @@ class AgentRole:
             temperature=self._recipe.rollout.temperature if temperature is None else temperature,
             want_routes=self._recipe.replay == "r3" and attempt is not None,
             tools={tool.name: tool for tool in source.tools()},
+            schemas=[tool.schema() for tool in source.tools()],
             place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
@@ -202,7 +197,7 @@ class AgentRole:
             async with self._problems:
                 what = f"sources.{task.source}: item {task.item}"
                 group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
-            group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas())
+            group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
             if attempt is None:
                 group.samples = [Sample(task, number, 0) for number in range(task.group)]
             else:
@@ -248,10 +243,12 @@ class AgentRole:
         return min(sample.task.max_tokens - sample.num_sampled, self._recipe.train.seq_len - sample.num_tokens)
 
     async def _generate(self, group: _InFlight, sample: Sample, max_tokens: int) -> None:
-        """One chunk of an engine."""
+        """One chunk of the group's engine."""
         _wait(sample, "an engine")
 
         async def ask() -> None:
+            place, stats, started_s = group.place, self._stats, time.perf_counter()
+            engine = self._engines[place]
             request = GenerateRequest(
                 id=f"{sample.task.ordinal}.{sample.number}.{sample.attempt}",
                 tokens=sample.tokens(),
@@ -263,7 +260,18 @@ class AgentRole:
                 routes_from=sample.num_rows,
                 deadline_s=self._recipe.failures.lease_s,
             )
-            done = await self._asked(group, request)
+            try:
+                done = await engine.generate(request)
+            except Trouble as trouble:
+                if group.place == place:
+                    self._loads[place] -= group.task.group
+                    group.place = self._engine(first=place + 1, avoid=place)
+                    self._loads[group.place] += group.task.group
+                raise type(trouble)(f"{engine.name}: {trouble}") from trouble
+            stats.engine_s += time.perf_counter() - started_s
+            stats.queued_s += done.queued_s
+            stats.cached_tokens += done.cached_tokens
+            stats.computed_tokens += done.computed_tokens
             num = len(done.segment.tokens)
             if not 0 < num <= max_tokens:
                 raise Trouble(f"{num} tokens were returned, 1 to {max_tokens} asked for")
@@ -275,24 +283,6 @@ class AgentRole:
             sample.append(Part(done.segment, done.routes if group.want_routes else None, ended))
 
         await self._patiently("engine", ask)
-
-    async def _asked(self, group: _InFlight, request: GenerateRequest) -> Generated:
-        """From the group's engine."""
-        place, stats, started_s = group.place, self._stats, time.perf_counter()
-        engine = self._engines[place]
-        try:
-            done = await engine.generate(request)
-        except Trouble as trouble:
-            if group.place == place:
-                self._loads[place] -= group.task.group
-                group.place = self._engine(first=place + 1, avoid=place)
-                self._loads[group.place] += group.task.group
-            raise type(trouble)(f"{engine.name}: {trouble}") from trouble
-        stats.engine_s += time.perf_counter() - started_s
-        stats.queued_s += done.queued_s
-        stats.cached_tokens += done.cached_tokens
-        stats.computed_tokens += done.computed_tokens
-        return done
 
     def _engine(self, first: int, avoid: int | None = None) -> int:
         """The least loaded engine, another than ``avoid`` if there is one. Ties go round by ``first``: several agents
@@ -306,7 +296,7 @@ class AgentRole:
         started_s = time.time()
         results = [await self._call(group, sample, call) for call in calls]
         texts = [result.text for result in results]
-        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas(), calls, texts)
+        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas, calls, texts)
         if sample.num_tokens + len(tokens) >= self._recipe.train.seq_len:
             await self._finish(group, sample, "length")  # no room for the model to go on from it
             return
@@ -318,11 +308,10 @@ class AgentRole:
 
     async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
         tool, arguments = group.tools.get(call.name), call.arguments
-        if tool is None:
-            known = ", ".join(group.tools)
-            return ToolResult(f"error: there is no tool {call.name!r}; there are {known}", Outcome.WRONG, 0.0)
-        if arguments is None:
-            return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
+        if tool is None or arguments is None:
+            unknown = f"there is no tool {call.name!r}; there are {', '.join(group.tools)}"
+            why = unknown if tool is None else "the arguments are not a JSON object"
+            return ToolResult(f"error: {why}", Outcome.WRONG, 0.0)
         what = f"tool {tool.name}"
 
         def called() -> ToolResult:
@@ -436,7 +425,7 @@ class Dialogue:
             raise UserError("messages: the problem has none; give at least one message")
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(f"{message['content']}\n" for message in messages))
-        return np.array(self._prompts.chat(_turns(messages), _offers(tools)), np.int32)
+        return np.array(self._chat(messages, tools), np.int32)
 
     def tool_turn(
         self,
@@ -466,8 +455,7 @@ class Dialogue:
             {"role": "tool", "tool_call_id": name, "name": call.name, "content": answer}
             for name, call, answer in zip(ids, calls, answers, strict=True)
         ]
-        base = self._prompts.chat(_turns(before), _offers(tools), generation_prompt=False)
-        full = self._prompts.chat(_turns([*before, *told]), _offers(tools))
+        base, full = self._chat(before, tools, generation_prompt=False), self._chat([*before, *told], tools)
         ends = [place for place, token in enumerate(base) if token in self._special]
         if full[: len(base)] != base or not ends:
             raise UserError(
@@ -484,7 +472,9 @@ class Dialogue:
         """The tool calls in a turn, in order; one that cannot be read is text."""
         found = read_answer(self.text(turn))[1]
         # a name may spell half a surrogate pair, which is no UTF-8
-        return tuple(ToolCall(_utf8(call.name), _arguments(call.arguments)) for call in found)
+        return tuple(
+            ToolCall(call.name.encode(errors="replace").decode(), _arguments(call.arguments)) for call in found
+        )
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
@@ -496,17 +486,12 @@ class Dialogue:
     def _encoded(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
 
-
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    return [Message.model_validate(dict(message)) for message in messages]
-
-
-def _offers(tools: Sequence[Mapping[str, Any]]) -> list[OfferedTool]:
-    return [OfferedTool.model_validate(dict(tool)) for tool in tools]
-
-
-def _utf8(text: str) -> str:
-    return text.encode(errors="replace").decode()
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], generation_prompt: bool = True
+    ) -> list[int]:
+        turns = [Message.model_validate(dict(message)) for message in messages]
+        offers = [OfferedTool.model_validate(dict(tool)) for tool in tools]
+        return self._prompts.chat(turns, offers, generation_prompt=generation_prompt)
 
 
 def _arguments(text: str) -> Mapping[str, Any] | None:

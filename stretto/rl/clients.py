@@ -96,12 +96,7 @@ def infra(request: RewardRequest, why: str) -> Verdict:
 
 
 class EngineClient(Protocol):
-    """An engine to sample from. Cancelled or out of time, a request leaves nothing in it.
-
-    Raises:
-        Trouble: it is dead, busy, slow, or its output was no number.
-        UserError: the request cannot be served by it, now or later.
-    """
+    """An engine to sample from; fails as `EngineRole.generate` does."""
 
     @property
     def name(self) -> str: ...
@@ -110,7 +105,7 @@ class EngineClient(Protocol):
 
 
 class RewardClient(Protocol):
-    """Whoever verifies. The outcome is INFRA, with the task's name in the detail, where there is no verdict to be had."""
+    """Whoever verifies. Where there is no verdict to be had the outcome is INFRA."""
 
     async def score(self, request: RewardRequest) -> Verdict: ...
 
@@ -137,10 +132,7 @@ class RemoteRewards:
     """`RewardRole`s behind handles; each request goes to the one with the fewest in flight."""
 
     def __init__(self, caller: Caller, handles: Sequence[Handle], deadline_s: float):
-        """
-        Args:
-            deadline_s: of one verification, as the roles keep it; a request waits for its turn before.
-        """
+        """``deadline_s``: of one verification, as the roles keep it; a request waits for its turn before."""
         assert handles, "a reward needs a verifier"
         self._caller, self._handles, self._deadline_s = caller, handles, deadline_s
         self._loads = [0] * len(handles)

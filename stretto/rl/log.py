@@ -587,7 +587,7 @@ class Logbook:
     async def _rows(self) -> list[RoleRow]:
         roles = self._roles
         kinds = (roles.engines.values(), roles.agents.handles(), roles.verifiers)
-        engines, agents, rewards = told = await asyncio.gather(*map(roles.stats, kinds))
+        engines, agents, rewards = told = await asyncio.gather(*(roles.ask_all(each, "stats") for each in kinds))
         by_name = ({handle.name: stats for handle, stats in each} for each in told)
         self._role_scalars.tell(time.perf_counter(), *by_name)
 

@@ -43,8 +43,7 @@ async def run_plainly(
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    opened = partial(open_rollout_engine, start, recipe.rollout, recipe.precision, recipe.replay == "r3", "cpu")
-    engine = EngineRole(opened)
+    engine = EngineRole(partial(open_rollout_engine, recipe, start, "cpu"))
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
         agent = AgentRole(recipe, folder, load_tokenizer(start), tables, lambda caller: clients)

@@ -105,7 +105,5 @@ def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
 
 
 def _short(text: str) -> str:
-    line = " ".join(
-        text.encode(errors="replace").decode().split()
-    )  # half a surrogate pair is no UTF-8, and is not stored
+    line = " ".join(text.encode(errors="replace").decode().split())  # half a surrogate pair would not be stored
     return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

@@ -39,7 +39,7 @@ from stretto.engine.weights import state_checksum
 from stretto.model.checkpoint import write_file
 from stretto.ops.fp8 import FP8, Fp8Weight, quantise_weight
 from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
-from stretto.rl.recipe import PrecisionConfig, RolloutConfig
+from stretto.rl.recipe import RlRecipe
 
 NO_WEIGHTS = -1
 """Version of an engine that has not been told the run's weights yet."""
@@ -136,15 +136,14 @@ def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def open_rollout_engine(
-    start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
-) -> Engine:
+def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
 
     What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
     that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
     staleness repeats itself, whatever came in which order.
     """
+    rollout, precision = recipe.rollout, recipe.precision
     torch.set_num_threads(rollout.threads)
     config = EngineConfig(
         cache_bytes=rollout.cache_bytes,
@@ -157,9 +156,10 @@ def open_rollout_engine(
     )
     # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
     dtype = torch.float32 if precision.rollout == "fp32" else None
-    opened = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes)
-    opened.engine.weight_version = NO_WEIGHTS
-    return opened.engine
+    routes = recipe.replay == "r3"
+    engine = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes).engine
+    engine.weight_version = NO_WEIGHTS
+    return engine
 
 
 class EngineRole:
@@ -176,13 +176,14 @@ class EngineRole:
         """
         Args:
             open_engine: called once, here, where the role lives. The engine must keep routes if they will be asked for.
-            fetch: the verified tensors of a version; called in a thread.
+            fetch: called in a thread.
             waits: sample nothing before the first `activate`: one that is restarted opens with weights that are too old.
         """
         self.name, self._fetch = name, fetch
         engine = open_engine()
         self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
-        self._version = engine.weight_version
+        self.version = engine.weight_version
+        """Of the weights that serve."""
         self._service = Service(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
@@ -190,11 +191,6 @@ class EngineRole:
             self._is_ready.set()
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self._version
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
@@ -227,13 +223,13 @@ class EngineRole:
             Trouble: the engine is dead.
         """
         async with self._activating:
-            if version.number > self._version:
+            if version.number > self.version:
                 state = await asyncio.to_thread(self._fetch, version)
                 try:
                     await self._service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
                     raise Trouble(f"{self.name}: {error}") from error
-                self._version = version.number
+                self.version = version.number
             self._is_ready.set()
 
     async def stats(self) -> EngineStats:

@@ -27,7 +27,6 @@ from stretto.rl.launch import (
     TrainerLost,
     check_sources,
     make_factories,
-    needs_sandbox,
     start_roles,
 )
 from stretto.rl.ledger import Ledger
@@ -81,19 +80,19 @@ async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callab
     """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
-    found = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
+    prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
     factories = make_factories(job, tables, tokenizer)
     num_attempts = 0
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
             resumes = take_up(recipe, folder, job.resume)
             with Trace(folder) as trace:
-                log = Logbook(job, found.prompts, trace, advance, say)
+                log = Logbook(job, prompts, trace, advance, say)
                 while True:
                     num_attempts += 1
                     try:
-                        async with start_roles(runtime, factories, recipe, found.at_once) as roles:
-                            await _attempt(job, roles, found.prompts, trace, log, resumes)
+                        async with start_roles(runtime, factories, recipe, at_once) as roles:
+                            await _attempt(job, roles, prompts, trace, log, resumes)
                         break
                     except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
                         if num_attempts > recipe.failures.restarts:
@@ -136,7 +135,7 @@ def limits_of(recipe: RlRecipe) -> Limits:
     """What the controller knows of ``recipe``."""
     rollout, train = recipe.rollout, recipe.train
     # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
-    is_fast = rollout.max_turns == 1 and not needs_sandbox(recipe.sources.values())
+    is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).run_programs
     capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
     return Limits(
         prompts=train.prompts,

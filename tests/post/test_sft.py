@@ -150,8 +150,7 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
         return {name: open_source(name, source) for name, source in plan.sources.items()}
 
     def run(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        opened = partial(open_rollout_engine, start, plan.rollout, plan.precision, True, "cpu")
-        engine = EngineRole(opened, waits=True)
+        engine = EngineRole(partial(open_rollout_engine, plan, start, "cpu"), waits=True)
         reward = RewardRole(open_sources)
         agent = AgentRole(plan, folder, load_tokenizer(start), open_sources, lambda caller: Clients((engine,), reward))
         trainer = TrainerRole(plan, folder, start, ranks=join("cpu"))
