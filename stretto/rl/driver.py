@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 from stretto.base.errors import UserError
@@ -43,11 +44,7 @@ class Driver:
         trace: Trace,
         observe: Callable[[StepReport, tuple[GroupRef, ...]], None],
     ):
-        """
-        Args:
-            weights: that the trainer has now, published.
-            observe: called after each step.
-        """
+        """``weights`` are those that the trainer has now, published; ``observe`` is called after each step."""
         self._recipe, self._roles, self._controller = recipe, roles, controller
         self._weights, self._trace, self._observe = weights, trace, observe
         self._engines = EngineWeights(roles, controller, trace, moved=self._moved, failed=self._fail)
@@ -90,7 +87,6 @@ class Driver:
             await self._train(await self._next_batch())
 
     async def _next_batch(self) -> tuple[GroupRef, ...]:
-        """Wait for the next step's groups."""
         started_s = time.time()
         self._watchdog.waits("trainer", "agents")
         while self._failure is None:
@@ -104,7 +100,6 @@ class Driver:
         raise self._failure
 
     async def _change(self) -> None:
-        """Until something has happened."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -136,28 +131,32 @@ class Driver:
         self._observe(report, refs)
 
     def _hand_out(self) -> None:
-        """Start whatever the controller admits. Called after every event."""
+        """Called after every event."""
         for handout in self._controller.admit():
             task = asyncio.create_task(self._group(handout))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
 
     async def _group(self, handout: Handout) -> None:
-        """One attempt at one group, from hand-out to report."""
         task, attempt = handout.task, handout.attempt
         self._watchdog.waits("agents", "an agent", task.ordinal)
         deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
                 self._watchdog.waits("agents", agent.name, task.ordinal)
+                call = partial(self._roles.runtime.call, agent, "run_group", deadline_s=deadline_s)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
-                    ref: GroupRef = await self._roles.runtime.call(
-                        agent, "run_group", task, attempt, deadline_s=deadline_s
-                    )
+                    ref: GroupRef = await call(task, attempt)
             if self._controller.group_ready(ref):
                 self._watchdog.waits("trainer", "agents")  # it came one group further
                 self._roles.forget(task.ordinal)
-                self._check_hope(ref)
+                self._num_uniform += ref.is_uniform
+                if self._num_uniform > _MOST_UNIFORM * self._recipe.train.prompts:
+                    raise UserError(
+                        f"sources: {self._num_uniform} groups without a step between them had equal rewards, the last "
+                        f"{ref.mean_reward:g}; start from a model that succeeds now and then, choose easier or harder "
+                        "problems, or set loss.drop_uniform = false"
+                    )
         except RoleDied as died:
             self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
@@ -185,17 +184,7 @@ class Driver:
     def _num_failed(self) -> int:
         return int(self._controller.counts()[Ending.FAILED.value])
 
-    def _check_hope(self, ref: GroupRef) -> None:
-        """A policy that never or always succeeds learns nothing, and would be asked for ever."""
-        self._num_uniform += ref.is_uniform
-        if self._num_uniform > _MOST_UNIFORM * self._recipe.train.prompts:
-            raise UserError(
-                f"sources: {self._num_uniform} groups without a step between them had equal rewards, the last {ref.mean_reward:g}; "
-                "start from a model that succeeds now and then, choose easier or harder problems, or set loss.drop_uniform = false"
-            )
-
     def _moved(self) -> None:
-        """An engine has other weights now."""
         self._hand_out()
         self._changed.set()
 
@@ -207,8 +196,7 @@ class Driver:
                 self._engines.tend()
                 self._hand_out()
                 await self._roles.mend()
-                stuck = self._watchdog.report()
-                if stuck is not None:
+                if stuck := self._watchdog.report():
                     raise UserError(await self._stuck(stuck))
             except Exception as error:
                 self._fail(error)
@@ -244,11 +232,7 @@ class EngineWeights:
         moved: Callable[[], None],
         failed: Callable[[BaseException], None],
     ):
-        """
-        Args:
-            moved: told after each change of weights.
-            failed: told what no other attempt would mend.
-        """
+        """``moved`` is told after each change of weights, ``failed`` what no other attempt would mend."""
         self._roles, self._controller, self._trace = roles, controller, trace
         self._moved, self._failed = moved, failed
         self._weights: WeightVersion

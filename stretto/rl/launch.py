@@ -17,9 +17,8 @@ from typing import Any
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room
-from stretto.rl.clients import Connect, Verifiers
+from stretto.rl.clients import RewardRole, Verifiers, connect
 from stretto.rl.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
-from stretto.rl.reward import RewardRole
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import (
     DeadlinePassed,
@@ -147,8 +146,8 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
     recipe, deadline_s = job.recipe, job.recipe.runtime.rewards.deadline_s
 
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        connect = Connect(engines, rewards, deadline_s)
-        return partial(AgentRole, recipe, job.folder, tokenizer, tables, connect)
+        clients = partial(connect, engines, rewards, deadline_s)
+        return partial(AgentRole, recipe, job.folder, tokenizer, tables, clients)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:
         some = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)

@@ -160,10 +160,6 @@ class State:
         for num_older, entry in enumerate(others, len(taken)):
             yield entry, num_older, entry.num_overtaken + len(taken) - bisect(taken, entry.ordinal)
 
-    def unfinished(self) -> set[int]:
-        """Ordinals alive that are not stored yet: agents go on with their token logs."""
-        return {entry.ordinal for entry in self.alive.values() if entry.ref is None}
-
     def check(self) -> None:
         """
         Raises:

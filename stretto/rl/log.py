@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -56,7 +55,7 @@ class StepReport:
     """For the log, by name."""
 
 
-def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) -> dict[str, float]:
+def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) -> dict[str, Any]:
     """How far the trainer's policy is from what the engine sampled, before the update.
 
     Apart for tokens of this very version, where any difference is the two implementations', and for stale ones, where
@@ -76,10 +75,10 @@ def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) 
     ratio_N = np.exp(np.minimum(delta_N, 20.0))
     scalars["policy/ess"] = ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())
     scalars["policy/chi2"] = (ratio_N**2).mean() - 1.0
-    return _floats(scalars)
+    return scalars
 
 
-def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[str, float]:
+def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[str, Any]:
     """What the updates did, from the streams of `stretto.rl.objective.PolicyObjective`."""
     scalars = {
         "policy/clip_fraction": streams["clipped"].mean(),
@@ -93,10 +92,10 @@ def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[st
     if reference_N is not None:
         delta_N = reference_N - streams["logp"]
         scalars["policy/kl_reference"] = (np.expm1(delta_N) - delta_N).mean()
-    return _floats(scalars)
+    return scalars
 
 
-def samples(groups: Sequence[Group]) -> dict[str, float]:
+def samples(groups: Sequence[Group]) -> dict[str, Any]:
     """Rewards and shapes of what was trained."""
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([each.verdict.reward for each in flat])
@@ -123,10 +122,10 @@ def samples(groups: Sequence[Group]) -> dict[str, float]:
         "samples/turns_mean": np.mean([each.num_turns for each in flat]),
         "samples/attempts_mean": np.mean([each.attempt for each in flat]),
     }
-    return _floats(scalars | {name: np.mean(values) for name, values in sorted(named.items())})
+    return scalars | {name: np.mean(values) for name, values in sorted(named.items())}
 
 
-def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+def staleness(groups: Sequence[Group], version: int) -> dict[str, Any]:
     """Age of the trained tokens in versions, and under how many versions a sample was written."""
     ages, spans = [], []
     for group in groups:
@@ -136,16 +135,11 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
             spans.append(len(np.unique(versions)))
     every = np.concatenate(ages)
     assert every.min() >= 0, f"a token of version {version - every.min()} before step {version}"
-    scalars = {
+    return {
         "staleness/max": every.max(),
         "staleness/mean": every.mean(),
         "staleness/versions_per_sample": np.mean(spans),
     }
-    return _floats(scalars)
-
-
-def _floats(scalars: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in scalars.items()}
 
 
 class Counts:
@@ -288,9 +282,7 @@ class Trace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # what came first is to be heard
         with suppress(*(() if error is None else (UserError,))), writing(self._path):
             self._file.close()
@@ -445,7 +437,10 @@ class Logbook:
         Args:
             is_first: the run's, not only this process's.
         """
-        with self._begin(roles, controller, is_first) as self._tracker:
+        first_step = self._begin(roles, controller, is_first)
+        config = self._recipe.model_dump(mode="json")
+        told = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)
+        with told as self._tracker:
             watch = asyncio.create_task(self._watch())
             state = "done"
             try:
@@ -464,7 +459,8 @@ class Logbook:
                 with suppress(*(() if state == "done" else (UserError,))):
                     await self._write_status(state)
 
-    def _begin(self, roles: Roles, controller: Controller, is_first: bool) -> Tracker:
+    def _begin(self, roles: Roles, controller: Controller, is_first: bool) -> int:
+        """The first step to be logged."""
         self._roles, self._controller = roles, controller
         step = controller.version
         has_rows = not is_first and (self._folder / METRICS_FILE).is_file()
@@ -478,12 +474,7 @@ class Logbook:
         self._stepped_s = time.perf_counter()
         self._role_scalars, self._counts = RoleScalars(self._stepped_s), Counts()
         self._counts.grown("filtered", controller.counts()["filtered"])
-        return Tracker(
-            self._folder,
-            first_step=step + 1 if step else 0,
-            wandb_project=self._wandb_project,
-            config=self._recipe.model_dump(mode="json"),
-        )
+        return step + 1 if step else 0
 
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
         """Log a step that is done; now and then, begin to measure the held-out reward while the run goes on."""

@@ -14,12 +14,11 @@ from pathlib import Path
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task
 from stretto.rl.agent import AgentRole
-from stretto.rl.clients import Clients
+from stretto.rl.clients import Clients, RewardRole
 from stretto.rl.launch import SourceTables
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport
 from stretto.rl.recipe import RlRecipe, plan_prompts
-from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
 from stretto.text.tokenizer import load_tokenizer

@@ -47,7 +47,7 @@ from stretto.rl.recipe import (
 )
 from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.runtime.open import open_runtime
-from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 
 _WRITE_S = 600.0
@@ -100,7 +100,9 @@ async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callab
                                 f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
                             ) from lost
                         say(f"{lost}; going on from the last snapshot")
-                        await _dismiss(runtime)
+                        for handle in reversed(runtime.handles()):
+                            with suppress(RuntimeFailure):  # dead already
+                                await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
     write_trace(folder)
     held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
@@ -117,7 +119,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
     try:
         if resumes:
             await asyncio.to_thread(sweep, job.folder, ledger)
-        controller = Controller(limits_of(recipe), prompts.task, ledger)
+        controller = Controller(_limits(recipe), prompts.task, ledger)
         weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
             async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
@@ -131,8 +133,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
         ledger.close()
 
 
-def limits_of(recipe: RlRecipe) -> Limits:
-    """What the controller knows of ``recipe``."""
+def _limits(recipe: RlRecipe) -> Limits:
     rollout, train = recipe.rollout, recipe.train
     # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
     is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).run_programs
@@ -146,13 +147,6 @@ def limits_of(recipe: RlRecipe) -> Limits:
         max_attempts=recipe.failures.max_attempts,
         num_steps=train.steps,
     )
-
-
-async def _dismiss(runtime: Runtime) -> None:
-    """End all roles of an attempt; those that are dead already are no trouble."""
-    for handle in reversed(runtime.handles()):
-        with suppress(RuntimeFailure):
-            await runtime.kill(handle, hard=True)
 
 
 @contextmanager
@@ -240,7 +234,7 @@ def sweep(folder: Path, ledger: Ledger) -> None:
             remove(partial)
     needed = {Path(location).name for location in ledger.kept_locations()}
     discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
-    unfinished = ledger.state.unfinished()
+    unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
     for ordinal in logged_ordinals(folder / LOGS):
         if ordinal not in unfinished:
             remove_logs(folder / LOGS, ordinal)

@@ -199,13 +199,8 @@ class Sample:
         if not is_due and not self.num_sampled:
             self._unwritten = content
             return
-        with writing(self.log):
-            file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                num_written = os.write(file, content)
-            finally:
-                os.close(file)
-            if num_written < len(content):
+        with writing(self.log), self.log.open("ab", buffering=0) as file:
+            if file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._unwritten = b""
 
@@ -316,7 +311,7 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         for segment in each.segments:
             content.append(_frame(_Next(each.sample, num_tokens, 0, Part(segment))))
             num_tokens += len(segment.tokens)
-        packed = b"" if each.routes is None else pack_routes(each.routes, _num_experts(each.routes))
+        packed = b"" if each.routes is None else pack_routes(each.routes)
         content.append(_frame(_End(each.sample, each.finish_reason, each.verdict, packed)))
     path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"
     with replacing(path) as partial, partial.open("wb") as file:
@@ -396,21 +391,14 @@ HEADER_BYTES = _ROUTES.size
 """What a sample of any length pays beside its ids."""
 
 
-def _num_experts(routes_PLK: np.ndarray) -> int:
-    """Experts that the ids can name: one more than the largest."""
-    highest = int(routes_PLK.max(initial=0))
-    if highest == np.iinfo(routes_PLK.dtype).max:  # some place names none
-        highest = int(routes_PLK[routes_PLK != highest].max(initial=0))
-    return highest + 1
-
-
 def id_bits(num_experts: int, has_absent: bool) -> int:
     """Bits of one id: ⌈log2 E⌉, of one value more where some places name no expert."""
     return (num_experts + has_absent - 1).bit_length()
 
 
-def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
-    """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id.
+def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes:
+    """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id; None: as many experts
+    as the largest id needs.
 
     Ids follow each other in C order without gaps, low bits first, so a row costs L·K·`id_bits` / 8 bytes. (numpy's
     packbits does the same in twice the time.)
@@ -419,9 +407,10 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
     flat_N = routes_PLK.reshape(-1)
     absent_N = flat_N == np.iinfo(routes_PLK.dtype).max
     has_absent = bool(absent_N.any())
+    highest = int((flat_N[~absent_N] if has_absent else flat_N).max(initial=0))
+    num_experts = highest + 1 if num_experts is None else num_experts
+    assert highest < num_experts, f"expert {highest} of {num_experts}"
     ids_N = np.where(absent_N, np.uint16(num_experts), flat_N) if has_absent else flat_N
-    highest = int(ids_N.max(initial=0))
-    assert highest < num_experts + has_absent, f"expert {highest} of {num_experts}"
     bits = id_bits(num_experts, has_absent)
     # eight ids make ``bits`` whole bytes: the first of two words of 64 bits into which they are shifted
     padded_Q8 = np.zeros((-(-len(ids_N) // 8), 8), "<u8")

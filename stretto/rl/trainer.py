@@ -172,12 +172,8 @@ class TrainerRole:
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
         self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
-        self._step = self._num_tokens = 0
-
-    @property
-    def version(self) -> int:
+        self.version = self._num_tokens = 0
         """Of the weights: steps completed."""
-        return self._step
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
@@ -186,7 +182,7 @@ class TrainerRole:
             UserError: a group cannot be read, or its routes are not of this network.
             NonFiniteError: nothing was applied; the last snapshot is good.
         """
-        assert step == self._step, f"step {step} was asked for, {self._step} is next"
+        assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, recipe, config = time.perf_counter(), self._recipe, self._model.config
         temperature, scores = recipe.rollout.temperature, self._scores_before(step)
         with self._meter:
@@ -213,14 +209,14 @@ class TrainerRole:
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
             self._meter.add(flops=num_scored * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
-            self._step += 1
+            self.version += 1
             self._num_tokens += num_tokens
         scalars = self._measure(groups, flat, results) | {
             "time/load_s": loaded - started,
             "time/recompute_s": scored - loaded,
             "time/update_s": updated - scored,
         }
-        return StepReport(self._step, num_samples, num_tokens, scalars)
+        return StepReport(self.version, num_samples, num_tokens, scalars)
 
     def publish(self) -> WeightVersion | None:
         """The weights as they are, in the run's folder of them; None on all ranks but the first.
@@ -236,7 +232,7 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
-        version = publish(self._run / WEIGHTS, self._step, state)
+        version = publish(self._run / WEIGHTS, self.version, state)
         retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 
@@ -247,7 +243,7 @@ class TrainerRole:
             UserError: on all ranks: the disk is full; older snapshots are untouched.
         """
         meta = SnapshotMeta(
-            step=self._step,
+            step=self.version,
             loader=dict(cut),
             receipt=self._meter.receipt(peak_memory(self._ranks)),
             run_id=self._run_id,
@@ -257,7 +253,7 @@ class TrainerRole:
             data_hash=self._data_hash,
         )
         self._snapshots.save(self._model, self._optimizers, meta, self._ranks)
-        return self._snapshots.path(self._step)
+        return self._snapshots.path(self.version)
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
@@ -274,7 +270,7 @@ class TrainerRole:
                 f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
             )
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
-        self._step, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
+        self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(STAGE, meta.receipt.device, self._ranks.world, spent=meta.receipt)
         return meta.loader
 
@@ -325,7 +321,7 @@ class TrainerRole:
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
         recipe, model = self._recipe, self._model
-        set_learning_rate(self._optimizers, learning_rate(recipe.optim, self._step, recipe.train.steps))
+        set_learning_rate(self._optimizers, learning_rate(recipe.optim, self.version, recipe.train.steps))
         result = optimisation_step(
             model,
             self._optimizers,
@@ -342,7 +338,7 @@ class TrainerRole:
         self, groups: Sequence[Group], passes: Sequence[Pass], results: Sequence[StepResult]
     ) -> dict[str, float]:
         """All scalars of a step that just ended; the same on every rank."""
-        version, recipe = self._step - 1, self._recipe
+        version, recipe = self.version - 1, self._recipe
         streams = [stream for result in results for stream in result.streams_N]
         found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
         centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
@@ -361,14 +357,15 @@ class TrainerRole:
         num_places = sum(each.batch.tokens_BT.size for each in passes)
         num_inputs = sum(each.batch.num_inputs for each in passes)
         num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
-        return scalars | {
-            "optim/grad_norm": float(np.mean([result.grad_norm for result in results])),
+        scalars |= {
+            "optim/grad_norm": np.mean([result.grad_norm for result in results]),
             "optim/lr": learning_rate(recipe.optim, version, recipe.train.steps),
             "experts/max_overload": max(loads, default=1.0),
             "batch/padding": 1.0 - num_inputs / num_places,
-            "batch/positions": float(num_places),
+            "batch/positions": num_places,
             "batch/shared": 1.0 - num_inputs / num_copied,
         }
+        return {name: float(value) for name, value in scalars.items()}
 
     def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
         """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""

@@ -19,10 +19,9 @@ from stretto.model.parallel import join
 from stretto.model.transformer import build
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
 from stretto.rl.agent import AgentRole, Dialogue
-from stretto.rl.clients import Clients
+from stretto.rl.clients import Clients, RewardRole
 from stretto.rl.plain import run_synchronously
 from stretto.rl.recipe import Prompts, RlRecipe, plan_prompts
-from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, fetch, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
 from stretto.tasks.registry import open_source

@@ -13,11 +13,10 @@ import pytest
 
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
-from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, RewardRequest, Verifiers
+from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, RewardRole, Verifiers, connect
 from stretto.rl.launch import Factories, Roles, start_roles
 from stretto.rl.log import pool_rows, pool_scalars
 from stretto.rl.recipe import RlRecipe
-from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import Handle
@@ -44,8 +43,8 @@ def recipe(**runtime: Any) -> RlRecipe:
 
 def factories(folder: Path, score_s: float) -> Factories:
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        connect = Connect(engines, rewards, score_s)
-        return partial(AgentRole, agent_recipe(), folder, tokenizer(), sources, connect)
+        clients = partial(connect, engines, rewards, score_s)
+        return partial(AgentRole, agent_recipe(), folder, tokenizer(), sources, clients)
 
     opened = partial(engine, MODEL)
     return Factories(
