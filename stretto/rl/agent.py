@@ -369,10 +369,7 @@ class AgentRole:
 
 
 def check_room(task: Task, num_tokens: int, max_len: int) -> None:
-    """
-    Raises:
-        UserError: a prompt of ``num_tokens`` leaves none for the answer.
-    """
+    """Raises UserError: a prompt of ``num_tokens`` leaves none for the answer."""
     if num_tokens >= max_len:
         raise UserError(
             f"sources.{task.source}: item {task.item}: its prompt of {num_tokens} tokens leaves no room to answer in "

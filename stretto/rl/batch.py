@@ -1,9 +1,8 @@
 """Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
 
-The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning, also one
-whose recorded routes are the same, is laid down once, and each sample continues it: no key or value depends on what
-comes after it, so every loss and every gradient is what it would be with a copy for each sample, and the pass is
-shorter by the copies. (Prefix sharing, as in the tree training of agentic trajectories.)
+The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning is laid down once, and each
+sample continues it: no key or value depends on what comes after it, so every loss and every gradient is what it would be
+with a copy for each sample. (Prefix sharing, as in the tree training of agentic trajectories.)
 
 Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layers of the maximum network, K route slots.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +63,8 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows: a rank's share."""
-        streams = {each.name: getattr(self, each.name) for each in fields(self)}
-        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in streams.items()}
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in whole.items()}
         return Batch(**cut)
 
 
@@ -91,7 +89,6 @@ def pack(
 
     Args:
         groups: of one update.
-        seq_len: longest row.
         rows: of each batch; the last may have fewer.
         share: the number of rows is a multiple of it, by empty rows: as many as ranks.
         with_routes: carry the recorded routes.

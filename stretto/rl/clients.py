@@ -199,11 +199,7 @@ class Threads:
         self._idle: list[SimpleQueue[_Call | None]] = []
 
     async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
-        """What ``work`` returns.
-
-        Raises:
-            Trouble: nothing within ``deadline_s``. Whatever ``work`` raises.
-        """
+        """What ``work`` returns. Raises Trouble: nothing within ``deadline_s``. Whatever ``work`` raises."""
         if self._idle:
             inbox = self._idle.pop()
         else:

@@ -97,11 +97,10 @@ def default_window(prompts: int, staleness: int, capacity: int | None) -> int:
     """The widest window that leaves enough groups alive for nobody to wait.
 
     A group is always trained within η steps of its hand-out, whatever W is: the groups alive and W add up to a constant, so
-    a wider window is paid for with later hand-outs. On engines that run all at once this buys nothing: the P groups handed
-    out at version v must be ready for step v + η at the latest, under any window, and W = 1 asks for nothing more. But where
-    engines hold only so many groups at once, the others wait in line and would lose nothing by being handed out later. So
-    as many are alive as keep the engines and the trainer busy, and the rest is given to the window: the trainer idles no
-    more, and groups are trained younger than the bound asks for, while W = 1 with ready groups to spare trains them η old.
+    a wider window is paid for with later hand-outs. On engines that run all at once this buys nothing. But where they hold
+    only so many groups, the others wait in line and would lose nothing by being handed out later. So as many are alive as
+    keep the engines and the trainer busy, and the rest is given to the window: the trainer idles no more, and groups are
+    trained younger than the bound asks for.
 
     Args:
         capacity: groups that are worked on at once, those waiting for tools and verifiers included; None: as many as are

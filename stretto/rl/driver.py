@@ -168,7 +168,7 @@ class Driver:
         self._changed.set()
 
     def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
-        """An attempt came to nothing. Where that is the rule, the run would ask for ever."""
+        """Where that is the rule, the run would ask for ever."""
         self._last_loss = why
         self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
         num_failed = self._num_failed - self._failed_before
@@ -197,20 +197,13 @@ class Driver:
                 self._hand_out()
                 await self._roles.mend()
                 if stuck := self._watchdog.report():
-                    raise UserError(await self._stuck(stuck))
+                    for wait in (await self._roles.waits())[:1]:
+                        stuck += f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
+                    stuck += f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
+                    raise UserError(f"run: {stuck}; see `stretto top`, then continue with --resume")
             except Exception as error:
                 self._fail(error)
             self._changed.set()
-
-    async def _stuck(self, report: str) -> str:
-        """One line: who waits for whom, which sample waits longest, and what went wrong last."""
-        waits = await self._roles.waits()
-        longest = "".join(
-            f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
-            for wait in waits[:1]
-        )
-        last = f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
-        return f"run: {report}{longest}{last}; see `stretto top`, then continue with --resume"
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -82,10 +82,7 @@ class SourceTables:
         return any(source.kind in _NEED_SANDBOX or ":" in source.kind for source in self.sources.values())
 
     def __call__(self) -> dict[str, TaskSource]:
-        """
-        Raises:
-            UserError: a source refuses, or the isolation that is asked for is not to be had.
-        """
+        """Raises UserError: a source refuses, or the isolation that is asked for is not to be had."""
         sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self.run_programs else None
         return {name: open_source(name, source, sandbox) for name, source in self.sources.items()}
 
@@ -213,10 +210,7 @@ class Roles:
 
     async def call_trainer(self, method: str, *args: Any, deadline_s: float = _STEP_S) -> Any:
         """What the trainer's method returns.
-
-        Raises:
-            TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else.
-        """
+        Raises TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else."""
         try:
             return await self.runtime.call(self.trainer, method, *args, deadline_s=deadline_s)
         except (RoleDied, DeadlinePassed) as lost:
@@ -228,15 +222,12 @@ class Roles:
 
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""
-        for agent in [agent for agent in self.agents.handles() if self._is_alive(agent)][:1]:
+        if agent := next(filter(self._is_alive, self.agents.handles()), None):
             self.runtime.cast(agent, "forget", (ordinal,))
 
     async def mend(self) -> None:
         """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
-
-        Raises:
-            TrainerLost: the trainer died. UserError: another role cannot be started any more.
-        """
+        Raises TrainerLost: the trainer died. UserError: another role cannot be started any more."""
         for handle in self.alone:
             status = self.runtime.status(handle)
             if status.state is RoleState.DEAD and handle == self.trainer:
@@ -260,11 +251,7 @@ class Roles:
                 await self.restart(handle)
 
     async def restart(self, handle: Handle) -> None:
-        """Another incarnation of an engine or a fixed verifier.
-
-        Raises:
-            UserError: there cannot be one.
-        """
+        """Another incarnation of an engine or a fixed verifier. Raises UserError: there cannot be one."""
         if not self._is_alive(handle):
             return  # it has died meanwhile, which its runtime mends
         try:

@@ -1,7 +1,7 @@
 """What a run tells of itself: scalars of every step, who was busy when, held-out rewards, the status that `stretto top` shows.
 
-Scalars come from three sides: from the trainer, of what it trained; from counters of engines, agents and verifiers; from the
-controller. All is written on the driver's loop. Imports no torch.
+Scalars come from the trainer, of what it trained; from counters of engines, agents and verifiers; and from the controller.
+All is written on the driver's loop. Imports no torch.
 
 Shape letters: N tokens with a target of a whole step, over all ranks.
 """
@@ -142,16 +142,12 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, Any]:
     }
 
 
-class Counts:
+class Counts(dict[str, float]):
     """Counters that only grow, and begin at 0 again with a role that is started again."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
 
     def grown(self, name: str, value: float) -> float:
         """By how much since the last call; 0 before the first."""
-        before = self._before.get(name, 0.0)
-        self._before[name] = value
+        before, self[name] = self.get(name, 0.0), value
         return value - before if value >= before else value
 
 
@@ -365,10 +361,7 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """
-    Raises:
-        UserError: the folder holds no such run.
-    """
+    """Raises UserError: the folder holds no such run."""
     path = folder / STATUS_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a run of stretto rl")

@@ -35,10 +35,7 @@ async def run_plainly(
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
     """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``.
-
-    Raises:
-        UserError: as `run_synchronously`, or a role refuses to start.
-    """
+    Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
@@ -67,7 +64,6 @@ async def run_synchronously(
     Args:
         task_of: the task of an ordinal.
         agent: samples from ``engines``.
-        report: called with each step's report.
 
     Raises:
         GroupFailed: a group could not be sampled.

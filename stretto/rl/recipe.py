@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import accumulate
 from typing import Any, Literal, Self
 
@@ -245,11 +244,8 @@ _HELD_OUT = 1 << 23
 """First held-out item."""
 
 
-class _Purpose(IntEnum):
-    SOURCE = 1
-    SAMPLE = 2
-    HELD_OUT = 3
-    ORDER = 4
+_SOURCE, _SAMPLE, _HELD_OUT_SAMPLE, _ORDER = 1, 2, 3, 4
+"""What a number is drawn from the seed for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,33 +263,30 @@ class Prompts:
 
     def task(self, ordinal: int) -> Task:
         """The task of ``ordinal``: its source drawn by weight, its item new until a source is used up, then shuffled anew."""
-        place = bisect_right(self.cumulative, key_of(self.seed, _Purpose.SOURCE, ordinal) / 2**64)
-        place = min(place, len(self.names) - 1)
+        drawn = bisect_right(self.cumulative, key_of(self.seed, _SOURCE, ordinal) / 2**64)
+        place = min(drawn, len(self.names) - 1)
         item, size = ordinal, self.sizes[place]
         if size is not None:
             epoch, within = divmod(ordinal, size)
-            order = key_of(self.seed, _Purpose.ORDER, place, epoch)
+            order = key_of(self.seed, _ORDER, place, epoch)
             item = int(permute(np.array([within], np.int64), size, order)[0])
-        return self._task(ordinal, place, item, self.group, _Purpose.SAMPLE)
+        return self._task(ordinal, place, item, self.group, _SAMPLE)
 
     def held_out(self, number: int) -> Task:
         """Held-out problem ``number``, one sample of it; the sources take turns. Its ordinal is negative."""
         place = number % len(self.names)
         size, within = self.sizes[place], number // len(self.names)
         item = (_HELD_OUT if size is None else size) + within
-        return self._task(-1 - number, place, item, 1, _Purpose.HELD_OUT)
+        return self._task(-1 - number, place, item, 1, _HELD_OUT_SAMPLE)
 
-    def _task(self, ordinal: int, place: int, item: int, group: int, purpose: _Purpose) -> Task:
+    def _task(self, ordinal: int, place: int, item: int, group: int, purpose: int) -> Task:
         seed = key_of(self.seed, purpose, ordinal) >> 1
         return Task(ordinal, self.names[place], item, group, seed, self.max_tokens)
 
 
 def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Prompts:
     """The prompts of ``recipe``; of each source that ends, the last items are held out.
-
-    Raises:
-        UserError: a source has too few problems to hold some out.
-    """
+    Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
     num_held_out = -(-recipe.train.eval_prompts // len(names))
     for name in names:

@@ -65,10 +65,7 @@ class Result:
 
 def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
     """Run ``job``; ``advance`` moves a progress bar on by steps, with a short text behind it, ``say`` prints a line.
-
-    Raises:
-        UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on.
-    """
+    Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
     gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
     try:
         return asyncio.run(_run(job, advance, say))
@@ -152,10 +149,7 @@ def _limits(recipe: RlRecipe) -> Limits:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends.
-
-    Raises:
-        UserError: somebody does, or the folder cannot be written.
-    """
+    Raises UserError: somebody does, or the folder cannot be written."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,10 +172,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def has_begun(folder: Path, resume: bool) -> bool:
     """Whether there is a run to go on with: one that was killed before its first group has nothing.
-
-    Raises:
-        UserError: there is, and nobody said ``resume``; or an older version began it.
-    """
+    Raises UserError: there is, and nobody said ``resume``; or an older version began it."""
     if (folder / OLD_JOURNAL_FILE).exists():
         raise UserError(
             f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
@@ -196,10 +187,7 @@ def has_begun(folder: Path, resume: bool) -> bool:
 
 def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
     """Write ``recipe`` down; whether there is a run to go on with.
-
-    Raises:
-        UserError: ``resume`` and the run has another recipe; or not, and there is a run.
-    """
+    Raises UserError: ``resume`` and the run has another recipe; or not, and there is a run."""
     has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
     if has_run:
         check_unchanged(read_json(path), new, folder, LAYOUT)
@@ -209,10 +197,7 @@ def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
 
 def start_of(folder: Path) -> Path | None:
     """The checkpoint that the run in ``folder`` began with; None where it does not say.
-
-    Raises:
-        UserError: the checkpoint is not there any more.
-    """
+    Raises UserError: the checkpoint is not there any more."""
     path = folder / START_FILE
     if not path.exists():
         return None
@@ -225,10 +210,8 @@ def start_of(folder: Path) -> Path | None:
 
 
 def sweep(folder: Path, ledger: Ledger) -> None:
-    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended.
-
-    No role may be at work any more.
-    """
+    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended. No
+    role may be at work any more."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)

@@ -2,9 +2,8 @@
 
 A file is a list of frames. The first says whose samples these are; each further one is a part of a sample (a prompt, a
 chunk of an engine, the turn of tools) or its end. A *log* takes parts as they come: a rollout that is lost halfway goes
-on from it. Begun anew instead, long samples would be lost more often than short ones, and the policy would learn from
-answers that are biased towards short ones. A *stored group* is the same file written at once, chunks joined and routes
-packed, when every sample has its end.
+on from it. Begun anew instead, long samples would be lost more often, and the policy would learn from answers that are
+biased towards short ones. A *stored group* is the same file written at once, chunks joined and routes packed.
 
 One log a group and attempt: on many disks a new file costs more than all that is written to it. Only its own attempt
 appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was given up but
@@ -137,9 +136,8 @@ class Sample:
         """None until it is closed."""
         self.routes: np.ndarray | None = None
         """All of them, where they are known at once: of a stored group."""
-        self.waits_for = "its problem"
-        """Written by the agent loop, as the next; read by the watchdog."""
-        self.since_s = time.time()
+        self.waits_for, self.since_s = "its problem", time.time()
+        """Written by the agent loop; read by the watchdog."""
         self._unwritten = b""
 
     def append(self, part: Part) -> None:
@@ -159,8 +157,7 @@ class Sample:
 
     def close(self, finish_reason: str, verdict: Verdict) -> None:
         """Write the end down. A verdict that says nothing about the answer is none."""
-        assert self.verdict is None, "it is closed"
-        assert verdict.outcome is not Outcome.INFRA, str(verdict)
+        assert self.verdict is None and verdict.outcome is not Outcome.INFRA, f"{self.verdict}, {verdict}"
         self._write(_End(self.number, finish_reason, verdict), True)
         self.finish_reason, self.verdict = finish_reason, verdict
 
@@ -253,10 +250,7 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
 
 def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
     """All samples for ``attempt``: as far as this or the latest earlier attempt has written them, or empty ones.
-
-    Raises:
-        UserError: the logs there are of another task, or the disk is full.
-    """
+    Raises UserError: the logs there are of another task, or the disk is full."""
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
     start, samples, good = _read(found.read_bytes()) if found else (None, (), [])
@@ -298,10 +292,7 @@ def logged_ordinals(folder: Path) -> tuple[int, ...]:
 
 def store_group(folder: Path | str, group: Group) -> GroupRef:
     """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    Raises UserError: the disk is full."""
     task, trajectories = group.task, group.trajectories
     assert len(trajectories) == task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
     attempt = trajectories[0].attempt
@@ -333,10 +324,7 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
 
 def load_group(location: Path | str) -> Group:
     """The group that `store_group` wrote at ``location``.
-
-    Raises:
-        UserError: the file is missing or damaged, or its routes are not of its tokens.
-    """
+    Raises UserError: the file is missing or damaged, or its routes are not of its tokens."""
     path = Path(location)
     problem = "it is torn, or damaged"
     try:
@@ -422,24 +410,20 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes
         if shift + bits > 64:
             words_Q2[:, 1] |= padded_Q8[:, place] >> np.uint64(64 - shift)
     body = words_Q2.view(np.uint8)[:, :bits].tobytes()[: -(-len(ids_N) * bits // 8)]
-    rows, layers, slots = routes_PLK.shape
+    num_rows, *layers_slots = routes_PLK.shape
     itemsize = routes_PLK.dtype.itemsize
-    return _ROUTES.pack(_MARK, bits, itemsize, rows, num_experts, layers, slots, zlib.crc32(body)) + body
+    return _ROUTES.pack(_MARK, bits, itemsize, num_rows, num_experts, *layers_slots, zlib.crc32(body)) + body
 
 
 def unpack_routes(packed: bytes) -> np.ndarray:
-    """What `pack_routes` was given.
-
-    Raises:
-        ValueError: the bytes are not packed routes, or damaged.
-    """
+    """What `pack_routes` was given. Raises ValueError: the bytes are not packed routes, or damaged."""
     if len(packed) < HEADER_BYTES or packed[:2] != _MARK:
         raise ValueError(f"{len(packed)} bytes that are no packed routes")
     _, bits, itemsize, num_rows, num_experts, num_layers, num_slots, checksum = _ROUTES.unpack_from(packed)
     num_ids, body = num_rows * num_layers * num_slots, packed[HEADER_BYTES:]
     if len(body) != -(-num_ids * bits // 8) or zlib.crc32(body) != checksum:
         raise ValueError(
-            f"packed routes of {num_rows} rows are damaged: {len(body)} bytes of ids do not match their header"
+            f"packed routes of {num_rows} rows are damaged: their {len(body)} bytes do not match the header"
         )
     dtype: type[np.uint8 | np.uint16] = np.uint8 if itemsize == 1 else np.uint16
     bits_NJ = np.unpackbits(np.frombuffer(body, np.uint8), count=num_ids * bits, bitorder="little")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from stretto.base.receipt import Meter
 from stretto.base.records import new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
+from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.model.replay import Recorder, Replay
@@ -151,10 +152,7 @@ class TrainerRole:
 
     def __init__(self, recipe: RlRecipe, run: Path | str, start: Path | str, *, ranks: Ranks | None = None):
         """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or the ranks cannot share the rows.
-        """
+        Raises UserError: the checkpoint cannot be read, or the ranks cannot share the rows."""
         self._recipe, self._run, self._start = recipe, Path(run), Path(start)
         self._ranks = ranks or join()
         train = recipe.train
@@ -164,10 +162,11 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        self._origin = self._read()
+        read = partial(read_checkpoint, self._start, device=self._ranks.device, dtype=torch.float32)
+        self._origin = read()
         self._model = shard(self._origin.model, self._ranks)
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        self._reference = self._read().model.requires_grad_(False) if recipe.loss.kl_weight else None
+        self._reference = read().model.requires_grad_(False) if recipe.loss.kl_weight else None
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
@@ -203,11 +202,9 @@ class TrainerRole:
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
-            counts = count(config, config.full())
-            shapes = [each.batch.tokens_BT.shape for each in flat]
-            num_scored = scores + (self._reference is not None)
+            shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
-            self._meter.add(flops=num_scored * flops)
+            self._meter.add(flops=(scores + (self._reference is not None)) * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
             self.version += 1
             self._num_tokens += num_tokens
@@ -220,10 +217,7 @@ class TrainerRole:
 
     def publish(self) -> WeightVersion | None:
         """The weights as they are, in the run's folder of them; None on all ranks but the first.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        Raises UserError: the disk is full."""
         state = full_state(self._model)
         if not self._ranks.is_first:
             return None
@@ -238,10 +232,7 @@ class TrainerRole:
 
     def save(self, cut: Mapping[str, Any]) -> Path:
         """Write a snapshot, with the controller's ``cut`` at the same step in it.
-
-        Raises:
-            UserError: on all ranks: the disk is full; older snapshots are untouched.
-        """
+        Raises UserError: on all ranks: the disk is full; older snapshots are untouched."""
         meta = SnapshotMeta(
             step=self.version,
             loader=dict(cut),
@@ -257,10 +248,7 @@ class TrainerRole:
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
-
-        Raises:
-            UserError: the snapshot is damaged, or of another start.
-        """
+        Raises UserError: the snapshot is damaged, or of another start."""
         path = self._snapshots.latest()
         if path is None:
             return None
@@ -276,10 +264,7 @@ class TrainerRole:
 
     def write(self, folder: Path | str) -> None:
         """Write the policy as a checkpoint, with the start's tokenizer and lineage.
-
-        Raises:
-            UserError: the disk is full, or the folder holds other files.
-        """
+        Raises UserError: the disk is full, or the folder holds other files."""
         origin = self._origin
         write_trained(
             Path(folder),
@@ -297,9 +282,6 @@ class TrainerRole:
             presets=origin.presets,
         )
 
-    def _read(self) -> Checkpoint:
-        return read_checkpoint(self._start, device=self._ranks.device, dtype=torch.float32)
-
     def _scores_before(self, step: int) -> bool:
         """Whether ``step`` has a pass before its updates; a single update finds the same log-probabilities by itself."""
         recipe = self._recipe
@@ -308,15 +290,14 @@ class TrainerRole:
 
     def _plan(self, groups: Sequence[Group]) -> list[list[Pass]]:
         """The passes of each update."""
-        recipe, train = self._recipe, self._recipe.train
+        recipe, train, ranks = self._recipe, self._recipe.train, self._ranks
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
-        has_routes = all(each.routes is not None for group in groups for each in group.trajectories)
         replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
+        has_routes = replays or all(each.routes is not None for group in groups for each in group.trajectories)
         for start in range(0, len(groups), size):
             streams = assign(groups[start : start + size], recipe.loss.advantage, recipe.loss.normaliser)
-            world, with_routes = self._ranks.world, replays or has_routes
-            batches = pack(streams, train.seq_len, train.micro_rows, share=world, with_routes=with_routes)
-            updates.append([place(batch, self._ranks, self._arithmetic, replays=replays) for batch in batches])
+            batches = pack(streams, train.seq_len, train.micro_rows, share=ranks.world, with_routes=has_routes)
+            updates.append([place(batch, ranks, self._arithmetic, replays=replays) for batch in batches])
         return updates
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
@@ -344,8 +325,9 @@ class TrainerRole:
         centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
         before_N = self._gathered(passes, centres) if self._scores_before(version) else found["logp"]
         references = [each.reference_BT for each in passes if each.reference_BT is not None]
-        versions_N = np.concatenate([each.batch.versions_BT[each.batch.targets_BT != IGNORED] for each in passes])
-        behaviour_N = np.concatenate([each.batch.behaviour_BT[each.batch.targets_BT != IGNORED] for each in passes])
+        batches = [each.batch for each in passes]
+        versions_N = np.concatenate([each.versions_BT[each.targets_BT != IGNORED] for each in batches])
+        behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
         scalars = mismatch(before_N, behaviour_N.astype(np.float64), versions_N == version)
         scalars |= update_scalars(found, self._gathered(passes, references) if references else None)
         scalars |= sample_scalars(groups) | staleness(groups, version)
@@ -354,8 +336,7 @@ class TrainerRole:
         if num_recorded:
             scalars["routes/flips"] = num_flips / num_recorded
         loads = [load_balance(each_WE[0]) for result in results for each_WE in result.counts.values()]
-        num_places = sum(each.batch.tokens_BT.size for each in passes)
-        num_inputs = sum(each.batch.num_inputs for each in passes)
+        num_places, num_inputs = sum(each.tokens_BT.size for each in batches), sum(each.num_inputs for each in batches)
         num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
         scalars |= {
             "optim/grad_norm": np.mean([result.grad_norm for result in results]),
