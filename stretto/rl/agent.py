@@ -410,14 +410,9 @@ class Dialogue:
         """Any of them ends the model's turn; the token belongs to the turn."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Tokens int32 [T] up to where the model begins to write.
-
-        Args:
-            tools: schemas of the functions that may be called (`Tool.schema`).
-
-        Raises:
-            UserError: no messages, or the chat template refuses them.
-        """
+        """Tokens int32 [T] up to where the model begins to write. ``tools``: schemas of the functions that may be
+        called (`Tool.schema`).
+        Raises UserError: no messages, or the chat template refuses them."""
         if not messages:
             raise UserError("messages: the problem has none; give at least one message")
         if self.tokenizer.chat_template is None:
@@ -436,8 +431,7 @@ class Dialogue:
         Found by rendering a conversation with and without the tools' answers: where the first is a beginning of the
         second, what follows is what follows the model's own turn too, however that was tokenised.
 
-        Raises:
-            UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
+        Raises UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
         """
         assert len(calls) == len(answers) > 0, f"{len(answers)} answers to {len(calls)} calls"
         if self.tokenizer.chat_template is None:

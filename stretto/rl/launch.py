@@ -285,13 +285,8 @@ async def start_roles(
     runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int]
 ) -> AsyncIterator[Roles]:
     """All roles of an attempt; at the end its pools are closed, and the other roles are left to the runtime.
-
-    Args:
-        at_once: answers of each source that one verifier judges at once.
-
-    Raises:
-        UserError: a role refused to start. RuntimeFailure: it died, or hangs.
-    """
+    ``at_once``: answers of each source that one verifier judges at once.
+    Raises UserError: a role refused to start. RuntimeFailure: it died, or hangs."""
     config, again = recipe.runtime, recipe.failures.restarts
     is_together = config.kind == "local" and config.isolate != "all"
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS

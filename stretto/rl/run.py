@@ -20,15 +20,7 @@ from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.base.track import read_metrics
 from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
-from stretto.rl.launch import (
-    Job,
-    Roles,
-    SourceTables,
-    TrainerLost,
-    check_sources,
-    make_factories,
-    start_roles,
-)
+from stretto.rl.launch import Job, Roles, SourceTables, TrainerLost, check_sources, make_factories, start_roles
 from stretto.rl.ledger import Ledger
 from stretto.rl.log import Logbook, Trace, write_trace
 from stretto.rl.recipe import (

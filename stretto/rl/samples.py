@@ -351,8 +351,7 @@ def check_routes(group: Group, where: str, layers: int | None = None, top_k: int
 
     A sample of n tokens is n − 1 inputs, each with the token after it as its target.
 
-    Raises:
-        UserError: naming ``where`` and the sample.
+    Raises UserError: naming ``where`` and the sample.
     """
     for trajectory in group.trajectories:
         routes, sample = trajectory.routes, f"{where}: routes of sample {trajectory.sample}"
