@@ -166,50 +166,43 @@ class AgentRole:
         self._threads.close()
 
     async def _within_lease(self, task: Task, attempt: int | None, temperature: float | None = None) -> Group:
-        """``attempt`` None: of no run. ``temperature`` None: the recipe's."""
-        lease_s = self._recipe.failures.lease_s
-        try:
-            async with asyncio.timeout(lease_s) as lease:
-                return await self._run(task, attempt, temperature)
-        except TimeoutError as error:
-            if not lease.expired():
-                raise
-            why = f"not finished within its lease of {lease_s:g} s"
-            raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt or 0}: {why}") from error
-
-    async def _run(self, task: Task, attempt: int | None, temperature: float | None) -> Group:
-        """All samples at once; the first that fails ends the others, whose logs stay."""
+        """All samples at once; the first that fails ends the others, whose logs stay. ``attempt`` None: of no run;
+        ``temperature`` None: the recipe's."""
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
-        key = (task.ordinal, attempt)
+        key, lease_s = (task.ordinal, attempt), self._recipe.failures.lease_s
         assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
+        tools = {tool.name: tool for tool in source.tools()}
         group = self._in_flight[key] = _InFlight(
             task,
             temperature=self._recipe.rollout.temperature if temperature is None else temperature,
             want_routes=self._recipe.replay == "r3" and attempt is not None,
-            tools={tool.name: tool for tool in source.tools()},
-            schemas=[tool.schema() for tool in source.tools()],
+            tools=tools,
+            schemas=[tool.schema() for tool in tools.values()],
             place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
         try:
-            async with self._problems:
-                what = f"sources.{task.source}: item {task.item}"
-                group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
-            group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
-            if attempt is None:
-                group.samples = [Sample(task, number, 0) for number in range(task.group)]
-            else:
-                group.samples = open_samples(self._folder / LOGS, task, attempt)
-            self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
-            async with asyncio.TaskGroup() as tasks:
-                runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
-            return Group(task, tuple(run.result() for run in runs))
+            async with asyncio.timeout(lease_s) as lease:
+                async with self._problems:
+                    what = f"sources.{task.source}: item {task.item}"
+                    group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
+                group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
+                if attempt is None:
+                    group.samples = [Sample(task, number, 0) for number in range(task.group)]
+                else:
+                    group.samples = open_samples(self._folder / LOGS, task, attempt)
+                self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
+                async with asyncio.TaskGroup() as tasks:
+                    runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
+                return Group(task, tuple(run.result() for run in runs))
         except Exception as error:
             # of several a user's mistake first, then a fault of the code, then the first trouble
             several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
             worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
+            if worst is error and isinstance(error, TimeoutError) and lease.expired():
+                worst = Trouble(f"not finished within its lease of {lease_s:g} s")
             if isinstance(worst, Trouble):
                 raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt or 0}: {worst}") from error
             raise worst from error

@@ -50,7 +50,6 @@ class GenerateRequest:
     tokens: np.ndarray
     """int32 [T], everything so far."""
     max_tokens: int
-    """To sample at most."""
     temperature: float
     seed: int
     """With a token's position it decides the draw, so that chunks of any size give the same tokens."""
@@ -60,7 +59,6 @@ class GenerateRequest:
     routes_from: int = 0
     """Rows before this position are known, and are not sent again."""
     deadline_s: float = 600.0
-    """After this the engine gives the request up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

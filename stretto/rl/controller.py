@@ -1,13 +1,5 @@
 """Admission: who is handed out, what is trained next, and what a resumed run takes up again. Metadata only, no torch.
 
-The driver calls, in any order that events come in:
-
-    controller.admit()                                         hand these out now; after every other call, and when a lease may have run out
-    controller.group_ready(ref), controller.group_failed(…)    an attempt has stored its group, or came to nothing
-    controller.next_batch(), controller.trained(step)          while the trainer has room; the step is done
-    controller.engine_active(engine, version), controller.engine_gone(engine)
-    controller.checkpoint_cut(), controller.covered(cut)       into a snapshot; all older ones are gone
-
 Nothing here waits, and time comes from ``clock`` alone, so that simulated schedules test it.
 
 How many groups may be alive, so that no trained token is older than the user's bound? P groups are trained in a step; step

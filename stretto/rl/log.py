@@ -152,15 +152,15 @@ class Counts(dict[str, float]):
 
 
 class RoleScalars:
-    """From what roles count since their start to the numbers of one log line: told once a second, asked once a step."""
+    """From what roles count since their start to the numbers of one log line: told once a second, asked once a step, on a
+    clock that only goes forward."""
 
     def __init__(self, started_s: float):
-        """``started_s`` is on a clock that only goes forward."""
         self._counts = Counts()
         self._asked_s = self._told_s = started_s
 
     def tell(self, at_s: float, engines: Told, agents: Told, rewards: Told) -> None:
-        """What the roles said of themselves at one moment: `EngineStats`, `AgentStats` and `RewardStats`."""
+        """What the roles said of themselves at one moment."""
         self._told_s, self._engines, self._agents, self._rewards = at_s, engines, agents, rewards
 
     def scalars(self) -> dict[str, float]:
@@ -423,13 +423,8 @@ class Logbook:
 
     @asynccontextmanager
     async def attempt(self, roles: Roles, controller: Controller, is_first: bool) -> AsyncIterator[None]:
-        """Around an attempt that starts where ``controller`` stands; what was logged of later steps is dropped.
-
-        Inside, the status file is replaced once a second; at the end it says how the attempt went.
-
-        Args:
-            is_first: the run's, not only this process's.
-        """
+        """Around an attempt, the run's first or not, that starts where ``controller`` stands; what was logged of later steps
+        is dropped. Inside, the status file is replaced once a second; at the end it says how the attempt went."""
         first_step = self._begin(roles, controller, is_first)
         config = self._recipe.model_dump(mode="json")
         told = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)

@@ -82,7 +82,7 @@ class Scored:
     logp_BT: Tensor
     """Of the targets, 0 elsewhere."""
     own_BTLK: Tensor | None
-    """The network's own choice of experts."""
+    """The policy's own choice of experts."""
 
 
 def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
@@ -104,13 +104,12 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
 
 
 @torch.no_grad()
-def score(
-    model: Transformer, each: Pass, temperature: float, *, want_routes: bool = False, replays: bool = False
-) -> Scored:
-    """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass."""
-    tokens_BT, routing = each.mine["tokens_BT"], each.ctx.routing if replays else None
-    recorder = Recorder(model.config, tokens_BT, routing) if want_routes else None
-    ctx = replace(each.ctx, routing=recorder or routing)
+def score(model: Transformer, each: Pass, temperature: float, *, replays: bool = False) -> Scored:
+    """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass,
+    and tells which it would have taken."""
+    tokens_BT = each.mine["tokens_BT"]
+    recorder = Recorder(model.config, tokens_BT, each.ctx.routing) if replays else None
+    ctx = replace(each.ctx, routing=recorder)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(
         output.hidden_BTD.flatten(0, 1),
@@ -127,7 +126,7 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
 
     With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
     """
-    found = score(model, each, temperature, want_routes=True, replays=True)
+    found = score(model, each, temperature, replays=True)
     each.proximal_BT = found.logp_BT
     recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), found.own_BTLK
     assert own_BTLK is not None, "the pass was asked for routes"
