@@ -140,7 +140,7 @@ class AgentRole:
         self._stats.groups_finished += 1
         return ref
 
-    async def evaluate(self, task: Task, temperature: float) -> Group:
+    async def evaluate(self, task: Task, temperature: float | None = None) -> Group:
         """The same samples, of no run: not logged, not stored, without routes. Raises as `run_group`."""
         return await self._within_lease(task, None, temperature)
 
@@ -403,8 +403,7 @@ class Dialogue:
         """Any of them ends the model's turn; the token belongs to the turn."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Tokens int32 [T] up to where the model begins to write. ``tools``: schemas of the functions that may be
-        called (`Tool.schema`).
+        """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.
         Raises UserError: no messages, or the chat template refuses them."""
         if not messages:
             raise UserError("messages: the problem has none; give at least one message")
@@ -449,7 +448,7 @@ class Dialogue:
         return np.array(base[ends[-1] + 1 :] + full[len(base) :], np.int32)
 
     def text(self, turn: np.ndarray) -> str:
-        """What the model wrote in one turn, special tokens left out, that which ended it among them."""
+        """What the model wrote in one turn, without special tokens."""
         return self.tokenizer.decode(turn.tolist(), skip_special_tokens=True)
 
     def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:

@@ -259,11 +259,7 @@ class RewardRole:
     """Verifies samples: of each source as many at once as it says (`TaskSource.at_once`), mostly one."""
 
     def __init__(self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0):
-        """
-        Args:
-            open_sources: called once, here, where the role lives.
-            deadline_s: of one verification, its queue not counted.
-        """
+        """``open_sources`` is called once, here; ``deadline_s``: of one verification, its queue not counted."""
         self._sources, self._deadline_s = open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
         self._threads, self._stats = Threads(), RewardStats()

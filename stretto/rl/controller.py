@@ -72,13 +72,8 @@ class Limits:
     def may_dispatch(
         self, num_older: int, trainer_version: int, oldest_engine_version: int, num_overtaken: int = 0
     ) -> bool:
-        """The inequality (*): whether a group may be handed out now.
-
-        Args:
-            num_older: older groups alive; for a new group these are all.
-            oldest_engine_version: of all engines that may run it.
-            num_overtaken: younger groups trained since it was first handed out.
-        """
+        """The inequality (*): whether a group may be handed out now, with ``num_older`` older ones alive (for a new group
+        these are all) and ``num_overtaken`` younger ones trained since it was first handed out."""
         assert num_older >= 0 and 0 <= num_overtaken < self.window, (num_older, num_overtaken, self)
         assert oldest_engine_version <= trainer_version, (oldest_engine_version, trainer_version)
         latest = trainer_version * self.prompts + num_older + self.window - num_overtaken

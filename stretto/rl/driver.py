@@ -53,8 +53,9 @@ class Driver:
         self._reporting: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._num_uniform = 0  # groups with equal rewards since the last step
-        self._failed_before = 0  # groups given up until then
+        self._num_uniform = self._failed_before = (
+            0  # groups with equal rewards since the last step; given up until then
+        )
         self._last_loss = ""  # why the last attempt at a group came to nothing, since then
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=recipe.train.keep_snapshots)
 
@@ -108,7 +109,8 @@ class Driver:
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
             report: StepReport = await self._roles.call_trainer("step", refs, step)
         self._controller.trained(step)
-        self._num_uniform, self._failed_before, self._last_loss = 0, self._num_failed, ""
+        self._num_uniform, self._last_loss = 0, ""
+        self._failed_before = self._controller.state.endings.get(Ending.FAILED, 0)
         with self._trace.span("trainer", "publish", version=step + 1):
             self._engines.publish(await self._roles.call_trainer("publish"))
         self._hand_out()
@@ -171,7 +173,7 @@ class Driver:
         """Where that is the rule, the run would ask for ever."""
         self._last_loss = why
         self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
-        num_failed = self._num_failed - self._failed_before
+        num_failed = self._controller.state.endings.get(Ending.FAILED, 0) - self._failed_before
         if num_failed > _MOST_FAILED * self._recipe.train.prompts:
             self._fail(
                 UserError(
@@ -179,10 +181,6 @@ class Driver:
                     f"{why}; mend that, then continue with --resume"
                 )
             )
-
-    @property
-    def _num_failed(self) -> int:
-        return int(self._controller.counts()[Ending.FAILED.value])
 
     def _moved(self) -> None:
         self._hand_out()

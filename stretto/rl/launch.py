@@ -100,14 +100,9 @@ class SourceTables:
 def check_sources(
     recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[Prompts, dict[str, int]]:
-    """Open every source, have it validate itself, and try the first prompts; then close them again.
-
-    Returns:
-        The prompts of the run; and by source, how many answers one verifier judges at once.
-
-    Raises:
-        UserError: naming the source, and the item where it is about one.
-    """
+    """Open every source, have it validate itself, and try the first prompts; then close them again. Returns the prompts of
+    the run; and by source, how many answers one verifier judges at once.
+    Raises UserError: naming the source, and the item where it is about one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
     with tables.opened() as sources:
         for source in sources.values():

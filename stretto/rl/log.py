@@ -218,16 +218,14 @@ def _sum(roles: Told, field: str) -> float:
 
 
 def _idle(busy_s: float, seconds: float) -> float:
-    """A role that was busy beyond the moment of its last answer cannot have been busy for more than all of the time."""
-    return max(0.0, 1.0 - busy_s / seconds)
+    return max(0.0, 1.0 - busy_s / seconds)  # it may have been busy beyond the moment of its last answer
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of work. Written by the driver, from its own clock."""
+    """A stretch of work of ``trainer``, ``agents``, an engine. Written by the driver, from its own clock."""
 
     role: str
-    """A row of the picture: ``trainer``, ``agents``…"""
     name: str
     started_s: float
     """Unix seconds, as is the next."""
@@ -523,14 +521,12 @@ class Logbook:
         self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
 
     async def _held_out_reward(self, number: int) -> float:
-        task, temperature = self._prompts.held_out(number), self._recipe.rollout.temperature
+        task, deadline_s = self._prompts.held_out(number), self._recipe.failures.lease_s + CALL_SLACK_S
         what: object = ""
         for failures in range(_EVALUATIONS):
             await asyncio.sleep(_PAUSE_S * failures)
             try:
-                group = await self._roles.agents.call(
-                    "evaluate", task, temperature, deadline_s=self._recipe.failures.lease_s + CALL_SLACK_S
-                )
+                group = await self._roles.agents.call("evaluate", task, deadline_s=deadline_s)
                 return float(group.trajectories[0].verdict.reward)
             except RuntimeFailure as failure:
                 what = failure.message if isinstance(failure, RoleError) else failure

@@ -59,11 +59,7 @@ async def run_synchronously(
     trainer: TrainerRole,
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
-    """Train ``recipe`` from the trainer's weights to its last step.
-
-    Args:
-        task_of: the task of an ordinal.
-        agent: samples from ``engines``.
+    """Train ``recipe`` from the trainer's weights to its last step; ``agent`` samples from ``engines``.
 
     Raises:
         GroupFailed: a group could not be sampled.

@@ -156,9 +156,8 @@ class RuntimeConfig(Config):
     """Where roles run.
 
     On one machine, unless all are isolated, one agent on the driver's loop carries all groups (it only waits), and the verifiers
-    are an elastic pool that it shares with the driver; sources that are judged differently many at once
-    (`TaskSource.at_once`) have a pool each. On Ray, or all isolated, agents are an elastic pool of processes and call their
-    verifiers directly, which is why those are ``rewards.max`` from the start to the end.
+    are elastic pools, one for all sources that are judged equally many at once (`TaskSource.at_once`). On Ray, or all
+    isolated, agents are an elastic pool of processes and call their verifiers directly: ``rewards.max`` of them.
     """
 
     kind: Literal["local", "ray"] = "local"

@@ -127,8 +127,7 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
 
     What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
-    that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
-    staleness repeats itself, whatever came in which order.
+    that: on a CPU the compiled kernels, elsewhere batch-invariant ones. So a run without staleness repeats itself.
     """
     rollout, precision = recipe.rollout, recipe.precision
     torch.set_num_threads(rollout.threads)
@@ -160,12 +159,8 @@ class EngineRole:
         name: str = "engine",
         waits: bool = False,
     ):
-        """
-        Args:
-            open_engine: called once, here, where the role lives. The engine must keep routes if they will be asked for.
-            fetch: called in a thread.
-            waits: sample nothing before the first `activate`: one that is restarted opens with weights that are too old.
-        """
+        """``open_engine`` is called once, here; its engine must keep routes if they will be asked for. ``waits``: sample nothing
+        before the first `activate`, as one that is restarted opens with weights that are too old."""
         self.name, self._fetch = name, fetch
         engine = open_engine()
         self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
@@ -202,8 +197,6 @@ class EngineRole:
 
     async def activate(self, version: WeightVersion) -> None:
         """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
-
-        What was sampled before is computed again by the new weights; what is recorded of it stays.
 
         Raises:
             UserError: it cannot be had, or has tensors of another network; the old weights serve on.

@@ -178,15 +178,9 @@ class Sample:
         """The record of a closed sample."""
         assert self.verdict is not None, "it is not closed"
         rows = [part.routes for part in self.parts if part.routes is not None]
-        return Trajectory(
-            ordinal=self.task.ordinal,
-            sample=self.number,
-            attempt=self.attempt,
-            segments=self.segments(),
-            routes=np.concatenate(rows) if rows else self.routes,
-            finish_reason=self.finish_reason,
-            verdict=self.verdict,
-        )
+        routes = np.concatenate(rows) if rows else self.routes
+        ids = (self.task.ordinal, self.number, self.attempt)
+        return Trajectory(*ids, self.segments(), routes, self.finish_reason, self.verdict)
 
     def _write(self, record: _Record, is_due: bool) -> None:
         """Append to the log, in one write, once there is something that could be lost."""
@@ -224,9 +218,8 @@ class Sample:
 def _joined(run: list[Segment]) -> Segment:
     if len(run) == 1:
         return run[0]
-    streams: dict[str, Any] = {
-        name: np.concatenate([getattr(each, name) for each in run]) for name in ("tokens", "logprobs", "versions")
-    }
+    names = ("tokens", "logprobs", "versions")
+    streams: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in run]) for name in names}
     return replace(run[0], **streams, finished_s=run[-1].finished_s)
 
 
@@ -266,7 +259,7 @@ def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
 
 
 def read_logs(path: Path) -> tuple[Sample, ...]:
-    """What lies at ``path``, for a look: appending to it changes no file. None where nobody got so far."""
+    """What lies at ``path``, for a look: appending to it changes no file. () where nobody got so far."""
     return _read(path.read_bytes())[1]
 
 
@@ -322,9 +315,9 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     )
 
 
-def load_group(location: Path | str) -> Group:
+def load_group(location: Path | str, layers: int | None = None, top_k: int | None = None) -> Group:
     """The group that `store_group` wrote at ``location``.
-    Raises UserError: the file is missing or damaged, or its routes are not of its tokens."""
+    Raises UserError: the file is missing or damaged, or as `check_routes`."""
     path = Path(location)
     problem = "it is torn, or damaged"
     try:
@@ -336,7 +329,7 @@ def load_group(location: Path | str) -> Group:
     if start is None or any(sample.verdict is None for sample in samples):
         raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder")
     group = Group(start.task, tuple(sample.trajectory() for sample in samples))
-    check_routes(group, str(path))
+    check_routes(group, str(path), layers, top_k)
     return group
 
 
@@ -347,12 +340,8 @@ def discard(locations: Iterable[Path | str]) -> None:
 
 
 def check_routes(group: Group, where: str, layers: int | None = None, top_k: int | None = None) -> None:
-    """Refuse routes that are not one row an input, or not of a network with so many MoE layers and choices.
-
-    A sample of n tokens is n − 1 inputs, each with the token after it as its target.
-
-    Raises UserError: naming ``where`` and the sample.
-    """
+    """Refuse routes that are not one row a token but the last, or not of a network with so many MoE layers and choices.
+    Raises UserError: naming ``where`` and the sample."""
     for trajectory in group.trajectories:
         routes, sample = trajectory.routes, f"{where}: routes of sample {trajectory.sample}"
         if routes is None:

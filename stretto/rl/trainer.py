@@ -45,7 +45,7 @@ from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
 from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
 from stretto.rl.rollout import is_quantised, pack_state, publish, retire
-from stretto.rl.samples import check_routes, load_group
+from stretto.rl.samples import load_group
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import MicroBatch, StepResult, optimisation_step
@@ -185,9 +185,8 @@ class TrainerRole:
         temperature, scores = recipe.rollout.temperature, self._scores_before(step)
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
-            groups = [load_group(ref.location) for ref in refs]
-            for group, ref in zip(groups, refs, strict=True):
-                check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
+            shape = (config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
+            groups = [load_group(ref.location, *shape) for ref in refs]
             updates = self._plan(groups)
             flat = [each for update in updates for each in update]
             loaded = time.perf_counter()
