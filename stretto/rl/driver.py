@@ -71,11 +71,11 @@ class Driver:
                 raise self._failure
             yield self
         finally:
+            await self._engines.close()  # first: an engine that moves on has groups handed out
             tasks = [*self._groups, guarding, *filter(None, [self._reporting])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._engines.close()
 
     async def run(self) -> None:
         """Train until the recipe's last step.
