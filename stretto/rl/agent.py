@@ -1,8 +1,7 @@
 """The agent loop as a role: writes groups of samples, many at once, between engines, tools and verifiers.
 
-It waits most of its time, so one loop carries any number of samples, whatever the engines' batches are. All that a
-sample has come to is in its log, and what comes next is a function of that alone: an agent may be killed at any point,
-and a sample that another goes on with is an ordinary one.
+It waits most of its time, so one loop carries any number of samples. All that a sample has come to is in its log, and what
+comes next is a function of that alone: an agent may be killed at any point, and another goes on.
 
 Tokens in, tokens out: each request is everything so far, to the token, and what comes back is appended. Text is read
 to find tool calls and to be verified, never to be tokenised again. Imports no torch.
@@ -420,8 +419,8 @@ class Dialogue:
     ) -> np.ndarray:
         """Tokens int32 [T] between a turn that called tools, its end token included, and the model's next turn.
 
-        Found by rendering a conversation with and without the tools' answers: where the first is a beginning of the
-        second, what follows is what follows the model's own turn too, however that was tokenised.
+        Found by rendering a conversation with and without the tools' answers: where the first begins the second, what
+        follows is what follows the model's own turn too, however that was tokenised.
 
         Raises UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
         """

@@ -211,9 +211,8 @@ class Roles:
         except (RoleDied, DeadlinePassed) as lost:
             raise TrainerLost(str(lost)) from lost
         except RoleError as error:
-            raise UserError(
-                f"trainer: {method}: {error.kind}: {error.message}; see the log, then continue with --resume"
-            ) from error
+            said = f"trainer: {method}: {error.kind}: {error.message}"
+            raise UserError(f"{said}; see the log, then continue with --resume") from error
 
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""

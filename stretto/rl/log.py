@@ -37,6 +37,10 @@ _SHOWN_WAITS = 5
 _EVALUATIONS, _PAUSE_S = 5, 0.2
 """Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
 
+Advance = Callable[[int, str | None], None]
+"""Moves a progress bar on by steps, with a short text behind it."""
+Say = Callable[[str], None]
+"""Prints a line."""
 Stream = NDArray[np.float64]
 Told = Mapping[str, Any]
 """Stats by the role's name."""
@@ -402,14 +406,7 @@ class Logbook:
     _controller: Controller
     _tracker: Tracker
 
-    def __init__(
-        self,
-        job: Job,
-        prompts: Prompts,
-        trace: Trace,
-        advance: Callable[[int, str | None], None],
-        say: Callable[[str], None],
-    ):
+    def __init__(self, job: Job, prompts: Prompts, trace: Trace, advance: Advance, say: Say):
         self._folder, self._recipe, self._wandb_project = job.folder, job.recipe, job.wandb_project
         self._prompts, self._trace, self._advance, self._say = prompts, trace, advance, say
         self._metrics: dict[str, float] = {}

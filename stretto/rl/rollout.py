@@ -1,14 +1,12 @@
 """An engine as a role, and the weights on their way to it.
 
 Agents sample from the engine, and a version of the weights is activated in it while requests go on: a short pause. The
-trainer publishes versions, which is slow and off everybody's path. They never change: a file carries its
-checksum in its name, so that what is made anew after a crash never stands in the place of what an engine may hold. The
-files need not survive the machine, snapshots do: they are written to the page cache and read from it, or lie in a
-folder of /dev/shm.
+trainer publishes versions, which is slow and off everybody's path. They never change: a file carries its checksum in its
+name, so that what is made anew after a crash never stands in the place of what an engine may hold. The files need not
+survive the machine, snapshots do: they lie in the page cache, or in a folder of /dev/shm.
 
 For an FP8 engine they travel as bytes and scales, a quarter of what fp32 takes. Only what it multiplies in FP8 is
-quantised, by the quantiser it uses itself; values that were quantised once quantise to the same bytes again, so nothing is
-lost on the way that the engine would have kept.
+quantised, by its own quantiser; values that were quantised once quantise to the same bytes again.
 
 Shape letters: E experts, F outputs, D inner dim, I and J blocks of them.
 """

@@ -1,7 +1,6 @@
 """A reinforcement-learning run, start to end, in a folder that outlives it: claimed, taken up or begun, swept.
 
-The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the roles. Imports no torch: that happens where the
-trainer and the engines live.
+The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the roles. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
 from stretto.rl.launch import Job, Roles, SourceTables, TrainerLost, check_sources, make_factories, start_roles
 from stretto.rl.ledger import Ledger
-from stretto.rl.log import Logbook, Trace, write_trace
+from stretto.rl.log import Advance, Logbook, Say, Trace, write_trace
 from stretto.rl.recipe import (
     GROUPS,
     JOURNAL_FILE,
@@ -55,8 +54,8 @@ class Result:
     last_reward: float
 
 
-def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
-    """Run ``job``; ``advance`` moves a progress bar on by steps, with a short text behind it, ``say`` prints a line.
+def run_rl(job: Job, advance: Advance, say: Say) -> Result:
+    """Run ``job`` from its start, or where it was left, to its end.
     Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
     gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
     try:
@@ -65,7 +64,7 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
         gc.unfreeze()
 
 
-async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
+async def _run(job: Job, advance: Advance, say: Say) -> Result:
     """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)

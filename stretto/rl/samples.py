@@ -410,9 +410,7 @@ def unpack_routes(packed: bytes) -> np.ndarray:
     _, bits, itemsize, num_rows, num_experts, num_layers, num_slots, checksum = _ROUTES.unpack_from(packed)
     num_ids, body = num_rows * num_layers * num_slots, packed[HEADER_BYTES:]
     if len(body) != -(-num_ids * bits // 8) or zlib.crc32(body) != checksum:
-        raise ValueError(
-            f"packed routes of {num_rows} rows are damaged: their {len(body)} bytes do not match the header"
-        )
+        raise ValueError(f"packed routes of {num_rows} rows are damaged: {len(body)} bytes do not match their header")
     dtype: type[np.uint8 | np.uint16] = np.uint8 if itemsize == 1 else np.uint16
     bits_NJ = np.unpackbits(np.frombuffer(body, np.uint8), count=num_ids * bits, bitorder="little")
     # exact: ids are less than 2^16. By BLAS: packbits would take as long for each row as for many bytes
