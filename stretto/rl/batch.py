@@ -144,17 +144,14 @@ def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> li
     """Best-fit rows of at most ``seq_len``, by batch, and how long those of the batch must be."""
     pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
     whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
-    whole.sort(key=lambda row: -_length(row))  # full rows together: short ones are cut to what they hold
+    # full rows together: short ones are cut to what they hold
+    whole.sort(key=lambda row: -sum(bundle.length for bundle in row))
     plan = []
     for start in range(0, len(whole), rows):
         some = whole[start : start + rows]
         some += [[]] * (-len(some) % share)
-        plan.append((some, min(seq_len, _rounded(_length(some[0])))))
+        plan.append((some, min(seq_len, _rounded(sum(bundle.length for bundle in some[0])))))
     return plan
-
-
-def _length(row: Sequence[_Bundle]) -> int:
-    return sum(bundle.length for bundle in row)
 
 
 def _rounded(length: int) -> int:
