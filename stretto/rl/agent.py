@@ -34,6 +34,8 @@ from stretto.tasks.task import Problem, TaskSource, Tool
 from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Trees = Sequence[Mapping[str, Any]]
+"""Messages of a chat, or schemas of its tools."""
 
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
@@ -401,7 +403,7 @@ class Dialogue:
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
         """Any of them ends the model's turn; the token belongs to the turn."""
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+    def prompt(self, messages: Trees, tools: Trees = ()) -> np.ndarray:
         """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.
         Raises UserError: no messages, or the chat template refuses them."""
         if not messages:
@@ -410,13 +412,7 @@ class Dialogue:
             return self._encoded("".join(f"{message['content']}\n" for message in messages))
         return np.array(self._chat(messages, tools), np.int32)
 
-    def tool_turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        calls: Sequence[ToolCall],
-        answers: Sequence[str],
-    ) -> np.ndarray:
+    def tool_turn(self, messages: Trees, tools: Trees, calls: Sequence[ToolCall], answers: Sequence[str]) -> np.ndarray:
         """Tokens int32 [T] between a turn that called tools, its end token included, and the model's next turn.
 
         Found by rendering a conversation with and without the tools' answers: where the first begins the second, what
@@ -454,9 +450,7 @@ class Dialogue:
         """The tool calls in a turn, in order; one that cannot be read is text."""
         found = read_answer(self.text(turn))[1]
         # a name may spell half a surrogate pair, which is no UTF-8
-        return tuple(
-            ToolCall(call.name.encode(errors="replace").decode(), _arguments(call.arguments)) for call in found
-        )
+        return tuple(ToolCall(one.name.encode(errors="replace").decode(), _arguments(one.arguments)) for one in found)
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
@@ -468,9 +462,7 @@ class Dialogue:
     def _encoded(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
 
-    def _chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], generation_prompt: bool = True
-    ) -> list[int]:
+    def _chat(self, messages: Trees, tools: Trees, generation_prompt: bool = True) -> list[int]:
         turns = [Message.model_validate(dict(message)) for message in messages]
         offers = [OfferedTool.model_validate(dict(tool)) for tool in tools]
         return self._prompts.chat(turns, offers, generation_prompt=generation_prompt)

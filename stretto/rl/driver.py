@@ -205,10 +205,8 @@ class Driver:
 
 
 class EngineWeights:
-    """Keeps every engine at the newest weights, whichever of them die and come back meanwhile.
-
-    An engine that was started again samples nothing until it was given those.
-    """
+    """Keeps every engine at the newest weights, whichever of them die and come back meanwhile: one that was started again
+    samples nothing until it was given those."""
 
     def __init__(
         self,

@@ -379,10 +379,8 @@ def pool_rows(roles: Roles) -> list[RoleRow]:
     for pool in roles.pools:
         stats, limits, load = pool.stats(), pool.limits, pool.stats().load
         if limits.max > limits.min:
-            note = (
-                f"{stats.size} of {limits.min} to {limits.max} workers, waits of {load.p95_wait_s:.2f} s (p95), "
-                f"{stats.worker_s:,.0f} worker-seconds"
-            )
+            note = f"{stats.size} of {limits.min} to {limits.max} workers, waits of {load.p95_wait_s:.2f} s (p95), "
+            note += f"{stats.worker_s:,.0f} worker-seconds"
             state, in_hand = "alive" if pool.error is None else "dead", stats.num_leased + load.num_waiting
             rows.append(RoleRow(f"{pool.name}s", state, in_hand, load.num_waiting, stats.num_replaced, note=note))
     return rows
@@ -424,8 +422,7 @@ class Logbook:
         config = self._recipe.model_dump(mode="json")
         told = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)
         with told as self._tracker:
-            watch = asyncio.create_task(self._watch())
-            state = "done"
+            watch, state = asyncio.create_task(self._watch()), "done"
             try:
                 yield
             except BaseException as error:

@@ -29,7 +29,7 @@ from stretto.data.pack import IGNORED, PADDING
 from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
-from stretto.model.replay import Recorder, Replay
+from stretto.model.replay import Recorder, Replay, Routing
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import chosen_logprobs
@@ -75,16 +75,6 @@ class Pass:
     num_recorded: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
-    """A forward pass without gradient; written by `score`."""
-
-    logp_BT: Tensor
-    """Of the targets, 0 elsewhere."""
-    own_BTLK: Tensor | None
-    """The policy's own choice of experts."""
-
-
 def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
     """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
     part = batch.rows(ranks.rows(len(batch.tokens_BT)))
@@ -104,12 +94,9 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
 
 
 @torch.no_grad()
-def score(model: Transformer, each: Pass, temperature: float, *, replays: bool = False) -> Scored:
-    """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass,
-    and tells which it would have taken."""
-    tokens_BT = each.mine["tokens_BT"]
-    recorder = Recorder(model.config, tokens_BT, each.ctx.routing) if replays else None
-    ctx = replace(each.ctx, routing=recorder)
+def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
+    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere; without ``routing`` by its own routes."""
+    tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(
         output.hidden_BTD.flatten(0, 1),
@@ -118,7 +105,7 @@ def score(model: Transformer, each: Pass, temperature: float, *, replays: bool =
         temperature,
         operators=ctx.operators,
     )
-    return Scored(logp_N.view_as(tokens_BT), None if recorder is None else recorder.own_BTLK)
+    return logp_N.view_as(tokens_BT)
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
@@ -126,10 +113,9 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
 
     With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
     """
-    found = score(model, each, temperature, replays=True)
-    each.proximal_BT = found.logp_BT
-    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), found.own_BTLK
-    assert own_BTLK is not None, "the pass was asked for routes"
+    recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
+    each.proximal_BT = score(model, each, temperature, recorder)
+    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), recorder.own_BTLK
     if recorded_BTLK is not None:
         is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
         is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
@@ -196,7 +182,7 @@ class TrainerRole:
                 elif recipe.loss.proximal == "recompute":
                     each.proximal_BT = None
                 if self._reference is not None:
-                    each.reference_BT = score(self._reference, each, temperature).logp_BT
+                    each.reference_BT = score(self._reference, each, temperature)
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
