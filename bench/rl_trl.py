@@ -43,8 +43,7 @@ from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
 from stretto.rl.launch import SourceTables
-from stretto.rl.prompts import Prompts, plan_prompts
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import Prompts, RlRecipe, plan_prompts
 
 AIM = 3.0
 THEIRS = "TRL"

@@ -125,7 +125,7 @@ class Ours(Rule):
             if ordinal == groups.num_dispatched:
                 groups.dispatched(ordinal, 0, 0.0)
             if version is not None and groups.alive[ordinal].ref is None:
-                groups.ready(asdict(GroupRef(ordinal, 0, "", 1, 1, version, 0.0, False, 0.0)))
+                groups.ready(asdict(GroupRef(ordinal, 0, "", 1, 1, version, 0.0, False)))
         refs = groups.choose(state.trace.prompts, self.gate.window)
         if refs is None:
             return None

@@ -187,7 +187,6 @@ class Run:
             oldest_version=version,
             mean_reward=0.5,
             is_uniform=is_uniform,
-            finished_s=self.now + seconds,
         )
         self._after(seconds, lambda: self._ready(ref))
 

@@ -2,7 +2,7 @@
 
 Rows: samples one after the other, in the order of the problems, none cut. The loss is cross-entropy on what the model
 is to write, the end of its turn included; prompts and tools' answers carry none. What is written is what an agent loop
-will ask for: the same prompts, the same turns (`stretto.rl.dialogue`).
+will ask for: the same prompts, the same turns (`stretto.rl.agent`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from stretto.model.parallel import Ranks, device_name, join, shard
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
-from stretto.rl.dialogue import Dialogue
-from stretto.rl.prompts import SUPERVISED, Prompts, plan_prompts
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.agent import Dialogue
+from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, plan_prompts
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, tokenise_chat
 from stretto.text.tokenizer import Tokenizer, train_tokenizer

@@ -1,8 +1,7 @@
 """The agent loop as a role: writes groups of samples, many at once, between engines, tools and verifiers.
 
-It waits most of its time, so one loop carries any number of samples, whatever the engines' batches are. All that a
-sample has come to is in its log, and what comes next is a function of that alone: an agent may be killed at any point,
-and a sample that another goes on with is an ordinary one.
+It waits most of its time, so one loop carries any number of samples. All that a sample has come to is in its log, and what
+comes next is a function of that alone: an agent may be killed at any point, and another goes on.
 
 Tokens in, tokens out: each request is everything so far, to the token, and what comes back is appended. Text is read
 to find tool calls and to be verified, never to be tokenised again. Imports no torch.
@@ -11,9 +10,10 @@ to find tool calls and to be verified, never to be tokenised again. Imports no t
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,17 +22,20 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
-from stretto.rl.dialogue import Dialogue, ToolCall
+from stretto.rl.clients import Clients, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
-from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs
+from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
 from stretto.sandbox.outcome import ToolResult
+from stretto.serve.messages import Message, Prompts, read_answer
+from stretto.serve.messages import Tool as OfferedTool
 from stretto.tasks.task import Problem, TaskSource, Tool
 from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Trees = Sequence[Mapping[str, Any]]
+"""Messages of a chat, or schemas of its tools."""
 
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
@@ -44,51 +47,11 @@ class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
 
 
 @dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """How samples are drawn; what an agent needs of the recipe."""
-
-    folder: Path
-    """Of the run."""
-    chunk_tokens: int
-    """Asked of an engine at once."""
-    temperature: float
-    max_turns: int
-    max_len: int
-    """Tokens of a whole sample, prompt and tools included."""
-    want_routes: bool
-    lease_s: float
-    """A group that takes longer is given up; its log stays. Also the deadline of one request to an engine."""
-    tool_s: float
-    """Deadline of one call of a tool; tools have limits of their own, so this is for those that hang."""
-    attempts: int
-    """Times that an engine or a tool is tried; a verifier without a verdict at most three times."""
-    first_pause_s: float = 0.1
-    """Before the second attempt; each further pause is twice as long."""
-    longest_pause_s: float = 5.0
-
-    @classmethod
-    def of(cls, recipe: RlRecipe, folder: Path | str) -> AgentSettings:
-        """Those of ``recipe``, for a run in ``folder``."""
-        return cls(
-            folder=Path(folder),
-            chunk_tokens=recipe.rollout.chunk_tokens,
-            temperature=recipe.rollout.temperature,
-            max_turns=recipe.rollout.max_turns,
-            max_len=recipe.train.seq_len,
-            want_routes=recipe.replay == "r3",
-            lease_s=recipe.failures.lease_s,
-            tool_s=recipe.runtime.rewards.deadline_s,
-            attempts=recipe.failures.max_attempts,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Wait:
     """A sample in flight. Written by the agent, read by the watchdog."""
 
     ordinal: int
     sample: int
-    attempt: int
     waits_for: str
     """``an engine``, ``tool python``, ``a verdict``, ``its group``."""
     seconds: float
@@ -118,23 +81,18 @@ class AgentStats:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A group in flight: what its samples share."""
+    """What the samples of a group in flight share."""
 
     task: Task
-    settings: AgentSettings
+    temperature: float
+    want_routes: bool
     tools: Mapping[str, Tool]
+    schemas: list[dict[str, Any]]
     place: int
     """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
     problem: Problem = field(init=False)
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
-
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema() for tool in self.tools.values()]
-
-    def room(self, sample: Sample) -> int:
-        """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
-        return min(self.task.max_tokens - sample.num_sampled, self.settings.max_len - sample.num_tokens)
 
 
 class AgentRole:
@@ -142,30 +100,32 @@ class AgentRole:
 
     def __init__(
         self,
-        settings: AgentSettings,
+        recipe: RlRecipe,
+        folder: Path,
         tokenizer: Tokenizer,
         open_sources: Callable[[], Mapping[str, TaskSource]],
         connect: Callable[[Caller | None], Clients],
-        store: Callable[[Path, Group], GroupRef],
         *,
         caller: Caller | None = None,
+        pauses_s: tuple[float, float] = (0.1, 5.0),
     ):
         """
         Args:
+            folder: of the run.
             open_sources: called once, here, where the role lives.
             connect: makes the clients; ``caller`` is what the runtime gives to roles that call others.
-            store: puts a finished group where trainers find it, durably (`stretto.rl.samples.store_group`).
+            pauses_s: before the second attempt at anything, and the longest; each is twice the one before.
         """
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
-        self._settings, self._store = settings, store
+        self._recipe, self._folder, self._pauses_s = recipe, folder, pauses_s
         self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
         self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
         self._stats = AgentStats()
 
     async def run_group(self, task: Task, attempt: int) -> GroupRef:
@@ -177,32 +137,27 @@ class AgentRole:
         """
         group = await self._within_lease(task, attempt)
         # not interruptible by a lease that ends meanwhile: a stored group is reported
-        ref = await asyncio.to_thread(self._store, self._settings.folder / GROUPS, group)
+        ref = await asyncio.to_thread(store_group, self._folder / GROUPS, group)
         self._stats.groups_finished += 1
         return ref
 
-    async def evaluate(self, task: Task, temperature: float) -> Group:
-        """The same samples, of no run: not logged, not stored, without routes.
-
-        Raises:
-            GroupFailed, UserError: as `run_group`.
-        """
-        return await self._within_lease(task, 0, replace(self._settings, temperature=temperature, want_routes=False))
+    async def evaluate(self, task: Task, temperature: float | None = None) -> Group:
+        """The same samples, of no run: not logged, not stored, without routes. Raises as `run_group`."""
+        return await self._within_lease(task, None, temperature)
 
     async def forget(self, ordinals: Sequence[int]) -> None:
         """Delete the logs of ordinals that have ended."""
         for ordinal in ordinals:
-            remove_logs(self._settings.folder / LOGS, ordinal)
+            remove_logs(self._folder / LOGS, ordinal)
 
     async def waits(self) -> tuple[Wait, ...]:
-        """Every sample in flight and what it waits for, longest first."""
+        """Every sample in flight and what it waits for."""
         now_s = time.time()
-        found = [
-            Wait(each.task.ordinal, each.number, each.attempt, each.waits_for, now_s - each.since_s, each.num_sampled)
+        return tuple(
+            Wait(each.task.ordinal, each.number, each.waits_for, now_s - each.since_s, each.num_sampled)
             for group in self._in_flight.values()
             for each in group.samples
-        ]
-        return tuple(sorted(found, key=lambda wait: -wait.seconds))
+        )
 
     async def stats(self) -> AgentStats:
         num_samples = sum(len(group.samples) for group in self._in_flight.values())
@@ -211,126 +166,117 @@ class AgentRole:
     async def close(self) -> None:
         self._threads.close()
 
-    async def _within_lease(self, task: Task, attempt: int, evaluated: AgentSettings | None = None) -> Group:
-        lease_s = self._settings.lease_s
-        try:
-            async with asyncio.timeout(lease_s) as lease:
-                return await self._run(task, attempt, evaluated)
-        except TimeoutError as error:
-            if not lease.expired():
-                raise
-            why = f"not finished within its lease of {lease_s:g} s"
-            raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {why}") from error
-
-    async def _run(self, task: Task, attempt: int, evaluated: AgentSettings | None) -> Group:
-        """All samples at once; the first that fails ends the others, whose logs stay."""
+    async def _within_lease(self, task: Task, attempt: int | None, temperature: float | None = None) -> Group:
+        """All samples at once; the first that fails ends the others, whose logs stay. ``attempt`` None: of no run;
+        ``temperature`` None: the recipe's."""
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
-        key = (task.ordinal, -1 if evaluated else attempt)
+        key, lease_s = (task.ordinal, attempt), self._recipe.failures.lease_s
         assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
         tools = {tool.name: tool for tool in source.tools()}
         group = self._in_flight[key] = _InFlight(
-            task, evaluated or self._settings, tools, self._engine(first=task.ordinal)
+            task,
+            temperature=self._recipe.rollout.temperature if temperature is None else temperature,
+            want_routes=self._recipe.replay == "r3" and attempt is not None,
+            tools=tools,
+            schemas=[tool.schema() for tool in tools.values()],
+            place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
         try:
-            async with self._problems:
-                what = f"sources.{task.source}: item {task.item}"
-                group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
-            group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas())
-            if evaluated:
-                group.samples = [Sample(task, number, 0) for number in range(task.group)]
-            else:
-                group.samples = open_samples(self._settings.folder / LOGS, task, attempt)
-            self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
-            async with asyncio.TaskGroup() as tasks:
-                runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
-            return Group(task, tuple(run.result() for run in runs))
+            async with asyncio.timeout(lease_s) as lease:
+                async with self._problems:
+                    what = f"sources.{task.source}: item {task.item}"
+                    group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
+                group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
+                if attempt is None:
+                    group.samples = [Sample(task, number, 0) for number in range(task.group)]
+                else:
+                    group.samples = open_samples(self._folder / LOGS, task, attempt)
+                self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
+                async with asyncio.TaskGroup() as tasks:
+                    runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
+                return Group(task, tuple(run.result() for run in runs))
         except Exception as error:
             # of several a user's mistake first, then a fault of the code, then the first trouble
             several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
             worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
+            if worst is error and isinstance(error, TimeoutError) and lease.expired():
+                worst = Trouble(f"not finished within its lease of {lease_s:g} s")
             if isinstance(worst, Trouble):
-                raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt}: {worst}") from error
+                raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt or 0}: {worst}") from error
             raise worst from error
         finally:
             self._loads[group.place] -= task.group
             del self._in_flight[key]
 
     async def _write(self, group: _InFlight, sample: Sample) -> Trajectory:
-        """The sample, written to its end and verified.
-
-        Raises:
-            Trouble: an engine, a tool or the verifier kept failing; the log goes on from here at the next attempt.
-            UserError: the prompt leaves no room to write, or what a patient caller cannot mend either.
-        """
-        settings, task, now_s = group.settings, group.task, time.time()
+        """The sample, written to its end and verified; `Trouble` where an engine, a tool or the verifier kept failing."""
+        rollout, task, now_s = self._recipe.rollout, group.task, time.time()
         if not sample.parts:
-            check_room(task, len(group.prompt), settings.max_len)
+            check_room(task, len(group.prompt), self._recipe.train.seq_len)
             sample.append(Part(context(group.prompt, now_s, now_s)))
         while sample.verdict is None:
-            last, left = sample.parts[-1], group.room(sample)
+            last, left = sample.parts[-1], self._room(sample)
             calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.tools else ()
             if last.ended == "stop" and not calls:
                 await self._finish(group, sample, "stop")
-            elif last.ended == "stop" and len(sample.turns()) >= settings.max_turns:
+            elif last.ended == "stop" and len(sample.turns()) >= rollout.max_turns:
                 await self._finish(group, sample, "turns")
             elif last.ended == "length" or left <= 0:
                 await self._finish(group, sample, "length")
             elif calls:
                 await self._use(group, sample, calls)
             else:
-                await self._generate(group, sample, min(settings.chunk_tokens, left))
+                await self._generate(group, sample, min(rollout.chunk_tokens, left))
         return sample.trajectory()
 
+    def _room(self, sample: Sample) -> int:
+        """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
+        return min(sample.task.max_tokens - sample.num_sampled, self._recipe.train.seq_len - sample.num_tokens)
+
     async def _generate(self, group: _InFlight, sample: Sample, max_tokens: int) -> None:
-        """One chunk of an engine."""
+        """One chunk of the group's engine."""
         _wait(sample, "an engine")
-        settings = group.settings
 
         async def ask() -> None:
+            place, stats, started_s = group.place, self._stats, time.perf_counter()
+            engine = self._engines[place]
             request = GenerateRequest(
                 id=f"{sample.task.ordinal}.{sample.number}.{sample.attempt}",
                 tokens=sample.tokens(),
                 max_tokens=max_tokens,
-                temperature=settings.temperature,
+                temperature=group.temperature,
                 seed=_seed(sample),
                 stop_ids=self._dialogue.stop_ids,
-                want_routes=settings.want_routes,
+                want_routes=group.want_routes,
                 routes_from=sample.num_rows,
-                deadline_s=settings.lease_s,
+                deadline_s=self._recipe.failures.lease_s,
             )
-            done = await self._asked(group, request)
+            try:
+                done = await engine.generate(request)
+            except Trouble as trouble:
+                if group.place == place:
+                    self._loads[place] -= group.task.group
+                    group.place = self._engine(first=place + 1, avoid=place)
+                    self._loads[group.place] += group.task.group
+                raise type(trouble)(f"{engine.name}: {trouble}") from trouble
+            stats.engine_s += time.perf_counter() - started_s
+            stats.queued_s += done.queued_s
+            stats.cached_tokens += done.cached_tokens
+            stats.computed_tokens += done.computed_tokens
             num = len(done.segment.tokens)
             if not 0 < num <= max_tokens:
                 raise Trouble(f"{num} tokens were returned, 1 to {max_tokens} asked for")
-            if settings.want_routes and done.routes is None:
+            if group.want_routes and done.routes is None:
                 raise Trouble("no routes were returned")
             # an engine that stops short of what was asked has come to the end of its positions
-            is_over = num < max_tokens or num == group.room(sample)
+            is_over = num < max_tokens or num == self._room(sample)
             ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
-            sample.append(Part(done.segment, done.routes if settings.want_routes else None, ended))
+            sample.append(Part(done.segment, done.routes if group.want_routes else None, ended))
 
-        await self._patiently("engine", ask, settings.attempts)
-
-    async def _asked(self, group: _InFlight, request: GenerateRequest) -> Generated:
-        """From the group's engine."""
-        place, stats, started_s = group.place, self._stats, time.perf_counter()
-        engine = self._engines[place]
-        try:
-            done = await engine.generate(request)
-        except Trouble as trouble:
-            if group.place == place:
-                self._loads[place] -= group.task.group
-                group.place = self._engine(first=place + 1, avoid=place)
-                self._loads[group.place] += group.task.group
-            raise type(trouble)(f"{engine.name}: {trouble}") from trouble
-        stats.engine_s += time.perf_counter() - started_s
-        stats.queued_s += done.queued_s
-        stats.cached_tokens += done.cached_tokens
-        stats.computed_tokens += done.computed_tokens
-        return done
+        await self._patiently("engine", ask)
 
     def _engine(self, first: int, avoid: int | None = None) -> int:
         """The least loaded engine, another than ``avoid`` if there is one. Ties go round by ``first``: several agents
@@ -344,8 +290,8 @@ class AgentRole:
         started_s = time.time()
         results = [await self._call(group, sample, call) for call in calls]
         texts = [result.text for result in results]
-        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas(), calls, texts)
-        if sample.num_tokens + len(tokens) >= group.settings.max_len:
+        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas, calls, texts)
+        if sample.num_tokens + len(tokens) >= self._recipe.train.seq_len:
             await self._finish(group, sample, "length")  # no room for the model to go on from it
             return
         told = [
@@ -356,11 +302,10 @@ class AgentRole:
 
     async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
         tool, arguments = group.tools.get(call.name), call.arguments
-        if tool is None:
-            known = ", ".join(group.tools)
-            return ToolResult(f"error: there is no tool {call.name!r}; there are {known}", Outcome.WRONG, 0.0)
-        if arguments is None:
-            return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
+        if tool is None or arguments is None:
+            unknown = f"there is no tool {call.name!r}; there are {', '.join(group.tools)}"
+            why = unknown if tool is None else "the arguments are not a JSON object"
+            return ToolResult(f"error: {why}", Outcome.WRONG, 0.0)
         what = f"tool {tool.name}"
 
         def called() -> ToolResult:
@@ -372,12 +317,12 @@ class AgentRole:
         async def ask() -> ToolResult:
             async with self._tool_slots:
                 _wait(sample, what)
-                result = await self._threads.run(called, group.settings.tool_s, what)
+                result = await self._threads.run(called, self._recipe.runtime.rewards.deadline_s, what)
             if result.outcome is Outcome.INFRA:
                 raise Trouble(result.text)
             return result
 
-        return await self._patiently(what, ask, group.settings.attempts)
+        return await self._patiently(what, ask)
 
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
@@ -395,17 +340,16 @@ class AgentRole:
                 raise Trouble(verdict.detail)
             return verdict
 
-        verdict = await self._patiently("verifier", ask, min(3, group.settings.attempts))
+        verdict = await self._patiently("verifier", ask, most=3)
         sample.close(reason, replace(verdict, latency_s=time.time() - sample.since_s))
         _wait(sample, "its group")
 
-    async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], attempts: int) -> T:
-        """Await ``work()`` until it succeeds. Who is unavailable is waited for; it is the lease that ends that.
-
-        Raises:
-            Trouble: that of the last attempt. Anything else passes at once.
-        """
-        settings, failures, pause_s = self._settings, 0, self._settings.first_pause_s
+    async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], most: int | None = None) -> T:
+        """Await ``work()`` until it succeeds, or its last attempt is a `Trouble`; anything else is raised at once. Who is
+        unavailable is waited for; it is the lease that ends that. ``most``: attempts, where the recipe allows more."""
+        allowed, failures = self._recipe.failures.max_attempts, 0
+        attempts = min(allowed, most or allowed)
+        pause_s, longest_s = self._pauses_s
         while True:
             try:
                 return await work()
@@ -415,14 +359,11 @@ class AgentRole:
                 if failures == attempts:
                     raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
             await asyncio.sleep(pause_s)
-            pause_s = min(settings.longest_pause_s, 2 * pause_s)
+            pause_s = min(longest_s, 2 * pause_s)
 
 
 def check_room(task: Task, num_tokens: int, max_len: int) -> None:
-    """
-    Raises:
-        UserError: a prompt of ``num_tokens`` leaves none for the answer.
-    """
+    """Raises UserError: a prompt of ``num_tokens`` leaves none for the answer."""
     if num_tokens >= max_len:
         raise UserError(
             f"sources.{task.source}: item {task.item}: its prompt of {num_tokens} tokens leaves no room to answer in "
@@ -438,3 +379,98 @@ def _seed(sample: Sample) -> int:
 
 def _wait(sample: Sample, what: str) -> None:
     sample.waits_for, sample.since_s = what, time.time()
+
+
+# From messages to tokens and back
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote. Written by `Dialogue.calls`."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    """None where they are no JSON object."""
+
+
+class Dialogue:
+    """One tokenizer's way to write and read turns."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer)
+        self._special = tokenizer.special_ids()
+        self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
+        """Any of them ends the model's turn; the token belongs to the turn."""
+
+    def prompt(self, messages: Trees, tools: Trees = ()) -> np.ndarray:
+        """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.
+        Raises UserError: no messages, or the chat template refuses them."""
+        if not messages:
+            raise UserError("messages: the problem has none; give at least one message")
+        if self.tokenizer.chat_template is None:
+            return self._encoded("".join(f"{message['content']}\n" for message in messages))
+        return np.array(self._chat(messages, tools), np.int32)
+
+    def tool_turn(self, messages: Trees, tools: Trees, calls: Sequence[ToolCall], answers: Sequence[str]) -> np.ndarray:
+        """Tokens int32 [T] between a turn that called tools, its end token included, and the model's next turn.
+
+        Found by rendering a conversation with and without the tools' answers: where the first begins the second, what
+        follows is what follows the model's own turn too, however that was tokenised.
+
+        Raises UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
+        """
+        assert len(calls) == len(answers) > 0, f"{len(answers)} answers to {len(calls)} calls"
+        if self.tokenizer.chat_template is None:
+            return self._encoded("".join(f"\n{answer}" for answer in answers) + "\n")
+        ids = [f"call{number:05d}" for number in range(len(calls))]  # nine letters or digits: what Mistral's asks for
+        called = [
+            {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}
+            for name, call in zip(ids, calls, strict=True)
+        ]
+        before = [*messages, {"role": "assistant", "content": "", "tool_calls": called}]
+        told = [
+            {"role": "tool", "tool_call_id": name, "name": call.name, "content": answer}
+            for name, call, answer in zip(ids, calls, answers, strict=True)
+        ]
+        base, full = self._chat(before, tools, generation_prompt=False), self._chat([*before, *told], tools)
+        ends = [place for place, token in enumerate(base) if token in self._special]
+        if full[: len(base)] != base or not ends:
+            raise UserError(
+                "chat_template: rewrites earlier turns when a tool answers, or ends them with no special token; "
+                "use a template whose conversations only grow"
+            )
+        return np.array(base[ends[-1] + 1 :] + full[len(base) :], np.int32)
+
+    def text(self, turn: np.ndarray) -> str:
+        """What the model wrote in one turn, without special tokens."""
+        return self.tokenizer.decode(turn.tolist(), skip_special_tokens=True)
+
+    def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
+        """The tool calls in a turn, in order; one that cannot be read is text."""
+        found = read_answer(self.text(turn))[1]
+        # a name may spell half a surrogate pair, which is no UTF-8
+        return tuple(ToolCall(one.name.encode(errors="replace").decode(), _arguments(one.arguments)) for one in found)
+
+    def message(self, turn: np.ndarray) -> dict[str, Any]:
+        """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
+        message: dict[str, Any] = {"role": "assistant", "content": read_answer(self.text(turn))[0]}
+        if calls := self.calls(turn):
+            message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
+        return message
+
+    def _encoded(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text), np.int32)
+
+    def _chat(self, messages: Trees, tools: Trees, generation_prompt: bool = True) -> list[int]:
+        turns = [Message.model_validate(dict(message)) for message in messages]
+        offers = [OfferedTool.model_validate(dict(tool)) for tool in tools]
+        return self._prompts.chat(turns, offers, generation_prompt=generation_prompt)
+
+
+def _arguments(text: str) -> Mapping[str, Any] | None:
+    try:
+        tree = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None

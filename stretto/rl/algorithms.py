@@ -48,13 +48,11 @@ class Streams:
 
 
 def advantages(rewards_G: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
-    """Advantage of each sample over its group.
+    """Advantage of each sample over its group of at least two.
 
-    Args:
-        rewards_G: at least two.
-        kind: ``grpo`` (2402.03300): centred, over the sample standard deviation. ``dr_grpo`` (2503.20783): centred;
-            dividing would weigh prompts by how even their answers are. ``rloo`` (2402.14740): against the mean of the
-            others, which does not depend on the sample itself.
+    ``grpo`` (2402.03300): centred, over the sample standard deviation. ``dr_grpo`` (2503.20783): centred; dividing would
+    weigh prompts by how even their answers are. ``rloo`` (2402.14740): against the mean of the others, which does not
+    depend on the sample itself.
     """
     num = len(rewards_G)
     assert num > 1 and np.isfinite(rewards_G).all(), f"rewards of a group: {rewards_G}"
@@ -72,11 +70,8 @@ def advantages(rewards_G: NDArray[np.float64], kind: str) -> NDArray[np.float64]
 def token_weights(nums_sampled: Sequence[int], kind: str, max_tokens: int) -> list[float]:
     """Weight of every sampled token of each sample, over *all* samples of an update, whatever batches they go to.
 
-    Args:
-        nums_sampled: sampled tokens, by sample.
-        kind: ``token``: every token the same (DAPO, 2503.14476). ``sequence``: every sample the same, its tokens share
-            (GRPO). ``constant``: samples times ``max_tokens`` (Dr.GRPO): long answers are not weighed down.
-        max_tokens: the longest that a sample could be.
+    ``token``: every token the same (DAPO, 2503.14476). ``sequence``: every sample the same, its tokens share (GRPO).
+    ``constant``: samples times ``max_tokens``, the longest one could be (Dr.GRPO): long answers are not weighed down.
     """
     if kind == "token":
         return [1.0 / sum(nums_sampled)] * len(nums_sampled)

@@ -1,9 +1,8 @@
 """Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
 
-The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning, also one
-whose recorded routes are the same, is laid down once, and each sample continues it: no key or value depends on what
-comes after it, so every loss and every gradient is what it would be with a copy for each sample, and the pass is
-shorter by the copies. (Prefix sharing, as in the tree training of agentic trajectories.)
+The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning is laid down once, and each
+sample continues it: no key or value depends on what comes after it, so every loss and every gradient is what it would be
+with a copy for each sample. (Prefix sharing, as in the tree training of agentic trajectories.)
 
 Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layers of the maximum network, K route slots.
 """
@@ -65,8 +64,8 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows: a rank's share."""
-        streams = {each.name: getattr(self, each.name) for each in fields(self)}
-        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in streams.items()}
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in whole.items()}
         return Batch(**cut)
 
 
@@ -91,7 +90,6 @@ def pack(
 
     Args:
         groups: of one update.
-        seq_len: longest row.
         rows: of each batch; the last may have fewer.
         share: the number of rows is a multiple of it, by empty rows: as many as ranks.
         with_routes: carry the recorded routes.
@@ -146,17 +144,14 @@ def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> li
     """Best-fit rows of at most ``seq_len``, by batch, and how long those of the batch must be."""
     pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
     whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
-    whole.sort(key=lambda row: -_length(row))  # full rows together: short ones are cut to what they hold
+    # full rows together: short ones are cut to what they hold
+    whole.sort(key=lambda row: -sum(bundle.length for bundle in row))
     plan = []
     for start in range(0, len(whole), rows):
         some = whole[start : start + rows]
         some += [[]] * (-len(some) % share)
-        plan.append((some, min(seq_len, _rounded(_length(some[0])))))
+        plan.append((some, min(seq_len, _rounded(sum(bundle.length for bundle in some[0])))))
     return plan
-
-
-def _length(row: Sequence[_Bundle]) -> int:
-    return sum(bundle.length for bundle in row)
 
 
 def _rounded(length: int) -> int:

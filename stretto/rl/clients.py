@@ -1,4 +1,4 @@
-"""Engines and verifiers as the agent loop sees them: what it asks of them, how that fails, and how they are reached.
+"""Whom the agent loop asks, engines and verifiers: what it asks of them, how that fails, how they are reached.
 
 The two interfaces are met by roles behind a runtime and by the roles themselves. Imports no torch.
 """
@@ -45,7 +45,6 @@ class GenerateRequest:
     tokens: np.ndarray
     """int32 [T], everything so far."""
     max_tokens: int
-    """To sample at most."""
     temperature: float
     seed: int
     """With a token's position it decides the draw, so that chunks of any size give the same tokens."""
@@ -55,7 +54,6 @@ class GenerateRequest:
     routes_from: int = 0
     """Rows before this position are known, and are not sent again."""
     deadline_s: float = 600.0
-    """After this the engine gives the request up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,12 +94,7 @@ def infra(request: RewardRequest, why: str) -> Verdict:
 
 
 class EngineClient(Protocol):
-    """An engine to sample from. Cancelled or out of time, a request leaves nothing in it.
-
-    Raises:
-        Trouble: it is dead, busy, slow, or its output was no number.
-        UserError: the request cannot be served by it, now or later.
-    """
+    """An engine to sample from; fails as `EngineRole.generate` does."""
 
     @property
     def name(self) -> str: ...
@@ -110,7 +103,7 @@ class EngineClient(Protocol):
 
 
 class RewardClient(Protocol):
-    """Whoever verifies. The outcome is INFRA, with the task's name in the detail, where there is no verdict to be had."""
+    """Whoever verifies. Where there is no verdict to be had the outcome is INFRA."""
 
     async def score(self, request: RewardRequest) -> Verdict: ...
 
@@ -137,10 +130,7 @@ class RemoteRewards:
     """`RewardRole`s behind handles; each request goes to the one with the fewest in flight."""
 
     def __init__(self, caller: Caller, handles: Sequence[Handle], deadline_s: float):
-        """
-        Args:
-            deadline_s: of one verification, as the roles keep it; a request waits for its turn before.
-        """
+        """``deadline_s``: of one verification, as the roles keep it; a request waits for its turn before."""
         assert handles, "a reward needs a verifier"
         self._caller, self._handles, self._deadline_s = caller, handles, deadline_s
         self._loads = [0] * len(handles)
@@ -182,21 +172,13 @@ Verifiers = tuple[Handle, ...] | Mapping[str, ElasticPool]
 """So many roles, each for all sources; or pools by source, for agents on the driver's loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Makes an agent's clients where the agent lives."""
-
-    engines: tuple[Handle, ...]
-    rewards: Verifiers
-    reward_s: float
-    """Deadline of one verification."""
-
-    def __call__(self, caller: Caller | None) -> Clients:
-        assert caller is not None, "the runtime gives roles a caller"
-        engines = [RemoteEngine(caller, handle) for handle in self.engines]
-        if isinstance(self.rewards, Mapping):
-            return Clients(engines, PooledRewards(self.rewards, self.reward_s))
-        return Clients(engines, RemoteRewards(caller, self.rewards, self.reward_s))
+def connect(engines: Sequence[Handle], rewards: Verifiers, deadline_s: float, caller: Caller | None) -> Clients:
+    """An agent's clients, where the agent lives; ``deadline_s`` is of one verification."""
+    assert caller is not None, "the runtime gives roles a caller"
+    remote = [RemoteEngine(caller, handle) for handle in engines]
+    if isinstance(rewards, Mapping):
+        return Clients(remote, PooledRewards(rewards, deadline_s))
+    return Clients(remote, RemoteRewards(caller, rewards, deadline_s))
 
 
 class Threads:
@@ -210,11 +192,7 @@ class Threads:
         self._idle: list[SimpleQueue[_Call | None]] = []
 
     async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
-        """What ``work`` returns.
-
-        Raises:
-            Trouble: nothing within ``deadline_s``. Whatever ``work`` raises.
-        """
+        """What ``work`` returns. Raises Trouble: nothing within ``deadline_s``. Whatever ``work`` raises."""
         if self._idle:
             inbox = self._idle.pop()
         else:
@@ -251,3 +229,6 @@ class Threads:
 
 
 _Call = tuple[Callable[[], Any], Future[Any]]
+
+
+# The verifier as a role

@@ -1,13 +1,5 @@
 """Admission: who is handed out, what is trained next, and what a resumed run takes up again. Metadata only, no torch.
 
-The driver calls, in any order that events come in:
-
-    controller.admit()                                         hand these out now; after every other call, and when a lease may have run out
-    controller.group_ready(ref), controller.group_failed(…)    an attempt has stored its group, or came to nothing
-    controller.next_batch(), controller.trained(step)          while the trainer has room; the step is done
-    controller.engine_active(engine, version), controller.engine_gone(engine)
-    controller.checkpoint_cut(), controller.covered(cut)       into a snapshot; all older ones are gone
-
 Nothing here waits, and time comes from ``clock`` alone, so that simulated schedules test it.
 
 How many groups may be alive, so that no trained token is older than the user's bound? P groups are trained in a step; step
@@ -80,13 +72,8 @@ class Limits:
     def may_dispatch(
         self, num_older: int, trainer_version: int, oldest_engine_version: int, num_overtaken: int = 0
     ) -> bool:
-        """The inequality (*): whether a group may be handed out now.
-
-        Args:
-            num_older: older groups alive; for a new group these are all.
-            oldest_engine_version: of all engines that may run it.
-            num_overtaken: younger groups trained since it was first handed out.
-        """
+        """The inequality (*): whether a group may be handed out now, with ``num_older`` older ones alive (for a new group
+        these are all) and ``num_overtaken`` younger ones trained since it was first handed out."""
         assert num_older >= 0 and 0 <= num_overtaken < self.window, (num_older, num_overtaken, self)
         assert oldest_engine_version <= trainer_version, (oldest_engine_version, trainer_version)
         latest = trainer_version * self.prompts + num_older + self.window - num_overtaken
@@ -97,11 +84,10 @@ def default_window(prompts: int, staleness: int, capacity: int | None) -> int:
     """The widest window that leaves enough groups alive for nobody to wait.
 
     A group is always trained within η steps of its hand-out, whatever W is: the groups alive and W add up to a constant, so
-    a wider window is paid for with later hand-outs. On engines that run all at once this buys nothing: the P groups handed
-    out at version v must be ready for step v + η at the latest, under any window, and W = 1 asks for nothing more. But where
-    engines hold only so many groups at once, the others wait in line and would lose nothing by being handed out later. So
-    as many are alive as keep the engines and the trainer busy, and the rest is given to the window: the trainer idles no
-    more, and groups are trained younger than the bound asks for, while W = 1 with ready groups to spare trains them η old.
+    a wider window is paid for with later hand-outs. On engines that run all at once this buys nothing. But where they hold
+    only so many groups, the others wait in line and would lose nothing by being handed out later. So as many are alive as
+    keep the engines and the trainer busy, and the rest is given to the window: the trainer idles no more, and groups are
+    trained younger than the bound asks for.
 
     Args:
         capacity: groups that are worked on at once, those waiting for tools and verifiers included; None: as many as are
@@ -134,8 +120,7 @@ class Controller:
         self.max_staleness = 0  # largest among all groups trained
         self.discarded: Counter[str] = Counter()
         """Sampled tokens not trained on, by an ending's name or ``late``."""
-        self._task_of, self._clock = task_of, clock
-        self.ledger, self.state = ledger, ledger.state
+        self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state
         self._next_step = self.version  # of those before it and not trained yet, the trainer has the batches
         self._engines: dict[str, int] = {}
         self._engine_floor = 0
@@ -148,10 +133,7 @@ class Controller:
         return self.state.version
 
     def admit(self) -> list[Handout]:
-        """Groups to be handed out now, oldest first; leases that ran out are taken back before.
-
-        A group is handed out again under its old place in line. Empty as long as no engine is known.
-        """
+        """Groups to be handed out now, oldest first; leases that ran out are taken back before. [] while no engine is known."""
         now = self._clock()
         for entry in [*self.state.alive.values()]:
             if entry.deadline_s is not None and entry.deadline_s <= now:
@@ -159,14 +141,23 @@ class Controller:
                 self._lose(entry, f"no report within {self.limits.lease_s:g} s", counts=True)
         if not self._engines:
             return []
-        handouts = []
+        limits, handouts, oldest = self.limits, list[Handout](), min(self._engines.values())
+
+        def hand_out(ordinal: int, attempt: int) -> None:
+            self._engine_floor = max(self._engine_floor, oldest)
+            self.ledger.record("dispatched", ordinal=ordinal, attempt=attempt, deadline_s=now + limits.lease_s)
+            handouts.append(Handout(self._task_of(ordinal), attempt))
+
         for entry, num_older, num_overtaken in self.state.waiting():
-            if entry.ref is None and entry.deadline_s is None:
-                if not self._may_dispatch(num_older, num_overtaken):
+            if entry.ref is None and entry.deadline_s is None:  # again, under its old place in line
+                if not limits.may_dispatch(num_older, self.version, oldest, num_overtaken):
                     break  # the younger ones have more before them
-                handouts.append(self._hand_out(entry.ordinal, entry.attempt + 1, now))
-        while self._is_needed() and self._may_dispatch(len(self.state.alive), 0):
-            handouts.append(self._hand_out(self.state.num_dispatched, 0, now))
+                hand_out(entry.ordinal, entry.attempt + 1)
+        while limits.may_dispatch(len(self.state.alive), self.version, oldest):
+            num_spoken_for = self.version * limits.prompts + len(self.state.alive)
+            if limits.num_steps is not None and num_spoken_for >= limits.num_steps * limits.prompts:
+                break  # no step of the run is left for one more
+            hand_out(self.state.num_dispatched, 0)
         return handouts
 
     def group_ready(self, ref: GroupRef) -> bool:
@@ -182,11 +173,8 @@ class Controller:
         return True
 
     def group_failed(self, ordinal: int, attempt: int, why: str, counts: bool = True) -> None:
-        """An attempt came to nothing, for a reason of ours: it is handed out again, or ends as failed after too many.
-
-        Args:
-            counts: the group itself may be the reason. A role that was killed under it is none.
-        """
+        """An attempt came to nothing, for a reason of ours: it is handed out again, or ends as failed after too many that
+        ``counts``: the group itself may be the reason. A role that was killed under it is none."""
         entry = self._holder(ordinal, attempt)
         if entry is not None:
             self._events["failed_attempts"] += 1
@@ -263,19 +251,6 @@ class Controller:
             self._events["late"] += 1
             return None
         return entry
-
-    def _is_needed(self) -> bool:
-        """Whether a step of the run is left for one more group."""
-        prompts, num_steps = self.limits.prompts, self.limits.num_steps
-        return num_steps is None or self.version * prompts + len(self.state.alive) < num_steps * prompts
-
-    def _may_dispatch(self, num_older: int, num_overtaken: int) -> bool:
-        return self.limits.may_dispatch(num_older, self.version, min(self._engines.values()), num_overtaken)
-
-    def _hand_out(self, ordinal: int, attempt: int, now: float) -> Handout:
-        self._engine_floor = max(self._engine_floor, min(self._engines.values()))
-        self.ledger.record("dispatched", ordinal=ordinal, attempt=attempt, deadline_s=now + self.limits.lease_s)
-        return Handout(self._task_of(ordinal), attempt)
 
     def _choose(self, step: int) -> list[GroupRef] | None:
         while True:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 from stretto.base.errors import UserError
@@ -43,11 +44,7 @@ class Driver:
         trace: Trace,
         observe: Callable[[StepReport, tuple[GroupRef, ...]], None],
     ):
-        """
-        Args:
-            weights: that the trainer has now, published.
-            observe: called after each step.
-        """
+        """``weights`` are those that the trainer has now, published; ``observe`` is called after each step."""
         self._recipe, self._roles, self._controller = recipe, roles, controller
         self._weights, self._trace, self._observe = weights, trace, observe
         self._engines = EngineWeights(roles, controller, trace, moved=self._moved, failed=self._fail)
@@ -56,8 +53,9 @@ class Driver:
         self._reporting: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._num_uniform = 0  # groups with equal rewards since the last step
-        self._failed_before = 0  # groups given up until then
+        self._num_uniform = self._failed_before = (
+            0  # groups with equal rewards since the last step; given up until then
+        )
         self._last_loss = ""  # why the last attempt at a group came to nothing, since then
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=recipe.train.keep_snapshots)
 
@@ -73,11 +71,11 @@ class Driver:
                 raise self._failure
             yield self
         finally:
+            await self._engines.close()  # first: an engine that moves on has groups handed out
             tasks = [*self._groups, guarding, *filter(None, [self._reporting])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._engines.close()
 
     async def run(self) -> None:
         """Train until the recipe's last step.
@@ -90,7 +88,6 @@ class Driver:
             await self._train(await self._next_batch())
 
     async def _next_batch(self) -> tuple[GroupRef, ...]:
-        """Wait for the next step's groups."""
         started_s = time.time()
         self._watchdog.waits("trainer", "agents")
         while self._failure is None:
@@ -104,7 +101,6 @@ class Driver:
         raise self._failure
 
     async def _change(self) -> None:
-        """Until something has happened."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -113,7 +109,8 @@ class Driver:
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
             report: StepReport = await self._roles.call_trainer("step", refs, step)
         self._controller.trained(step)
-        self._num_uniform, self._failed_before, self._last_loss = 0, self._num_failed, ""
+        self._num_uniform, self._last_loss = 0, ""
+        self._failed_before = self._controller.state.endings.get(Ending.FAILED, 0)
         with self._trace.span("trainer", "publish", version=step + 1):
             self._engines.publish(await self._roles.call_trainer("publish"))
         self._hand_out()
@@ -136,28 +133,32 @@ class Driver:
         self._observe(report, refs)
 
     def _hand_out(self) -> None:
-        """Start whatever the controller admits. Called after every event."""
+        """Called after every event."""
         for handout in self._controller.admit():
             task = asyncio.create_task(self._group(handout))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
 
     async def _group(self, handout: Handout) -> None:
-        """One attempt at one group, from hand-out to report."""
         task, attempt = handout.task, handout.attempt
         self._watchdog.waits("agents", "an agent", task.ordinal)
         deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
         try:
             async with self._roles.agents.lease(deadline_s) as agent:
                 self._watchdog.waits("agents", agent.name, task.ordinal)
+                call = partial(self._roles.runtime.call, agent, "run_group", deadline_s=deadline_s)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
-                    ref: GroupRef = await self._roles.runtime.call(
-                        agent, "run_group", task, attempt, deadline_s=deadline_s
-                    )
+                    ref: GroupRef = await call(task, attempt)
             if self._controller.group_ready(ref):
                 self._watchdog.waits("trainer", "agents")  # it came one group further
                 self._roles.forget(task.ordinal)
-                self._check_hope(ref)
+                self._num_uniform += ref.is_uniform
+                if self._num_uniform > _MOST_UNIFORM * self._recipe.train.prompts:
+                    raise UserError(
+                        f"sources: {self._num_uniform} groups without a step between them had equal rewards, the last "
+                        f"{ref.mean_reward:g}; start from a model that succeeds now and then, choose easier or harder "
+                        "problems, or set loss.drop_uniform = false"
+                    )
         except RoleDied as died:
             self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
@@ -169,33 +170,15 @@ class Driver:
         self._changed.set()
 
     def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
-        """An attempt came to nothing. Where that is the rule, the run would ask for ever."""
+        """Where that is the rule, the run would ask for ever."""
         self._last_loss = why
         self._controller.group_failed(handout.task.ordinal, handout.attempt, why, counts=counts)
-        num_failed = self._num_failed - self._failed_before
+        num_failed = self._controller.state.endings.get(Ending.FAILED, 0) - self._failed_before
         if num_failed > _MOST_FAILED * self._recipe.train.prompts:
-            self._fail(
-                UserError(
-                    f"sources: {num_failed} groups without a step between them were given up, the last one because of "
-                    f"{why}; mend that, then continue with --resume"
-                )
-            )
-
-    @property
-    def _num_failed(self) -> int:
-        return int(self._controller.counts()[Ending.FAILED.value])
-
-    def _check_hope(self, ref: GroupRef) -> None:
-        """A policy that never or always succeeds learns nothing, and would be asked for ever."""
-        self._num_uniform += ref.is_uniform
-        if self._num_uniform > _MOST_UNIFORM * self._recipe.train.prompts:
-            raise UserError(
-                f"sources: {self._num_uniform} groups without a step between them had equal rewards, the last {ref.mean_reward:g}; "
-                "start from a model that succeeds now and then, choose easier or harder problems, or set loss.drop_uniform = false"
-            )
+            said = f"{num_failed} groups without a step between them were given up, the last one because of {why}"
+            self._fail(UserError(f"sources: {said}; mend that, then continue with --resume"))
 
     def _moved(self) -> None:
-        """An engine has other weights now."""
         self._hand_out()
         self._changed.set()
 
@@ -207,22 +190,14 @@ class Driver:
                 self._engines.tend()
                 self._hand_out()
                 await self._roles.mend()
-                stuck = self._watchdog.report()
-                if stuck is not None:
-                    raise UserError(await self._stuck(stuck))
+                if stuck := self._watchdog.report():
+                    for wait in (await self._roles.waits())[:1]:
+                        stuck += f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
+                    stuck += f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
+                    raise UserError(f"run: {stuck}; see `stretto top`, then continue with --resume")
             except Exception as error:
                 self._fail(error)
             self._changed.set()
-
-    async def _stuck(self, report: str) -> str:
-        """One line: who waits for whom, which sample waits longest, and what went wrong last."""
-        waits = await self._roles.waits()
-        longest = "".join(
-            f"; sample {wait.sample} of group {wait.ordinal} has waited for {wait.waits_for} for {wait.seconds:.0f} s"
-            for wait in waits[:1]
-        )
-        last = f"; the last attempt was lost by {self._last_loss}" if self._last_loss else ""
-        return f"run: {report}{longest}{last}; see `stretto top`, then continue with --resume"
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -230,10 +205,8 @@ class Driver:
 
 
 class EngineWeights:
-    """Keeps every engine at the newest weights, whichever of them die and come back meanwhile.
-
-    An engine that was started again samples nothing until it was given those.
-    """
+    """Keeps every engine at the newest weights, whichever of them die and come back meanwhile: one that was started again
+    samples nothing until it was given those."""
 
     def __init__(
         self,
@@ -244,11 +217,7 @@ class EngineWeights:
         moved: Callable[[], None],
         failed: Callable[[BaseException], None],
     ):
-        """
-        Args:
-            moved: told after each change of weights.
-            failed: told what no other attempt would mend.
-        """
+        """``moved`` is told after each change of weights, ``failed`` what no other attempt would mend."""
         self._roles, self._controller, self._trace = roles, controller, trace
         self._moved, self._failed = moved, failed
         self._weights: WeightVersion

@@ -1,14 +1,13 @@
 """From a recipe to the roles of a run: sources tried before anything starts, how each role is made, and all of them at work.
 
-A role is made by a factory that is small enough to be pickled: what a process that knows nothing needs. Roles live in pools,
-threads or processes, or on the driver's loop, behind one runtime. Imports no torch: that happens where the trainer and the
-engines live.
+A role is made by a factory that is small enough to be pickled. Roles live in pools, threads or processes, or on the driver's
+loop, behind one runtime. Imports no torch: that happens where the trainer and the engines live.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +16,10 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.rl.agent import AgentRole, AgentSettings, Wait, check_room
-from stretto.rl.clients import Connect, Verifiers
-from stretto.rl.dialogue import Dialogue
-from stretto.rl.prompts import Prompts, plan_prompts
-from stretto.rl.recipe import PoolConfig, RlRecipe, SandboxConfig, SourceConfig
+from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room
+from stretto.rl.clients import Verifiers, connect
+from stretto.rl.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.rl.reward import RewardRole
-from stretto.rl.samples import store_group
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
     DeadlinePassed,
@@ -73,11 +69,6 @@ class Job:
     wandb_project: str | None = None
 
 
-def needs_sandbox(sources: Iterable[SourceConfig]) -> bool:
-    """Whether any of them runs programs, or may."""
-    return any(source.kind in _NEED_SANDBOX or ":" in source.kind for source in sources)
-
-
 @dataclass(frozen=True, slots=True)
 class SourceTables:
     """The recipe's sources; called, it opens them where it is called, behind one sandbox."""
@@ -85,13 +76,14 @@ class SourceTables:
     sources: Mapping[str, SourceConfig]
     sandbox: SandboxConfig
 
+    @property
+    def run_programs(self) -> bool:
+        """Whether any of them does, or may."""
+        return any(source.kind in _NEED_SANDBOX or ":" in source.kind for source in self.sources.values())
+
     def __call__(self) -> dict[str, TaskSource]:
-        """
-        Raises:
-            UserError: a source refuses, or the isolation that is asked for is not to be had.
-        """
-        needed = needs_sandbox(self.sources.values())
-        sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if needed else None
+        """Raises UserError: a source refuses, or the isolation that is asked for is not to be had."""
+        sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict) if self.run_programs else None
         return {name: open_source(name, source, sandbox) for name, source in self.sources.items()}
 
     @contextmanager
@@ -105,21 +97,12 @@ class SourceTables:
                 source.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What the sources tell of themselves. Written by `check_sources`."""
-
-    prompts: Prompts
-    at_once: Mapping[str, int]
-    """By source: answers that one verifier judges at once."""
-
-
-def check_sources(recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]) -> Checked:
-    """Open every source, have it validate itself, and try the first prompts; then close them again.
-
-    Raises:
-        UserError: naming the source, and the item where it is about one.
-    """
+def check_sources(
+    recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[Prompts, dict[str, int]]:
+    """Open every source, have it validate itself, and try the first prompts; then close them again. Returns the prompts of
+    the run; and by source, how many answers one verifier judges at once.
+    Raises UserError: naming the source, and the item where it is about one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
     with tables.opened() as sources:
         for source in sources.values():
@@ -135,12 +118,12 @@ def check_sources(recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, 
             source = sources[task.source]
             tokens = dialogue.prompt(source.tried(task.item).messages, [tool.schema() for tool in source.tools()])
             check_room(task, len(tokens), train.seq_len)
-        return Checked(prompts, {name: source.at_once for name, source in sources.items()})
+        return prompts, {name: source.at_once for name, source in sources.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Factories:
-    """What the roles are made by, each picklable: they may be called in other processes. Made by `make_factories`."""
+    """What the roles are made by, each picklable: they may be called in other processes."""
 
     trainer: Callable[[], Any]
     engines: Sequence[Callable[[], Any]]
@@ -155,8 +138,8 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
     recipe, deadline_s = job.recipe, job.recipe.runtime.rewards.deadline_s
 
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        connect = Connect(engines, rewards, deadline_s)
-        return partial(AgentRole, AgentSettings.of(recipe, job.folder), tokenizer, tables, connect, store_group)
+        clients = partial(connect, engines, rewards, deadline_s)
+        return partial(AgentRole, recipe, job.folder, tokenizer, tables, clients)
 
     def reward(names: Collection[str]) -> Callable[[], Any]:
         some = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
@@ -173,15 +156,9 @@ def _trainer(job: Job) -> Any:
 
 
 def _engine(job: Job, name: str) -> Any:
-    from stretto.rl.rollout import (
-        EngineRole,
-        open_rollout_engine,  # torch, where the role lives
-    )
-    from stretto.rl.weights import fetch
+    from stretto.rl.rollout import EngineRole, open_rollout_engine  # torch, as above
 
-    rollout, precision, with_routes = job.recipe.rollout, job.recipe.precision, job.recipe.replay == "r3"
-    opened = partial(open_rollout_engine, job.start, rollout, precision, with_routes, job.device)
-    return EngineRole(opened, fetch, name=name, waits=True)
+    return EngineRole(partial(open_rollout_engine, job.recipe, job.start, job.device), name=name, waits=True)
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again
@@ -228,30 +205,23 @@ class Roles:
 
     async def call_trainer(self, method: str, *args: Any, deadline_s: float = _STEP_S) -> Any:
         """What the trainer's method returns.
-
-        Raises:
-            TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else.
-        """
+        Raises TrainerLost: it died, or hangs. UserError: it refuses, or its method raised anything else."""
         try:
             return await self.runtime.call(self.trainer, method, *args, deadline_s=deadline_s)
         except (RoleDied, DeadlinePassed) as lost:
             raise TrainerLost(str(lost)) from lost
         except RoleError as error:
-            raise UserError(
-                f"trainer: {method}: {error.kind}: {error.message}; see the log, then continue with --resume"
-            ) from error
+            said = f"trainer: {method}: {error.kind}: {error.message}"
+            raise UserError(f"{said}; see the log, then continue with --resume") from error
 
     def forget(self, ordinal: int) -> None:
         """Delete the token logs of a group that is stored."""
-        for agent in [agent for agent in self.agents.handles() if self._is_alive(agent)][:1]:
+        if agent := next(filter(self._is_alive, self.agents.handles()), None):
             self.runtime.cast(agent, "forget", (ordinal,))
 
     async def mend(self) -> None:
         """Start verifiers again whose threads are stuck in a task, and engines that have died inside.
-
-        Raises:
-            TrainerLost: the trainer died. UserError: another role cannot be started any more.
-        """
+        Raises TrainerLost: the trainer died. UserError: another role cannot be started any more."""
         for handle in self.alone:
             status = self.runtime.status(handle)
             if status.state is RoleState.DEAD and handle == self.trainer:
@@ -264,22 +234,18 @@ class Roles:
         for pool in self.pools:
             if pool.error is not None:
                 raise UserError(f"{pool.name}: no worker can be started: {pool.error}; continue with --resume")
-        for handle, stats in await self.stats(self.verifiers):
+        for handle, stats in await self.ask_all(self.verifiers, "stats"):
             if stats.num_stuck and handle in self.fixed_rewards:
                 await self.restart(handle)
             elif stats.num_stuck:
                 for pool in self.rewards.values():
                     pool.replace(handle, hard=False)  # what else it judges may well end
-        for handle, failure in await self._ask_all(self.engines.values(), "failure"):
+        for handle, failure in await self.ask_all(self.engines.values(), "failure"):
             if failure:
                 await self.restart(handle)
 
     async def restart(self, handle: Handle) -> None:
-        """Another incarnation of an engine or a fixed verifier.
-
-        Raises:
-            UserError: there cannot be one.
-        """
+        """Another incarnation of an engine or a fixed verifier. Raises UserError: there cannot be one."""
         if not self._is_alive(handle):
             return  # it has died meanwhile, which its runtime mends
         try:
@@ -289,14 +255,12 @@ class Roles:
 
     async def waits(self) -> list[Wait]:
         """Samples in flight over all agents, longest wait first."""
-        told = await self._ask_all(self.agents.handles(), "waits")
+        told = await self.ask_all(self.agents.handles(), "waits")
         return sorted((wait for _, waits in told for wait in waits), key=lambda wait: -wait.seconds)
 
-    async def stats(self, handles: Collection[Handle]) -> list[tuple[Handle, Any]]:
-        """What each counts; those that are dead, busy or being started again are left out, here as everywhere."""
-        return await self._ask_all(handles, "stats")
+    async def ask_all(self, handles: Collection[Handle], method: str) -> list[tuple[Handle, Any]]:
+        """What each says; those that are dead, busy or being started again are left out."""
 
-    async def _ask_all(self, handles: Collection[Handle], method: str) -> list[tuple[Handle, Any]]:
         async def ask(handle: Handle) -> Any:
             if self._is_alive(handle):
                 with suppress(RuntimeFailure):
@@ -315,43 +279,36 @@ async def start_roles(
     runtime: Runtime, factories: Factories, recipe: RlRecipe, at_once: Mapping[str, int]
 ) -> AsyncIterator[Roles]:
     """All roles of an attempt; at the end its pools are closed, and the other roles are left to the runtime.
-
-    Args:
-        at_once: answers of each source that one verifier judges at once.
-
-    Raises:
-        UserError: a role refused to start. RuntimeFailure: it died, or hangs.
-    """
+    ``at_once``: answers of each source that one verifier judges at once.
+    Raises UserError: a role refused to start. RuntimeFailure: it died, or hangs."""
     config, again = recipe.runtime, recipe.failures.restarts
     is_together = config.kind == "local" and config.isolate != "all"
     place = Placement.THREAD if config.kind == "local" and config.isolate == "none" else Placement.PROCESS
 
-    def spawn(
-        name: str, factory: Callable[[], Any], placement: Placement, restarts: int
-    ) -> Coroutine[Any, Any, Handle]:
-        return runtime.spawn(factory, name=name, placement=placement, restarts=restarts, deadline_s=_START_S)
-
-    def pool(name: str, factory: Callable[..., Any], placement: Placement, limits: Limits, **how: Any) -> ElasticPool:
-        how |= {"placement": placement, "limits": limits, "deadline_s": _START_S, "hangs_whole": True}
-        return ElasticPool(runtime, factory, name=name, **how)
+    spawn = partial(runtime.spawn, deadline_s=_START_S)
+    pool = partial(ElasticPool, runtime, deadline_s=_START_S, hangs_whole=True)
 
     def limits(sizes: PoolConfig, slots: int) -> Limits:
         return Limits(min=sizes.min, max=sizes.max, utilisation=sizes.utilisation, slots=slots)
 
     # the trainer is not restarted alone: its weights and the ledger go back to a snapshot together
-    work = [spawn("trainer", factories.trainer, place, 0)]
-    work += [spawn(f"engine-{number}", factory, place, again) for number, factory in enumerate(factories.engines)]
+    work = [spawn(factories.trainer, name="trainer", placement=place)]
+    work += [
+        spawn(factory, name=f"engine-{number}", placement=place, restarts=again)
+        for number, factory in enumerate(factories.engines)
+    ]
     rewards: dict[str, ElasticPool] = {}
     by_source: dict[str, ElasticPool] = {}
     if is_together:
         for num in sorted(set(at_once.values())):  # sources of which as many are judged at once share a pool
             names = [source for source, each in at_once.items() if each == num]
             name, sizes = "reward" if num == 1 else f"reward-x{num}", limits(config.rewards, num)
-            rewards[name] = pool(name, factories.reward(names), Placement.PROCESS, sizes)
+            rewards[name] = pool(factories.reward(names), name=name, placement=Placement.PROCESS, limits=sizes)
             by_source |= dict.fromkeys(names, rewards[name])
     else:
         verifier = factories.reward(tuple(at_once))
-        work += [spawn(f"reward-{number}", verifier, Placement.PROCESS, again) for number in range(config.rewards.max)]
+        names = [f"reward-{number}" for number in range(config.rewards.max)]
+        work += [spawn(verifier, name=name, placement=Placement.PROCESS, restarts=again) for name in names]
     async with AsyncExitStack() as stack:
         made = await _together(*work, *map(stack.enter_async_context, rewards.values()))
         trainer, *others = made[: len(work)]
@@ -362,7 +319,7 @@ async def start_roles(
         if not is_together:
             placement = Placement.PROCESS
             sizes = limits(config.agents, max(_AGENT_GROUPS, -(-most // config.agents.max)))
-        agents = pool("agent", agent, placement, sizes, drain_s=recipe.failures.lease_s)
+        agents = pool(agent, name="agent", placement=placement, limits=sizes, drain_s=recipe.failures.lease_s)
         await stack.enter_async_context(agents)
         yield Roles(runtime, trainer, {handle.name: handle for handle in engines}, agents, rewards, fixed)
 

@@ -44,7 +44,7 @@ class GroupRef:
     attempt: int
     """Of the task's hand-outs, the one that made it, from 0."""
     location: str
-    """Where the group is, as the batch edge understands it: a file under the run folder, say."""
+    """Its file."""
     num_samples: int
     num_tokens: int
     """Sampled ones, over all samples."""
@@ -53,10 +53,6 @@ class GroupRef:
     mean_reward: float
     is_uniform: bool
     """All rewards are equal, so that advantages within the group are zero."""
-    finished_s: float
-    """Unix seconds."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for the log, plain JSON values."""
 
 
 @dataclass(slots=True)
@@ -139,9 +135,8 @@ class State:
     def choose(self, num: int, window: int) -> list[GroupRef] | None:
         """The oldest ``num`` ready groups that the window W lets by, by ordinal; None as long as there are fewer.
 
-        While a group waits, at most W − 1 younger ones are taken. Dropped groups do not use the window up. This is
-        MiniMax's windowed queue (2605.26494), whose window starts at the oldest group and moves on only when that one is
-        taken, counted in groups trained instead of positions.
+        While a group waits, at most W − 1 younger ones are taken; dropped ones do not count. This is MiniMax's windowed
+        queue (2605.26494), counted in groups trained instead of positions.
         """
         chosen: list[GroupRef] = []
         left = num  # how many may still be chosen without overtaking somebody too often
@@ -164,15 +159,8 @@ class State:
         for num_older, entry in enumerate(others, len(taken)):
             yield entry, num_older, entry.num_overtaken + len(taken) - bisect(taken, entry.ordinal)
 
-    def unfinished(self) -> set[int]:
-        """Ordinals alive that are not stored yet: agents go on with their token logs."""
-        return {entry.ordinal for entry in self.alive.values() if entry.ref is None}
-
     def check(self) -> None:
-        """
-        Raises:
-            AssertionError: a group was lost, or counted twice.
-        """
+        """Raises AssertionError: a group was lost, or counted twice."""
         ended = sum(self.endings.values())
         assert self.num_dispatched == len(self.alive) + ended, (self.num_dispatched, len(self.alive), self.endings)
         taken = [ordinal for ordinals in self.batches.values() for ordinal in ordinals]
@@ -186,10 +174,7 @@ _INSERT = "INSERT INTO events VALUES (?, ?, ?)"
 
 def read_events(path: Path | str) -> list[Event]:
     """What is in a journal, its head first; also while its run goes on.
-
-    Raises:
-        UserError: there is no journal, or it is damaged.
-    """
+    Raises UserError: there is no journal, or it is damaged."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; without its journal the run cannot be resumed")
@@ -206,8 +191,7 @@ def read_events(path: Path | str) -> list[Event]:
 
 class Ledger:
     """The state, and the journal that each change of it is written to first: sqlite with a write-ahead log. A kill of the
-    process loses no event, a power failure at most those after the last durable one. Until the run ends in good order, the
-    last ones lie in the file of the same name with ``-wal``."""
+    process loses no event, a power failure at most those after the last durable one. The last ones lie in ``-wal`` beside it."""
 
     def __init__(self, path: Path | str, state: State, last: int) -> None:
         """Use `start` or `resume`."""
@@ -217,11 +201,7 @@ class Ledger:
 
     @classmethod
     def start(cls, path: Path | str) -> Self:
-        """A new run.
-
-        Raises:
-            UserError: there is a journal already, or it cannot be written.
-        """
+        """A new run. Raises UserError: there is a journal already, or it cannot be written."""
         if Path(path).exists():
             raise UserError(f"{path}: exists already; resume that run or choose another folder")
         # beside its name first: a journal that is there is whole
@@ -234,10 +214,7 @@ class Ledger:
     @classmethod
     def resume(cls, path: Path | str, cut: Mapping[str, Any] | None) -> Self:
         """What a cut (None: the run's start) and the journal's later events add up to; nobody has a group.
-
-        Raises:
-            UserError: the journal is damaged, or the two do not belong together.
-        """
+        Raises UserError: the journal is damaged, or the two do not belong together."""
         events, start = read_events(path), cut["line"] if cut else 0
         first, last = events[0].number, events[-1].number
         if not first <= start <= last:
@@ -254,14 +231,8 @@ class Ledger:
         return ledger
 
     def record(self, kind: str, *, durable: bool = False, **facts: Any) -> None:
-        """Something has happened: a method of `State` and its arguments.
-
-        Args:
-            durable: it survives a power failure too, with all before it.
-
-        Raises:
-            UserError: the disk is full, or the file cannot be written.
-        """
+        """Something has happened: a method of `State` and its arguments. ``durable``: it survives a power failure too, with
+        all before it. Raises UserError: the disk is full, or the file cannot be written."""
         with _writing(self.path):
             self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._db.execute(_INSERT, (self._last + 1, kind, json.dumps(facts)))
@@ -273,11 +244,8 @@ class Ledger:
         return {"line": self._last, "state": msgspec.to_builtins(self.state, str_keys=True)}
 
     def covered(self, cut: Mapping[str, Any]) -> list[str]:
-        """No cut older than this one will be resumed from: the journal before it is given up.
-
-        Returns:
-            Where the groups lie that nobody can ask for any more.
-        """
+        """No cut older than this one will be resumed from: the journal before it is given up. Returns where the groups lie
+        that nobody can ask for any more."""
         locations = self._trained_locations(cut["line"])
         with _writing(self.path), self._db:
             self._db.execute("BEGIN")

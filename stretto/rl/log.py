@@ -1,7 +1,7 @@
 """What a run tells of itself: scalars of every step, who was busy when, held-out rewards, the status that `stretto top` shows.
 
-Scalars come from three sides: from the trainer, of what it trained; from counters of engines, agents and verifiers; from the
-controller. All is written on the driver's loop. Imports no torch.
+Scalars come from the trainer, of what it trained; from counters of engines, agents and verifiers; and from the controller.
+All is written on the driver's loop. Imports no torch.
 
 Shape letters: N tokens with a target of a whole step, over all ranks.
 """
@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -30,8 +29,7 @@ from stretto.base.trajectory import Group, Outcome
 from stretto.rl.controller import Controller
 from stretto.rl.launch import CALL_SLACK_S, Job, Roles
 from stretto.rl.ledger import GroupRef
-from stretto.rl.prompts import Prompts
-from stretto.rl.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE
+from stretto.rl.recipe import SPANS_FILE, STATUS_FILE, TRACE_FILE, Prompts
 from stretto.runtime.runtime import Handle, RoleError, RuntimeFailure
 
 STATUS_EVERY_S = 1.0
@@ -39,6 +37,10 @@ _SHOWN_WAITS = 5
 _EVALUATIONS, _PAUSE_S = 5, 0.2
 """Tries at one held-out problem, and the wait between: agents, engines and verifiers may die under it."""
 
+Advance = Callable[[int, str | None], None]
+"""Moves a progress bar on by steps, with a short text behind it."""
+Say = Callable[[str], None]
+"""Prints a line."""
 Stream = NDArray[np.float64]
 Told = Mapping[str, Any]
 """Stats by the role's name."""
@@ -53,13 +55,11 @@ class StepReport:
     num_samples: int
     num_tokens: int
     """Sampled tokens, each trained once."""
-    seconds: float
-    """Wall time."""
     scalars: Mapping[str, float]
     """For the log, by name."""
 
 
-def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) -> dict[str, float]:
+def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) -> dict[str, Any]:
     """How far the trainer's policy is from what the engine sampled, before the update.
 
     Apart for tokens of this very version, where any difference is the two implementations', and for stale ones, where
@@ -79,10 +79,10 @@ def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) 
     ratio_N = np.exp(np.minimum(delta_N, 20.0))
     scalars["policy/ess"] = ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum())
     scalars["policy/chi2"] = (ratio_N**2).mean() - 1.0
-    return _floats(scalars)
+    return scalars
 
 
-def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[str, float]:
+def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[str, Any]:
     """What the updates did, from the streams of `stretto.rl.objective.PolicyObjective`."""
     scalars = {
         "policy/clip_fraction": streams["clipped"].mean(),
@@ -96,10 +96,10 @@ def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[st
     if reference_N is not None:
         delta_N = reference_N - streams["logp"]
         scalars["policy/kl_reference"] = (np.expm1(delta_N) - delta_N).mean()
-    return _floats(scalars)
+    return scalars
 
 
-def samples(groups: Sequence[Group]) -> dict[str, float]:
+def samples(groups: Sequence[Group]) -> dict[str, Any]:
     """Rewards and shapes of what was trained."""
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([each.verdict.reward for each in flat])
@@ -126,10 +126,10 @@ def samples(groups: Sequence[Group]) -> dict[str, float]:
         "samples/turns_mean": np.mean([each.num_turns for each in flat]),
         "samples/attempts_mean": np.mean([each.attempt for each in flat]),
     }
-    return _floats(scalars | {name: np.mean(values) for name, values in sorted(named.items())})
+    return scalars | {name: np.mean(values) for name, values in sorted(named.items())}
 
 
-def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+def staleness(groups: Sequence[Group], version: int) -> dict[str, Any]:
     """Age of the trained tokens in versions, and under how many versions a sample was written."""
     ages, spans = [], []
     for group in groups:
@@ -139,41 +139,32 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
             spans.append(len(np.unique(versions)))
     every = np.concatenate(ages)
     assert every.min() >= 0, f"a token of version {version - every.min()} before step {version}"
-    scalars = {
+    return {
         "staleness/max": every.max(),
         "staleness/mean": every.mean(),
         "staleness/versions_per_sample": np.mean(spans),
     }
-    return _floats(scalars)
 
 
-def _floats(scalars: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in scalars.items()}
-
-
-class Counts:
+class Counts(dict[str, float]):
     """Counters that only grow, and begin at 0 again with a role that is started again."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
 
     def grown(self, name: str, value: float) -> float:
         """By how much since the last call; 0 before the first."""
-        before = self._before.get(name, 0.0)
-        self._before[name] = value
+        before, self[name] = self.get(name, 0.0), value
         return value - before if value >= before else value
 
 
 class RoleScalars:
-    """From what roles count since their start to the numbers of one log line: told once a second, asked once a step."""
+    """From what roles count since their start to the numbers of one log line: told once a second, asked once a step, on a
+    clock that only goes forward."""
 
     def __init__(self, started_s: float):
-        """``started_s`` is on a clock that only goes forward."""
         self._counts = Counts()
         self._asked_s = self._told_s = started_s
 
     def tell(self, at_s: float, engines: Told, agents: Told, rewards: Told) -> None:
-        """What the roles said of themselves at one moment: `EngineStats`, `AgentStats` and `RewardStats`."""
+        """What the roles said of themselves at one moment."""
         self._told_s, self._engines, self._agents, self._rewards = at_s, engines, agents, rewards
 
     def scalars(self) -> dict[str, float]:
@@ -231,16 +222,14 @@ def _sum(roles: Told, field: str) -> float:
 
 
 def _idle(busy_s: float, seconds: float) -> float:
-    """A role that was busy beyond the moment of its last answer cannot have been busy for more than all of the time."""
-    return max(0.0, 1.0 - busy_s / seconds)
+    return max(0.0, 1.0 - busy_s / seconds)  # it may have been busy beyond the moment of its last answer
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of work. Written by the driver, from its own clock."""
+    """A stretch of work of ``trainer``, ``agents``, an engine. Written by the driver, from its own clock."""
 
     role: str
-    """A row of the picture: ``trainer``, ``agents``…"""
     name: str
     started_s: float
     """Unix seconds, as is the next."""
@@ -291,9 +280,7 @@ class Trace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # what came first is to be heard
         with suppress(*(() if error is None else (UserError,))), writing(self._path):
             self._file.close()
@@ -376,10 +363,7 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """
-    Raises:
-        UserError: the folder holds no such run.
-    """
+    """Raises UserError: the folder holds no such run."""
     path = folder / STATUS_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a run of stretto rl")
@@ -395,10 +379,8 @@ def pool_rows(roles: Roles) -> list[RoleRow]:
     for pool in roles.pools:
         stats, limits, load = pool.stats(), pool.limits, pool.stats().load
         if limits.max > limits.min:
-            note = (
-                f"{stats.size} of {limits.min} to {limits.max} workers, waits of {load.p95_wait_s:.2f} s (p95), "
-                f"{stats.worker_s:,.0f} worker-seconds"
-            )
+            note = f"{stats.size} of {limits.min} to {limits.max} workers, waits of {load.p95_wait_s:.2f} s (p95), "
+            note += f"{stats.worker_s:,.0f} worker-seconds"
             state, in_hand = "alive" if pool.error is None else "dead", stats.num_leased + load.num_waiting
             rows.append(RoleRow(f"{pool.name}s", state, in_hand, load.num_waiting, stats.num_replaced, note=note))
     return rows
@@ -422,14 +404,7 @@ class Logbook:
     _controller: Controller
     _tracker: Tracker
 
-    def __init__(
-        self,
-        job: Job,
-        prompts: Prompts,
-        trace: Trace,
-        advance: Callable[[int, str | None], None],
-        say: Callable[[str], None],
-    ):
+    def __init__(self, job: Job, prompts: Prompts, trace: Trace, advance: Advance, say: Say):
         self._folder, self._recipe, self._wandb_project = job.folder, job.recipe, job.wandb_project
         self._prompts, self._trace, self._advance, self._say = prompts, trace, advance, say
         self._metrics: dict[str, float] = {}
@@ -441,16 +416,13 @@ class Logbook:
 
     @asynccontextmanager
     async def attempt(self, roles: Roles, controller: Controller, is_first: bool) -> AsyncIterator[None]:
-        """Around an attempt that starts where ``controller`` stands; what was logged of later steps is dropped.
-
-        Inside, the status file is replaced once a second; at the end it says how the attempt went.
-
-        Args:
-            is_first: the run's, not only this process's.
-        """
-        with self._begin(roles, controller, is_first) as self._tracker:
-            watch = asyncio.create_task(self._watch())
-            state = "done"
+        """Around an attempt, the run's first or not, that starts where ``controller`` stands; what was logged of later steps
+        is dropped. Inside, the status file is replaced once a second; at the end it says how the attempt went."""
+        first_step = self._begin(roles, controller, is_first)
+        config = self._recipe.model_dump(mode="json")
+        told = Tracker(self._folder, first_step=first_step, wandb_project=self._wandb_project, config=config)
+        with told as self._tracker:
+            watch, state = asyncio.create_task(self._watch()), "done"
             try:
                 yield
             except BaseException as error:
@@ -467,7 +439,8 @@ class Logbook:
                 with suppress(*(() if state == "done" else (UserError,))):
                     await self._write_status(state)
 
-    def _begin(self, roles: Roles, controller: Controller, is_first: bool) -> Tracker:
+    def _begin(self, roles: Roles, controller: Controller, is_first: bool) -> int:
+        """The first step to be logged."""
         self._roles, self._controller = roles, controller
         step = controller.version
         has_rows = not is_first and (self._folder / METRICS_FILE).is_file()
@@ -481,12 +454,7 @@ class Logbook:
         self._stepped_s = time.perf_counter()
         self._role_scalars, self._counts = RoleScalars(self._stepped_s), Counts()
         self._counts.grown("filtered", controller.counts()["filtered"])
-        return Tracker(
-            self._folder,
-            first_step=step + 1 if step else 0,
-            wandb_project=self._wandb_project,
-            config=self._recipe.model_dump(mode="json"),
-        )
+        return step + 1 if step else 0
 
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
         """Log a step that is done; now and then, begin to measure the held-out reward while the run goes on."""
@@ -547,14 +515,12 @@ class Logbook:
         self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
 
     async def _held_out_reward(self, number: int) -> float:
-        task, temperature = self._prompts.held_out(number), self._recipe.rollout.temperature
+        task, deadline_s = self._prompts.held_out(number), self._recipe.failures.lease_s + CALL_SLACK_S
         what: object = ""
         for failures in range(_EVALUATIONS):
             await asyncio.sleep(_PAUSE_S * failures)
             try:
-                group = await self._roles.agents.call(
-                    "evaluate", task, temperature, deadline_s=self._recipe.failures.lease_s + CALL_SLACK_S
-                )
+                group = await self._roles.agents.call("evaluate", task, deadline_s=deadline_s)
                 return float(group.trajectories[0].verdict.reward)
             except RuntimeFailure as failure:
                 what = failure.message if isinstance(failure, RoleError) else failure
@@ -590,7 +556,7 @@ class Logbook:
     async def _rows(self) -> list[RoleRow]:
         roles = self._roles
         kinds = (roles.engines.values(), roles.agents.handles(), roles.verifiers)
-        engines, agents, rewards = told = await asyncio.gather(*map(roles.stats, kinds))
+        engines, agents, rewards = told = await asyncio.gather(*(roles.ask_all(each, "stats") for each in kinds))
         by_name = ({handle.name: stats for handle, stats in each} for each in told)
         self._role_scalars.tell(time.perf_counter(), *by_name)
 

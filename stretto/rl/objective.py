@@ -45,10 +45,8 @@ def ppo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: floa
 def gspo(
     logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """`ppo` with one ratio for all tokens of a sample: the geometric mean of theirs (GSPO, 2507.18071).
-
-    ``samples_N`` numbers the sample of each token, from 0; all tokens of a sample must be there.
-    """
+    """`ppo` with one ratio for all tokens of a sample: the geometric mean of theirs (GSPO, 2507.18071). ``samples_N`` numbers
+    the sample of each token, from 0; all tokens of a sample must be there."""
     num_samples = int(samples_N.max()) + 1 if len(samples_N) else 0
     delta_N = logp_N - proximal_N
     sums = delta_N.new_zeros(num_samples).index_add(0, samples_N, delta_N)

@@ -13,18 +13,15 @@ from pathlib import Path
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task
-from stretto.rl.agent import AgentRole, AgentSettings
+from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients
 from stretto.rl.launch import SourceTables
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport
-from stretto.rl.prompts import plan_prompts
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import RlRecipe, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
-from stretto.rl.samples import store_group
 from stretto.rl.trainer import TrainerRole
-from stretto.rl.weights import fetch
 from stretto.text.tokenizer import load_tokenizer
 
 _PATIENCE = 50
@@ -39,19 +36,14 @@ async def run_plainly(
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
     """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``.
-
-    Raises:
-        UserError: as `run_synchronously`, or a role refuses to start.
-    """
+    Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    opened = partial(open_rollout_engine, start, recipe.rollout, recipe.precision, recipe.replay == "r3", "cpu")
-    engine = EngineRole(opened, fetch)
+    engine = EngineRole(partial(open_rollout_engine, recipe, start, "cpu"))
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
-        settings = AgentSettings.of(recipe, folder)
-        agent = AgentRole(settings, load_tokenizer(start), tables, lambda caller: clients, store_group)
+        agent = AgentRole(recipe, folder, load_tokenizer(start), tables, lambda caller: clients)
         trainer = TrainerRole(recipe, folder, start)
         reports = await run_synchronously(recipe, prompts.task, agent, [engine], trainer, report)
         trainer.write(checkpoint)
@@ -68,12 +60,7 @@ async def run_synchronously(
     trainer: TrainerRole,
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
-    """Train ``recipe`` from the trainer's weights to its last step.
-
-    Args:
-        task_of: the task of an ordinal.
-        agent: samples from ``engines``.
-        report: called with each step's report.
+    """Train ``recipe`` from the trainer's weights to its last step; ``agent`` samples from ``engines``.
 
     Raises:
         GroupFailed: a group could not be sampled.

@@ -1,6 +1,6 @@
 """Verification as a role: finds the problem, has its task judge the answer, and lets nothing but a verdict out.
 
-Whatever goes wrong with the judging itself is INFRA and names the task: it is never a reward. Imports no torch.
+Whatever goes wrong with judging itself is INFRA and names the task: it is never a reward. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ class RewardRole:
     """Verifies samples: of each source as many at once as it says (`TaskSource.at_once`), mostly one."""
 
     def __init__(self, open_sources: Callable[[], Mapping[str, TaskSource]], deadline_s: float = 60.0):
-        """
-        Args:
-            open_sources: called once, here, where the role lives.
-            deadline_s: of one verification, its queue not counted.
-        """
+        """``open_sources`` is called once, here; ``deadline_s``: of one verification, its queue not counted."""
         self._sources, self._deadline_s = open_sources(), deadline_s
         self._turns = {name: asyncio.Semaphore(source.at_once) for name, source in self._sources.items()}
         self._threads, self._stats = Threads(), RewardStats()
@@ -105,7 +101,5 @@ def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
 
 
 def _short(text: str) -> str:
-    line = " ".join(
-        text.encode(errors="replace").decode().split()
-    )  # half a surrogate pair is no UTF-8, and is not stored
+    line = " ".join(text.encode(errors="replace").decode().split())  # half a surrogate pair would not be stored
     return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

@@ -19,22 +19,17 @@ from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
 from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
-from stretto.rl.recipe import PrecisionConfig, RolloutConfig
+from stretto.rl.recipe import RlRecipe
 from stretto.rl.weights import fetch
 
-NO_WEIGHTS = -1
-"""Version of an engine that has not been told the run's weights yet."""
 
-
-def open_rollout_engine(
-    start: Path, rollout: RolloutConfig, precision: PrecisionConfig, routes: bool, device: str
-) -> Engine:
+def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     """An engine of the network at ``start``; its weights are the checkpoint's until a version is activated.
 
     What it draws for a request is a function of weights, prompt and seed, to the bit, wherever there are operators for
-    that: on a CPU by the compiled kernels, elsewhere where the recipe asks for batch-invariant ones. So a run without
-    staleness repeats itself, whatever came in which order.
+    that: on a CPU the compiled kernels, elsewhere batch-invariant ones. So a run without staleness repeats itself.
     """
+    rollout, precision = recipe.rollout, recipe.precision
     torch.set_num_threads(rollout.threads)
     config = EngineConfig(
         cache_bytes=rollout.cache_bytes,
@@ -45,11 +40,12 @@ def open_rollout_engine(
         compiled_prefill=True,
         page_size=rollout.page_size,
     )
-    # fp32 is what the recipe says; without a word an engine on a GPU takes bf16
+    # without a word an engine on a GPU takes bf16
     dtype = torch.float32 if precision.rollout == "fp32" else None
-    opened = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes)
-    opened.engine.weight_version = NO_WEIGHTS
-    return opened.engine
+    routes = recipe.replay == "r3"
+    engine = open_engine(start, config, device=device, dtype=dtype, with_tokenizer=False, routes=routes).engine
+    engine.weight_version = -1  # it has not been told the run's weights yet
+    return engine
 
 
 class EngineRole:
@@ -63,16 +59,13 @@ class EngineRole:
         name: str = "engine",
         waits: bool = False,
     ):
-        """
-        Args:
-            open_engine: called once, here, where the role lives. The engine must keep routes if they will be asked for.
-            fetch: the verified tensors of a version; called in a thread.
-            waits: sample nothing before the first `activate`: one that is restarted opens with weights that are too old.
-        """
+        """``open_engine`` is called once, here; its engine must keep routes if they will be asked for. ``waits``: sample nothing
+        before the first `activate`, as one that is restarted opens with weights that are too old."""
         self.name, self._fetch = name, fetch
         engine = open_engine()
         self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
-        self._version = engine.weight_version
+        self.version = engine.weight_version
+        """Of the weights that serve."""
         self._service = Service(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
@@ -80,11 +73,6 @@ class EngineRole:
             self._is_ready.set()
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self._version
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
@@ -110,27 +98,22 @@ class EngineRole:
     async def activate(self, version: WeightVersion) -> None:
         """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
 
-        What was sampled before is computed again by the new weights; what is recorded of it stays.
-
         Raises:
             UserError: it cannot be had, or has tensors of another network; the old weights serve on.
             Trouble: the engine is dead.
         """
         async with self._activating:
-            if version.number > self._version:
+            if version.number > self.version:
                 state = await asyncio.to_thread(self._fetch, version)
                 try:
                     await self._service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
                     raise Trouble(f"{self.name}: {error}") from error
-                self._version = version.number
+                self.version = version.number
             self._is_ready.set()
 
     async def stats(self) -> EngineStats:
-        """
-        Raises:
-            Trouble: the engine is dead.
-        """
+        """Raises Trouble: the engine is dead."""
         try:
             return await self._service.stats()
         except EngineFailed as error:

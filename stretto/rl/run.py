@@ -1,7 +1,6 @@
 """A reinforcement-learning run, start to end, in a folder that outlives it: claimed, taken up or begun, swept.
 
-The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the roles. Imports no torch: that happens where the
-trainer and the engines live.
+The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the roles. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +19,9 @@ from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.base.track import read_metrics
 from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
-from stretto.rl.launch import (
-    Job,
-    Roles,
-    SourceTables,
-    TrainerLost,
-    check_sources,
-    make_factories,
-    needs_sandbox,
-    start_roles,
-)
+from stretto.rl.launch import Job, Roles, SourceTables, TrainerLost, check_sources, make_factories, start_roles
 from stretto.rl.ledger import Ledger
-from stretto.rl.log import Logbook, Trace, write_trace
-from stretto.rl.prompts import Prompts
+from stretto.rl.log import Advance, Logbook, Say, Trace, write_trace
 from stretto.rl.recipe import (
     GROUPS,
     JOURNAL_FILE,
@@ -44,11 +33,12 @@ from stretto.rl.recipe import (
     SNAPSHOTS,
     START_FILE,
     WEIGHTS,
+    Prompts,
     RlRecipe,
 )
 from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.runtime.local import open_runtime
-from stretto.runtime.runtime import RoleDied, Runtime, RuntimeFailure
+from stretto.runtime.runtime import RoleDied, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 
 _WRITE_S = 600.0
@@ -64,12 +54,9 @@ class Result:
     last_reward: float
 
 
-def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
-    """Run ``job``; ``advance`` moves a progress bar on by steps, with a short text behind it, ``say`` prints a line.
-
-    Raises:
-        UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on.
-    """
+def run_rl(job: Job, advance: Advance, say: Say) -> Result:
+    """Run ``job`` from its start, or where it was left, to its end.
+    Raises UserError: a task that fails its own check, a resume that does not fit, or a run that cannot go on."""
     gc.freeze()  # the collector would look through all modules again and again, for a tenth of the loop's time
     try:
         return asyncio.run(_run(job, advance, say))
@@ -77,23 +64,23 @@ def run_rl(job: Job, advance: Callable[[int, str | None], None], say: Callable[[
         gc.unfreeze()
 
 
-async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callable[[str], None]) -> Result:
+async def _run(job: Job, advance: Advance, say: Say) -> Result:
     """As many attempts as it takes: each ends with the run, or with the death of its trainer."""
     recipe, folder = job.recipe, job.folder
     tables, tokenizer = SourceTables(dict(recipe.sources), recipe.sandbox), load_tokenizer(job.start)
-    found = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
+    prompts, at_once = await asyncio.to_thread(check_sources, recipe, tables, tokenizer, say)
     factories = make_factories(job, tables, tokenizer)
     num_attempts = 0
     with claimed(folder):
         async with await open_runtime(recipe.runtime.kind, recipe.runtime.address) as runtime:
             resumes = take_up(recipe, folder, job.resume)
             with Trace(folder) as trace:
-                log = Logbook(job, found.prompts, trace, advance, say)
+                log = Logbook(job, prompts, trace, advance, say)
                 while True:
                     num_attempts += 1
                     try:
-                        async with start_roles(runtime, factories, recipe, found.at_once) as roles:
-                            await _attempt(job, roles, found.prompts, trace, log, resumes)
+                        async with start_roles(runtime, factories, recipe, at_once) as roles:
+                            await _attempt(job, roles, prompts, trace, log, resumes)
                         break
                     except (TrainerLost, RoleDied) as lost:  # the latter: before everybody had come
                         if num_attempts > recipe.failures.restarts:
@@ -101,7 +88,9 @@ async def _run(job: Job, advance: Callable[[int, str | None], None], say: Callab
                                 f"{lost}; failures.restarts: {num_attempts} attempts were lost; continue with --resume"
                             ) from lost
                         say(f"{lost}; going on from the last snapshot")
-                        await _dismiss(runtime)
+                        for handle in reversed(runtime.handles()):
+                            with suppress(RuntimeFailure):  # dead already
+                                await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
     write_trace(folder)
     held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
@@ -118,7 +107,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
     try:
         if resumes:
             await asyncio.to_thread(sweep, job.folder, ledger)
-        controller = Controller(limits_of(recipe), prompts.task, ledger)
+        controller = Controller(_limits(recipe), prompts.task, ledger)
         weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
             async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
@@ -132,11 +121,10 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
         ledger.close()
 
 
-def limits_of(recipe: RlRecipe) -> Limits:
-    """What the controller knows of ``recipe``."""
+def _limits(recipe: RlRecipe) -> Limits:
     rollout, train = recipe.rollout, recipe.train
     # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
-    is_fast = rollout.max_turns == 1 and not needs_sandbox(recipe.sources.values())
+    is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).run_programs
     capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
     return Limits(
         prompts=train.prompts,
@@ -149,20 +137,10 @@ def limits_of(recipe: RlRecipe) -> Limits:
     )
 
 
-async def _dismiss(runtime: Runtime) -> None:
-    """End all roles of an attempt; those that are dead already are no trouble."""
-    for handle in reversed(runtime.handles()):
-        with suppress(RuntimeFailure):
-            await runtime.kill(handle, hard=True)
-
-
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends.
-
-    Raises:
-        UserError: somebody does, or the folder cannot be written.
-    """
+    Raises UserError: somebody does, or the folder cannot be written."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,10 +163,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def has_begun(folder: Path, resume: bool) -> bool:
     """Whether there is a run to go on with: one that was killed before its first group has nothing.
-
-    Raises:
-        UserError: there is, and nobody said ``resume``; or an older version began it.
-    """
+    Raises UserError: there is, and nobody said ``resume``; or an older version began it."""
     if (folder / OLD_JOURNAL_FILE).exists():
         raise UserError(
             f"{folder / OLD_JOURNAL_FILE}: written by an older version; end that run with it, or choose another folder with --out"
@@ -203,10 +178,7 @@ def has_begun(folder: Path, resume: bool) -> bool:
 
 def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
     """Write ``recipe`` down; whether there is a run to go on with.
-
-    Raises:
-        UserError: ``resume`` and the run has another recipe; or not, and there is a run.
-    """
+    Raises UserError: ``resume`` and the run has another recipe; or not, and there is a run."""
     has_run, path, new = has_begun(folder, resume), folder / RECIPE_FILE, recipe.model_dump(mode="json")
     if has_run:
         check_unchanged(read_json(path), new, folder, LAYOUT)
@@ -216,10 +188,7 @@ def take_up(recipe: RlRecipe, folder: Path, resume: bool) -> bool:
 
 def start_of(folder: Path) -> Path | None:
     """The checkpoint that the run in ``folder`` began with; None where it does not say.
-
-    Raises:
-        UserError: the checkpoint is not there any more.
-    """
+    Raises UserError: the checkpoint is not there any more."""
     path = folder / START_FILE
     if not path.exists():
         return None
@@ -232,16 +201,14 @@ def start_of(folder: Path) -> Path | None:
 
 
 def sweep(folder: Path, ledger: Ledger) -> None:
-    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended.
-
-    No role may be at work any more.
-    """
+    """Delete what kills have left behind: half-written files, groups that nobody will train on, logs of those that ended. No
+    role may be at work any more."""
     for place in (folder, folder / GROUPS, folder / WEIGHTS):
         for partial in place.glob(".*.partial*"):
             remove(partial)
     needed = {Path(location).name for location in ledger.kept_locations()}
     discard(path for path in (folder / GROUPS).glob(f"group-*{SUFFIX}") if path.name not in needed)
-    unfinished = ledger.state.unfinished()
+    unfinished = {entry.ordinal for entry in ledger.state.alive.values() if entry.ref is None}
     for ordinal in logged_ordinals(folder / LOGS):
         if ordinal not in unfinished:
             remove_logs(folder / LOGS, ordinal)

@@ -2,9 +2,8 @@
 
 A file is a list of frames. The first says whose samples these are; each further one is a part of a sample (a prompt, a
 chunk of an engine, the turn of tools) or its end. A *log* takes parts as they come: a rollout that is lost halfway goes
-on from it. Begun anew instead, long samples would be lost more often than short ones, and the policy would learn from
-answers that are biased towards short ones. A *stored group* is the same file written at once, chunks joined and routes
-packed, when every sample has its end.
+on from it. Begun anew instead, long samples would be lost more often, and the policy would learn from answers that are
+biased towards short ones. A *stored group* is the same file written at once, chunks joined and routes packed.
 
 One log a group and attempt: on many disks a new file costs more than all that is written to it. Only its own attempt
 appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was given up but
@@ -137,9 +136,8 @@ class Sample:
         """None until it is closed."""
         self.routes: np.ndarray | None = None
         """All of them, where they are known at once: of a stored group."""
-        self.waits_for = "its problem"
-        """Written by the agent loop, as the next; read by the watchdog."""
-        self.since_s = time.time()
+        self.waits_for, self.since_s = "its problem", time.time()
+        """Written by the agent loop; read by the watchdog."""
         self._unwritten = b""
 
     def append(self, part: Part) -> None:
@@ -159,8 +157,7 @@ class Sample:
 
     def close(self, finish_reason: str, verdict: Verdict) -> None:
         """Write the end down. A verdict that says nothing about the answer is none."""
-        assert self.verdict is None, "it is closed"
-        assert verdict.outcome is not Outcome.INFRA, str(verdict)
+        assert self.verdict is None and verdict.outcome is not Outcome.INFRA, f"{self.verdict}, {verdict}"
         self._write(_End(self.number, finish_reason, verdict), True)
         self.finish_reason, self.verdict = finish_reason, verdict
 
@@ -181,15 +178,9 @@ class Sample:
         """The record of a closed sample."""
         assert self.verdict is not None, "it is not closed"
         rows = [part.routes for part in self.parts if part.routes is not None]
-        return Trajectory(
-            ordinal=self.task.ordinal,
-            sample=self.number,
-            attempt=self.attempt,
-            segments=self.segments(),
-            routes=np.concatenate(rows) if rows else self.routes,
-            finish_reason=self.finish_reason,
-            verdict=self.verdict,
-        )
+        routes = np.concatenate(rows) if rows else self.routes
+        ids = (self.task.ordinal, self.number, self.attempt)
+        return Trajectory(*ids, self.segments(), routes, self.finish_reason, self.verdict)
 
     def _write(self, record: _Record, is_due: bool) -> None:
         """Append to the log, in one write, once there is something that could be lost."""
@@ -199,13 +190,8 @@ class Sample:
         if not is_due and not self.num_sampled:
             self._unwritten = content
             return
-        with writing(self.log):
-            file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                num_written = os.write(file, content)
-            finally:
-                os.close(file)
-            if num_written < len(content):
+        with writing(self.log), self.log.open("ab", buffering=0) as file:
+            if file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._unwritten = b""
 
@@ -232,9 +218,8 @@ class Sample:
 def _joined(run: list[Segment]) -> Segment:
     if len(run) == 1:
         return run[0]
-    streams: dict[str, Any] = {
-        name: np.concatenate([getattr(each, name) for each in run]) for name in ("tokens", "logprobs", "versions")
-    }
+    names = ("tokens", "logprobs", "versions")
+    streams: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in run]) for name in names}
     return replace(run[0], **streams, finished_s=run[-1].finished_s)
 
 
@@ -258,10 +243,7 @@ def _read(content: bytes) -> tuple[_Start | None, tuple[Sample, ...], list[bytes
 
 def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
     """All samples for ``attempt``: as far as this or the latest earlier attempt has written them, or empty ones.
-
-    Raises:
-        UserError: the logs there are of another task, or the disk is full.
-    """
+    Raises UserError: the logs there are of another task, or the disk is full."""
     paths = (log_path(folder, task.ordinal, number) for number in range(attempt, -1, -1))
     found = next((path for path in paths if path.exists()), None)
     start, samples, good = _read(found.read_bytes()) if found else (None, (), [])
@@ -277,7 +259,7 @@ def open_samples(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
 
 
 def read_logs(path: Path) -> tuple[Sample, ...]:
-    """What lies at ``path``, for a look: appending to it changes no file. None where nobody got so far."""
+    """What lies at ``path``, for a look: appending to it changes no file. () where nobody got so far."""
     return _read(path.read_bytes())[1]
 
 
@@ -303,22 +285,18 @@ def logged_ordinals(folder: Path) -> tuple[int, ...]:
 
 def store_group(folder: Path | str, group: Group) -> GroupRef:
     """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    Raises UserError: the disk is full."""
     task, trajectories = group.task, group.trajectories
     assert len(trajectories) == task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
-    attempt, route_bytes = trajectories[0].attempt, 0
+    attempt = trajectories[0].attempt
     content = [_frame(_Start(task, attempt))]
     for each in trajectories:
         num_tokens = 0
         for segment in each.segments:
             content.append(_frame(_Next(each.sample, num_tokens, 0, Part(segment))))
             num_tokens += len(segment.tokens)
-        packed = b"" if each.routes is None else pack_routes(each.routes, _num_experts(each.routes))
+        packed = b"" if each.routes is None else pack_routes(each.routes)
         content.append(_frame(_End(each.sample, each.finish_reason, each.verdict, packed)))
-        route_bytes += len(packed)
     path = Path(folder) / f"group-{task.ordinal:08d}-{attempt}{SUFFIX}"
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(b"".join(content))
@@ -334,17 +312,12 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         oldest_version=min(trajectory.oldest_version for trajectory in trajectories),
         mean_reward=float(np.mean(rewards)),
         is_uniform=max(rewards) == min(rewards),
-        finished_s=max(segment.finished_s for each in trajectories for segment in each.segments),
-        extra={"source": task.source, "item": task.item, "route_bytes": route_bytes},
     )
 
 
-def load_group(location: Path | str) -> Group:
+def load_group(location: Path | str, layers: int | None = None, top_k: int | None = None) -> Group:
     """The group that `store_group` wrote at ``location``.
-
-    Raises:
-        UserError: the file is missing or damaged, or its routes are not of its tokens.
-    """
+    Raises UserError: the file is missing or damaged, or as `check_routes`."""
     path = Path(location)
     problem = "it is torn, or damaged"
     try:
@@ -356,7 +329,7 @@ def load_group(location: Path | str) -> Group:
     if start is None or any(sample.verdict is None for sample in samples):
         raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder")
     group = Group(start.task, tuple(sample.trajectory() for sample in samples))
-    check_routes(group, str(path))
+    check_routes(group, str(path), layers, top_k)
     return group
 
 
@@ -367,13 +340,8 @@ def discard(locations: Iterable[Path | str]) -> None:
 
 
 def check_routes(group: Group, where: str, layers: int | None = None, top_k: int | None = None) -> None:
-    """Refuse routes that are not one row an input, or not of a network with so many MoE layers and choices.
-
-    A sample of n tokens is n − 1 inputs, each with the token after it as its target.
-
-    Raises:
-        UserError: naming ``where`` and the sample.
-    """
+    """Refuse routes that are not one row a token but the last, or not of a network with so many MoE layers and choices.
+    Raises UserError: naming ``where`` and the sample."""
     for trajectory in group.trajectories:
         routes, sample = trajectory.routes, f"{where}: routes of sample {trajectory.sample}"
         if routes is None:
@@ -399,21 +367,14 @@ HEADER_BYTES = _ROUTES.size
 """What a sample of any length pays beside its ids."""
 
 
-def _num_experts(routes_PLK: np.ndarray) -> int:
-    """Experts that the ids can name: one more than the largest."""
-    highest = int(routes_PLK.max(initial=0))
-    if highest == np.iinfo(routes_PLK.dtype).max:  # some place names none
-        highest = int(routes_PLK[routes_PLK != highest].max(initial=0))
-    return highest + 1
-
-
 def id_bits(num_experts: int, has_absent: bool) -> int:
     """Bits of one id: ⌈log2 E⌉, of one value more where some places name no expert."""
     return (num_experts + has_absent - 1).bit_length()
 
 
-def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
-    """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id.
+def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes:
+    """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id; None: as many experts
+    as the largest id needs.
 
     Ids follow each other in C order without gaps, low bits first, so a row costs L·K·`id_bits` / 8 bytes. (numpy's
     packbits does the same in twice the time.)
@@ -422,9 +383,10 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
     flat_N = routes_PLK.reshape(-1)
     absent_N = flat_N == np.iinfo(routes_PLK.dtype).max
     has_absent = bool(absent_N.any())
+    highest = int((flat_N[~absent_N] if has_absent else flat_N).max(initial=0))
+    num_experts = highest + 1 if num_experts is None else num_experts
+    assert highest < num_experts, f"expert {highest} of {num_experts}"
     ids_N = np.where(absent_N, np.uint16(num_experts), flat_N) if has_absent else flat_N
-    highest = int(ids_N.max(initial=0))
-    assert highest < num_experts + has_absent, f"expert {highest} of {num_experts}"
     bits = id_bits(num_experts, has_absent)
     # eight ids make ``bits`` whole bytes: the first of two words of 64 bits into which they are shifted
     padded_Q8 = np.zeros((-(-len(ids_N) // 8), 8), "<u8")
@@ -436,25 +398,19 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int) -> bytes:
         if shift + bits > 64:
             words_Q2[:, 1] |= padded_Q8[:, place] >> np.uint64(64 - shift)
     body = words_Q2.view(np.uint8)[:, :bits].tobytes()[: -(-len(ids_N) * bits // 8)]
-    rows, layers, slots = routes_PLK.shape
+    num_rows, *layers_slots = routes_PLK.shape
     itemsize = routes_PLK.dtype.itemsize
-    return _ROUTES.pack(_MARK, bits, itemsize, rows, num_experts, layers, slots, zlib.crc32(body)) + body
+    return _ROUTES.pack(_MARK, bits, itemsize, num_rows, num_experts, *layers_slots, zlib.crc32(body)) + body
 
 
 def unpack_routes(packed: bytes) -> np.ndarray:
-    """What `pack_routes` was given.
-
-    Raises:
-        ValueError: the bytes are not packed routes, or damaged.
-    """
+    """What `pack_routes` was given. Raises ValueError: the bytes are not packed routes, or damaged."""
     if len(packed) < HEADER_BYTES or packed[:2] != _MARK:
         raise ValueError(f"{len(packed)} bytes that are no packed routes")
     _, bits, itemsize, num_rows, num_experts, num_layers, num_slots, checksum = _ROUTES.unpack_from(packed)
     num_ids, body = num_rows * num_layers * num_slots, packed[HEADER_BYTES:]
     if len(body) != -(-num_ids * bits // 8) or zlib.crc32(body) != checksum:
-        raise ValueError(
-            f"packed routes of {num_rows} rows are damaged: {len(body)} bytes of ids do not match their header"
-        )
+        raise ValueError(f"packed routes of {num_rows} rows are damaged: {len(body)} bytes do not match their header")
     dtype: type[np.uint8 | np.uint16] = np.uint8 if itemsize == 1 else np.uint16
     bits_NJ = np.unpackbits(np.frombuffer(body, np.uint8), count=num_ids * bits, bitorder="little")
     # exact: ids are less than 2^16. By BLAS: packbits would take as long for each row as for many bytes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.records import Meter, new_lineage, new_run_id
+from stretto.base.records import Meter, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, shard
 from stretto.model.spec import Subnet, count
-from stretto.model.transformer import Context, Recorder, Replay, Transformer
+from stretto.model.transformer import Context, Recorder, Replay, Routing, Transformer
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
@@ -41,10 +42,9 @@ from stretto.rl.log import samples as sample_scalars
 from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
 from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
-from stretto.rl.samples import check_routes, load_group
+from stretto.rl.samples import load_group
 from stretto.rl.weights import is_quantised, pack_state, publish, retire
-from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import peak_memory
+from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import MicroBatch, StepResult, optimisation_step
 
@@ -73,16 +73,6 @@ class Pass:
     num_recorded: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
-    """A forward pass without gradient; written by `score`."""
-
-    logp_BT: Tensor
-    """Of the targets, 0 elsewhere."""
-    own_BTLK: Tensor | None
-    """The network's own choice of experts."""
-
-
 def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
     """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
     part = batch.rows(ranks.rows(len(batch.tokens_BT)))
@@ -102,13 +92,9 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
 
 
 @torch.no_grad()
-def score(
-    model: Transformer, each: Pass, temperature: float, *, want_routes: bool = False, replays: bool = False
-) -> Scored:
-    """Log-probabilities under ``model``. A reference network takes its own routes, the policy (``replays``) those of the pass."""
-    tokens_BT, routing = each.mine["tokens_BT"], each.ctx.routing if replays else None
-    recorder = Recorder(model.config, tokens_BT, routing) if want_routes else None
-    ctx = replace(each.ctx, routing=recorder or routing)
+def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
+    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere; without ``routing`` by its own routes."""
+    tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
     output = model(tokens_BT, model.config.full(), ctx)
     logp_N, _ = chosen_logprobs(
         output.hidden_BTD.flatten(0, 1),
@@ -117,7 +103,7 @@ def score(
         temperature,
         operators=ctx.operators,
     )
-    return Scored(logp_N.view_as(tokens_BT), None if recorder is None else recorder.own_BTLK)
+    return logp_N.view_as(tokens_BT)
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
@@ -125,10 +111,9 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
 
     With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
     """
-    found = score(model, each, temperature, want_routes=True, replays=True)
-    each.proximal_BT = found.logp_BT
-    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), found.own_BTLK
-    assert own_BTLK is not None, "the pass was asked for routes"
+    recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
+    each.proximal_BT = score(model, each, temperature, recorder)
+    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), recorder.own_BTLK
     if recorded_BTLK is not None:
         is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
         is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
@@ -150,10 +135,7 @@ class TrainerRole:
 
     def __init__(self, recipe: RlRecipe, run: Path | str, start: Path | str, *, ranks: Ranks | None = None):
         """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or the ranks cannot share the rows.
-        """
+        Raises UserError: the checkpoint cannot be read, or the ranks cannot share the rows."""
         self._recipe, self._run, self._start = recipe, Path(run), Path(start)
         self._ranks = ranks or join()
         train = recipe.train
@@ -163,20 +145,17 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        self._origin = self._read()
+        read = partial(read_checkpoint, self._start, device=self._ranks.device, dtype=torch.float32)
+        self._origin = read()
         self._model = shard(self._origin.model, self._ranks)
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        self._reference = self._read().model.requires_grad_(False) if recipe.loss.kl_weight else None
+        self._reference = read().model.requires_grad_(False) if recipe.loss.kl_weight else None
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
         self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
-        self._step = self._num_tokens = 0
-
-    @property
-    def version(self) -> int:
+        self.version = self._num_tokens = 0
         """Of the weights: steps completed."""
-        return self._step
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
@@ -185,14 +164,13 @@ class TrainerRole:
             UserError: a group cannot be read, or its routes are not of this network.
             NonFiniteError: nothing was applied; the last snapshot is good.
         """
-        assert step == self._step, f"step {step} was asked for, {self._step} is next"
+        assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, recipe, config = time.perf_counter(), self._recipe, self._model.config
         temperature, scores = recipe.rollout.temperature, self._scores_before(step)
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
-            groups = [load_group(ref.location) for ref in refs]
-            for group, ref in zip(groups, refs, strict=True):
-                check_routes(group, ref.location, config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
+            shape = (config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
+            groups = [load_group(ref.location, *shape) for ref in refs]
             updates = self._plan(groups)
             flat = [each for update in updates for each in update]
             loaded = time.perf_counter()
@@ -202,31 +180,26 @@ class TrainerRole:
                 elif recipe.loss.proximal == "recompute":
                     each.proximal_BT = None
                 if self._reference is not None:
-                    each.reference_BT = score(self._reference, each, temperature).logp_BT
+                    each.reference_BT = score(self._reference, each, temperature)
             scored = time.perf_counter()
             results = [self._update(update) for update in updates]
             updated = time.perf_counter()
-            counts = count(config, config.full())
-            shapes = [each.batch.tokens_BT.shape for each in flat]
-            num_scored = scores + (self._reference is not None)
+            shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
-            self._meter.add(flops=num_scored * flops)
+            self._meter.add(flops=(scores + (self._reference is not None)) * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
-            self._step += 1
+            self.version += 1
             self._num_tokens += num_tokens
         scalars = self._measure(groups, flat, results) | {
             "time/load_s": loaded - started,
             "time/recompute_s": scored - loaded,
             "time/update_s": updated - scored,
         }
-        return StepReport(self._step, num_samples, num_tokens, time.perf_counter() - started, scalars)
+        return StepReport(self.version, num_samples, num_tokens, scalars)
 
     def publish(self) -> WeightVersion | None:
         """The weights as they are, in the run's folder of them; None on all ranks but the first.
-
-        Raises:
-            UserError: the disk is full.
-        """
+        Raises UserError: the disk is full."""
         state = full_state(self._model)
         if not self._ranks.is_first:
             return None
@@ -235,18 +208,15 @@ class TrainerRole:
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
-        version = publish(self._run / WEIGHTS, self._step, state)
+        version = publish(self._run / WEIGHTS, self.version, state)
         retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 
     def save(self, cut: Mapping[str, Any]) -> Path:
         """Write a snapshot, with the controller's ``cut`` at the same step in it.
-
-        Raises:
-            UserError: on all ranks: the disk is full; older snapshots are untouched.
-        """
+        Raises UserError: on all ranks: the disk is full; older snapshots are untouched."""
         meta = SnapshotMeta(
-            step=self._step,
+            step=self.version,
             loader=dict(cut),
             receipt=self._meter.receipt(peak_memory(self._ranks)),
             run_id=self._run_id,
@@ -256,14 +226,11 @@ class TrainerRole:
             data_hash=self._data_hash,
         )
         self._snapshots.save(self._model, self._optimizers, meta, self._ranks)
-        return self._snapshots.path(self._step)
+        return self._snapshots.path(self.version)
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
-
-        Raises:
-            UserError: the snapshot is damaged, or of another start.
-        """
+        Raises UserError: the snapshot is damaged, or of another start."""
         path = self._snapshots.latest()
         if path is None:
             return None
@@ -273,47 +240,29 @@ class TrainerRole:
                 f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
             )
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
-        self._step, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
+        self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
         self._meter = Meter(STAGE, meta.receipt.device, self._ranks.world, spent=meta.receipt)
         return meta.loader
 
     def write(self, folder: Path | str) -> None:
         """Write the policy as a checkpoint, with the start's tokenizer and lineage.
-
-        Raises:
-            UserError: the disk is full, or the folder holds other files.
-        """
-        state = full_state(self._model)
-        if self._ranks.is_first:
-            origin, config = self._origin, self._model.config
-            counts = count(config, config.full())
-            has_tokenizer = (self._start / "tokenizer.json").is_file()
-            lineage = new_lineage(
-                name=self._run.name,
-                stage=STAGE,
-                weights_hash="",
-                total_params=counts.total_params,
-                active_params=counts.active_params,
-                receipt=self._meter.receipt(peak_memory(self._ranks)),
-                parents=(origin.lineage,) if origin.lineage else (),
-                run_id=self._run_id,
-                data_hash=self._data_hash,
-                tokenizer_hash=load_tokenizer(self._start).fingerprint() if has_tokenizer else None,
-                config=self._recipe.model_dump(mode="json"),
-            )
-            write_checkpoint(
-                folder,
-                state,
-                config,
-                family=origin.family,
-                tokenizer_dir=self._start if has_tokenizer else None,
-                presets=origin.presets,
-                lineage=lineage,
-            )
-        self._ranks.barrier()
-
-    def _read(self) -> Checkpoint:
-        return read_checkpoint(self._start, device=self._ranks.device, dtype=torch.float32)
+        Raises UserError: the disk is full, or the folder holds other files."""
+        origin = self._origin
+        write_trained(
+            Path(folder),
+            self._model,
+            self._meter,
+            self._ranks,
+            name=self._run.name,
+            stage=STAGE,
+            config=self._recipe.model_dump(mode="json"),
+            tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
+            parents=(origin.lineage,) if origin.lineage else (),
+            run_id=self._run_id,
+            data_hash=self._data_hash,
+            family=origin.family,
+            presets=origin.presets,
+        )
 
     def _scores_before(self, step: int) -> bool:
         """Whether ``step`` has a pass before its updates; a single update finds the same log-probabilities by itself."""
@@ -323,20 +272,19 @@ class TrainerRole:
 
     def _plan(self, groups: Sequence[Group]) -> list[list[Pass]]:
         """The passes of each update."""
-        recipe, train = self._recipe, self._recipe.train
+        recipe, train, ranks = self._recipe, self._recipe.train, self._ranks
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
-        has_routes = all(each.routes is not None for group in groups for each in group.trajectories)
         replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
+        has_routes = replays or all(each.routes is not None for group in groups for each in group.trajectories)
         for start in range(0, len(groups), size):
             streams = assign(groups[start : start + size], recipe.loss.advantage, recipe.loss.normaliser)
-            world, with_routes = self._ranks.world, replays or has_routes
-            batches = pack(streams, train.seq_len, train.micro_rows, share=world, with_routes=with_routes)
-            updates.append([place(batch, self._ranks, self._arithmetic, replays=replays) for batch in batches])
+            batches = pack(streams, train.seq_len, train.micro_rows, share=ranks.world, with_routes=has_routes)
+            updates.append([place(batch, ranks, self._arithmetic, replays=replays) for batch in batches])
         return updates
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
         recipe, model = self._recipe, self._model
-        set_learning_rate(self._optimizers, learning_rate(recipe.optim, self._step, recipe.train.steps))
+        set_learning_rate(self._optimizers, learning_rate(recipe.optim, self.version, recipe.train.steps))
         result = optimisation_step(
             model,
             self._optimizers,
@@ -353,14 +301,15 @@ class TrainerRole:
         self, groups: Sequence[Group], passes: Sequence[Pass], results: Sequence[StepResult]
     ) -> dict[str, float]:
         """All scalars of a step that just ended; the same on every rank."""
-        version, recipe = self._step - 1, self._recipe
+        version, recipe = self.version - 1, self._recipe
         streams = [stream for result in results for stream in result.streams_N]
         found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
         centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
         before_N = self._gathered(passes, centres) if self._scores_before(version) else found["logp"]
         references = [each.reference_BT for each in passes if each.reference_BT is not None]
-        versions_N = np.concatenate([each.batch.versions_BT[each.batch.targets_BT != IGNORED] for each in passes])
-        behaviour_N = np.concatenate([each.batch.behaviour_BT[each.batch.targets_BT != IGNORED] for each in passes])
+        batches = [each.batch for each in passes]
+        versions_N = np.concatenate([each.versions_BT[each.targets_BT != IGNORED] for each in batches])
+        behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
         scalars = mismatch(before_N, behaviour_N.astype(np.float64), versions_N == version)
         scalars |= update_scalars(found, self._gathered(passes, references) if references else None)
         scalars |= sample_scalars(groups) | staleness(groups, version)
@@ -369,17 +318,17 @@ class TrainerRole:
         if num_recorded:
             scalars["routes/flips"] = num_flips / num_recorded
         loads = [load_balance(each_WE[0]) for result in results for each_WE in result.counts.values()]
-        num_places = sum(each.batch.tokens_BT.size for each in passes)
-        num_inputs = sum(each.batch.num_inputs for each in passes)
+        num_places, num_inputs = sum(each.tokens_BT.size for each in batches), sum(each.num_inputs for each in batches)
         num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
-        return scalars | {
-            "optim/grad_norm": float(np.mean([result.grad_norm for result in results])),
+        scalars |= {
+            "optim/grad_norm": np.mean([result.grad_norm for result in results]),
             "optim/lr": learning_rate(recipe.optim, version, recipe.train.steps),
             "experts/max_overload": max(loads, default=1.0),
             "batch/padding": 1.0 - num_inputs / num_places,
-            "batch/positions": float(num_places),
+            "batch/positions": num_places,
             "batch/shared": 1.0 - num_inputs / num_copied,
         }
+        return {name: float(value) for name, value in scalars.items()}
 
     def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
         """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""

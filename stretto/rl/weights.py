@@ -35,10 +35,7 @@ _AGAIN = "publish the version again"
 
 def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
     """Write ``state`` as version ``number``; complete under its name when this returns. ``state`` may change afterwards.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    Raises UserError: the disk is full."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     checksum = state_checksum(tensors)
     path = Path(folder) / f"weights-{number:07d}-{checksum[:12]}.safetensors"
@@ -50,10 +47,7 @@ def publish(folder: Path | str, number: int, state: Mapping[str, Tensor]) -> Wei
 def fetch(version: WeightVersion) -> dict[str, Tensor]:
     """The tensors of ``version``, checked, FP8 bytes and scales put together again. They are mapped from the file, which
     may be retired meanwhile.
-
-    Raises:
-        UserError: the file is gone or damaged, or its checksum is another.
-    """
+    Raises UserError: the file is gone or damaged, or its checksum is another."""
     path = Path(version.location)
     try:
         state = load_file(path)
@@ -78,9 +72,8 @@ def retire(folder: Path | str, keep: int) -> None:
 
 def is_quantised(name: str) -> bool:
     """Whether products with the tensor of that name, of a `Transformer`'s state dict, are in FP8."""
-    return name.startswith("blocks.") and name.endswith(
-        ("qkv.weight", "out.weight", "gate_up", "gate_up.weight", "down", "down.weight")
-    )
+    multiplied = ("qkv.weight", "out.weight", "gate_up", "gate_up.weight", "down", "down.weight")
+    return name.startswith("blocks.") and name.endswith(multiplied)
 
 
 def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,18 +86,14 @@ def pack_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stack = [quantise_weight(one) for one in (tensor if tensor.ndim == 3 else tensor[None])]
         bytes_EFD = torch.stack([weight.bytes_FD.view(torch.uint8) for weight in stack])
         scale_EIJ = torch.stack([weight.scale_IJ for weight in stack])
-        packed[name + _BYTES], packed[name + _SCALE] = (
-            (bytes_EFD, scale_EIJ) if tensor.ndim == 3 else (bytes_EFD[0], scale_EIJ[0])
-        )
+        packed[name + _BYTES] = bytes_EFD.view(tensor.shape)
+        packed[name + _SCALE] = scale_EIJ if tensor.ndim == 3 else scale_EIJ[0]
     return packed
 
 
 def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the values that `pack_state` kept, fp32 where they were quantised.
-
-    Raises:
-        UserError: bytes without their scales.
-    """
+    Raises UserError: bytes without their scales."""
     state: dict[str, Tensor] = {}
     for name, tensor in packed.items():
         if name.endswith(_SCALE):
@@ -117,6 +106,6 @@ def unpack_state(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise UserError(f"weights: {own}: FP8 bytes without scales; send {own + _SCALE} too")
         scale = packed[own + _SCALE]
         stack = zip(*((tensor, scale) if tensor.ndim == 3 else (tensor[None], scale[None])), strict=True)
-        values = torch.stack([Fp8Weight(one.view(FP8), scale_IJ).dequantise() for one, scale_IJ in stack])
-        state[own] = values if tensor.ndim == 3 else values[0]
+        values = [Fp8Weight(one.view(FP8), scale_IJ).dequantise() for one, scale_IJ in stack]
+        state[own] = torch.stack(values).view(tensor.shape)
     return state

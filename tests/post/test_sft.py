@@ -18,15 +18,12 @@ from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import build
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
-from stretto.rl.agent import AgentRole, AgentSettings
+from stretto.rl.agent import AgentRole, Dialogue
 from stretto.rl.clients import Clients
-from stretto.rl.dialogue import Dialogue
 from stretto.rl.plain import run_synchronously
-from stretto.rl.prompts import Prompts, plan_prompts
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import Prompts, RlRecipe, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
-from stretto.rl.samples import store_group
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source
@@ -154,17 +151,9 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
         return {name: open_source(name, source) for name, source in plan.sources.items()}
 
     def run(folder: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        engine = EngineRole(
-            partial(open_rollout_engine, start, plan.rollout, plan.precision, True, "cpu"), fetch, waits=True
-        )
+        engine = EngineRole(partial(open_rollout_engine, plan, start, "cpu"), waits=True)
         reward = RewardRole(open_sources)
-        agent = AgentRole(
-            AgentSettings.of(plan, folder),
-            load_tokenizer(start),
-            open_sources,
-            lambda caller: Clients((engine,), reward),
-            store_group,
-        )
+        agent = AgentRole(plan, folder, load_tokenizer(start), open_sources, lambda caller: Clients((engine,), reward))
         trainer = TrainerRole(plan, folder, start, ranks=join("cpu"))
         try:
             reports = asyncio.run(run_synchronously(plan, prompts.task, agent, [engine], trainer))

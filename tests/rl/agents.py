@@ -14,12 +14,11 @@ import numpy as np
 
 from stretto.base.config import Config
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
-from stretto.rl.agent import AgentRole, AgentSettings
+from stretto.rl.agent import AgentRole, Dialogue
 from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest
-from stretto.rl.dialogue import Dialogue
-from stretto.rl.recipe import LOGS
+from stretto.rl.recipe import LOGS, RlRecipe
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import log_path, store_group
+from stretto.rl.samples import log_path
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
 from stretto.text.chat import CHATML
@@ -29,20 +28,6 @@ from tests.engine.engines import CONFIG, check_idle, engine, network
 MODEL = network()
 OTHER = network(seed=1)
 TASK = Task(ordinal=3, source="toy", item=7, group=3, seed=11, max_tokens=24)
-SETTINGS = AgentSettings(
-    folder=Path(),
-    chunk_tokens=100,
-    temperature=1.0,
-    max_turns=3,
-    max_len=150,
-    want_routes=True,
-    lease_s=60,
-    tool_s=60,
-    attempts=3,
-    first_pause_s=0.001,
-    longest_pause_s=0.01,
-)
-
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3, "why": "the cat sat"}}</tool_call>'
 ONE = replace(TASK, group=1, max_tokens=400)
 LONG: dict[str, Any] = {"max_len": 900, "chunk_tokens": 10}
@@ -120,8 +105,16 @@ def role(model: Any = None, *, name: str = "engine", waits: bool = False, **opti
     return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits)
 
 
-def settings(folder: Path, lease_s: float = 60.0, **limits: Any) -> AgentSettings:
-    return replace(SETTINGS, folder=folder, lease_s=lease_s, **limits)
+def recipe(lease_s: float = 60.0, chunk_tokens: int = 100, max_turns: int = 3, max_len: int = 150) -> RlRecipe:
+    return RlRecipe.model_validate(
+        {
+            "sources": {"toy": {"kind": "strings"}},
+            "rollout": {"max_tokens": 1, "chunk_tokens": chunk_tokens, "max_turns": max_turns},
+            "optim": {"lr": 1e-3},
+            "train": {"steps": 1, "prompts": 1, "seq_len": max_len},
+            "failures": {"lease_s": lease_s, "max_attempts": 3},
+        }
+    )
 
 
 def agent(
@@ -130,15 +123,15 @@ def agent(
     rewards: Any = None,
     source: TaskSource | None = None,
     template: str | None = CHATML,
-    lease_s: float = 60.0,
-    **limits: Any,
+    **settings: Any,
 ) -> AgentRole:
     return AgentRole(
-        settings(folder, lease_s, **limits),
+        recipe(**settings),
+        folder,
         tokenizer(template),
         lambda: {"toy": source or Toy()},
         lambda caller: Clients(engines, rewards or Rewards()),
-        store_group,
+        pauses_s=(0.001, 0.01),
     )
 
 

@@ -15,7 +15,6 @@ def ref(ordinal: int, attempt: int = 0, *, version: int = 0, **values: Any) -> G
         "num_tokens": 10,
         "mean_reward": 0.5,
         "is_uniform": False,
-        "finished_s": 0.0,
     }
     return GroupRef(ordinal=ordinal, attempt=attempt, oldest_version=version, **(given | values))
 

@@ -16,16 +16,16 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole, GroupFailed
-from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, RewardRequest, Threads, Trouble
+from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Threads, Trouble, connect
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import load_group, store_group
+from stretto.rl.samples import load_group
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Placement, RoleError
 from stretto.tasks.task import Answer, Problem, Score
 from tests.engine.engines import engine
-from tests.rl.agents import MODEL, TASK, Toy, assert_same, draw, settings, tokenizer
+from tests.rl.agents import MODEL, TASK, Toy, assert_same, draw, recipe, tokenizer
 
 
 class Deadly(Toy):
@@ -59,16 +59,14 @@ def test_a_group_through_the_runtime(tmp_path: Path) -> None:
         opened = functools.partial(engine, MODEL)
         rollout = await runtime.spawn(functools.partial(EngineRole, opened), name="e0", placement=Placement.THREAD)
         reward = await runtime.spawn(functools.partial(RewardRole, sources), name="r0", placement=Placement.THREAD)
-        connect = Connect((rollout,), (reward,), 60.0)
-        role = functools.partial(AgentRole, settings(tmp_path), tokenizer(), sources, connect, store_group)
+        clients = functools.partial(connect, (rollout,), (reward,), 60.0)
+        role = functools.partial(AgentRole, recipe(), tmp_path, tokenizer(), sources, clients)
         agent = await runtime.spawn(role, name="a0", placement=Placement.THREAD)
         ref = await runtime.call(agent, "run_group", TASK, 0, deadline_s=60)
         for one, other in zip(load_group(ref.location).trajectories, direct, strict=True):
             assert_same(one, other)
         await runtime.kill(rollout)
-        hasty = functools.partial(
-            AgentRole, replace(settings(tmp_path), lease_s=1.0), tokenizer(), sources, connect, store_group
-        )
+        hasty = functools.partial(AgentRole, recipe(lease_s=1.0), tmp_path, tokenizer(), sources, clients)
         other = await runtime.spawn(hasty, name="a1", placement=Placement.THREAD)
         with pytest.raises(RoleError, match="within its lease of 1 s") as told:  # an engine may come back until then
             await runtime.call(other, "run_group", replace(TASK, ordinal=4), 0, deadline_s=60)
@@ -165,3 +163,6 @@ def test_idle_ones_end_when_they_are_told() -> None:
     while threading.active_count() > before:
         assert time.monotonic() < deadline, "idle threads stay"
         time.sleep(0.01)
+
+
+# Verification: what a bad task does never becomes a reward

@@ -56,7 +56,7 @@ class Trainer:
         self._world.events.append(("step", step, tuple(each.ordinal for each in refs)))
         self._world.on_step(step)
         self._world.version += 1
-        return StepReport(self._world.version, 4, 20, 0.1, {"reward/mean": 0.5})
+        return StepReport(self._world.version, 4, 20, {"reward/mean": 0.5})
 
     def publish(self) -> WeightVersion:
         self._world.events.append(("publish", self._world.version))
@@ -283,7 +283,7 @@ def test_what_is_stuck_is_named(tmp_path: Path) -> None:
         await asyncio.sleep(60)
         raise AssertionError("nobody waits so long")
 
-    waits = (Wait(0, 3, 0, "a verdict", 41.0, 7),)
+    waits = (Wait(0, 3, "a verdict", 41.0, 7),)
     with pytest.raises(UserError) as caught:
         drive(tmp_path, World(on_group=hang, waits=waits), stuck_s=0.2)
     said = str(caught.value)

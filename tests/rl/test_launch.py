@@ -13,17 +13,17 @@ import pytest
 
 from stretto.base.trajectory import Outcome
 from stretto.rl.agent import AgentRole
-from stretto.rl.clients import Connect, PooledRewards, RemoteRewards, RewardRequest, Verifiers
+from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
 from stretto.rl.launch import Factories, Roles, start_roles
 from stretto.rl.log import pool_rows, pool_scalars
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import store_group
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import Handle
 from tests.engine.engines import engine
-from tests.rl.agents import MODEL, TASK, settings, tokenizer
+from tests.rl.agents import MODEL, TASK, tokenizer
+from tests.rl.agents import recipe as agent_recipe
 from tests.rl.judges import AT_ONCE, sources
 
 
@@ -44,9 +44,8 @@ def recipe(**runtime: Any) -> RlRecipe:
 
 def factories(folder: Path, score_s: float) -> Factories:
     def agent(engines: tuple[Handle, ...], rewards: Verifiers) -> Callable[..., Any]:
-        return partial(
-            AgentRole, settings(folder), tokenizer(), sources, Connect(engines, rewards, score_s), store_group
-        )
+        clients = partial(connect, engines, rewards, score_s)
+        return partial(AgentRole, agent_recipe(), folder, tokenizer(), sources, clients)
 
     opened = partial(engine, MODEL)
     return Factories(

@@ -55,7 +55,7 @@ class Counting:
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         assert step == len(self.batches) and {each.oldest_version for each in refs} == {step}
         self.batches.append(sorted(each.ordinal for each in refs))
-        return StepReport(step + 1, 0, 0, 0.0, {})
+        return StepReport(step + 1, 0, 0, {})
 
     def publish(self) -> WeightVersion:
         return WeightVersion(len(self.batches), "", "", 0)

@@ -203,3 +203,6 @@ def test_a_full_queue_is_trouble() -> None:
         assert full and all(isinstance(error, Trouble) and "wait already" in str(error) for error in full)
 
     with_engines(work, role(max_waiting=2, max_batch=1))
+
+
+# The weight edge: what is published is what is fetched, or an error in one line

@@ -52,7 +52,7 @@ def limits(prompts: int = 2) -> Limits:
 
 
 def ref(ordinal: int, folder: Path) -> GroupRef:
-    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False, 0.0)
+    return GroupRef(ordinal, 0, str(folder / f"group-{ordinal:08d}-0.group"), 2, 4, 0, 0.5, False)
 
 
 def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp_path: Path, recipe_file: Path) -> None:

@@ -287,7 +287,7 @@ def gradient(
         if loss.proximal == "recompute":
             recompute(model, each, temperature, replay)
         if loss.kl_weight:
-            each.reference_BT = score(network(7), each, temperature).logp_BT
+            each.reference_BT = score(network(7), each, temperature)
     catch = Catch(model)
     batches = [micro_batch(each, loss, temperature, model.config.full()) for each in flat]
     result = optimisation_step(
@@ -351,7 +351,8 @@ def test_shared_prompts_change_no_bit_of_exact_log_probs() -> None:
     for batches in (pack(assign(made, "grpo", "token"), 200, 2), pack(alone, 200, 2)):
         by_sample: dict[int, list[float]] = {}
         for batch in batches:
-            logp_BT = score(model, place(batch, join("cpu"), exact, replays=True), 1.0, replays=True).logp_BT.numpy()
+            placed = place(batch, join("cpu"), exact, replays=True)
+            logp_BT = score(model, placed, 1.0, placed.ctx.routing).numpy()
             for number in range(8):
                 at = (batch.samples_BT == number) & (batch.targets_BT >= 0)
                 by_sample.setdefault(number, []).extend(logp_BT[at].tolist())
@@ -424,8 +425,8 @@ def test_log_probs_are_those_of_the_temperature_that_sampled(temperature: float)
     model = network()
     made = groups(model, temperature=temperature)
     for each in passes(made, LossConfig()):
-        at_it = score(model, each, temperature, replays=True).logp_BT
-        beside = score(model, each, temperature * 1.1, replays=True).logp_BT
+        at_it = score(model, each, temperature, each.ctx.routing)
+        beside = score(model, each, temperature * 1.1, each.ctx.routing)
         assert torch.allclose(at_it, each.mine["behaviour_BT"], atol=2e-5)
         assert (beside - each.mine["behaviour_BT"]).abs().max() > 1e-2
 
@@ -476,7 +477,7 @@ def test_batch_invariant_arithmetic_packs_to_the_bit() -> None:
     for seq_len, rows in [(48, 2), (90, 1)]:
         found: dict[int, list[float]] = {}
         for each in passes(made, LossConfig(), seq_len, rows, arithmetic=exact):
-            logp_BT = score(model, each, 0.8, replays=True).logp_BT
+            logp_BT = score(model, each, 0.8, each.ctx.routing)
             for sample in each.mine["samples_BT"].unique().tolist():
                 found[sample] = logp_BT[each.mine["samples_BT"] == sample].tolist()
         by_sample.append({sample: values for sample, values in found.items() if sample >= 0})

@@ -6,8 +6,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.optim.schedule import OptimConfig
-from stretto.rl.prompts import plan_prompts
-from stretto.rl.recipe import RlRecipe, RlTrainConfig, SourceConfig
+from stretto.rl.recipe import RlRecipe, RlTrainConfig, SourceConfig, plan_prompts
 
 RECIPE = RlRecipe(
     sources={"many": SourceConfig(kind="gym", weight=3.0), "few": SourceConfig(kind="math")},
