@@ -100,7 +100,7 @@ def tree_lines() -> Iterator[str]:
     """The package as a tree, lowest layer first, each file with the first line of its docstring."""
     for package in layers():
         folder = ROOT / "stretto" / package
-        files = sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
+        files = sorted(path for path in folder.rglob("*.py") if path != folder / "__init__.py")
         yield f"{package}/"
         width = max((len(path.relative_to(folder).as_posix()) for path in files), default=0)
         for path in files:

@@ -9,7 +9,7 @@ import rich
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.report.rl import report_rl_run as rl_report_command
+from stretto.report.rl import report_rl_run
 from stretto.rl.launch import Job
 from stretto.rl.recipe import START, RlRecipe
 from stretto.rl.run import Result, has_begun, run_rl, start_of
@@ -45,7 +45,7 @@ def rl_command(
         f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )
-    console.print(f"report: {rl_report_command(folder)}")
+    console.print(f"report: {report_rl_run(folder)}")
     return result
 
 

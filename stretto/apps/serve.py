@@ -22,7 +22,7 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, cache_within, free_bytes, generation_ends, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
@@ -73,7 +73,7 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
     """Serve ``source`` until stopped."""
     with closing(open_socket(settings.host, settings.port)) as listening:
         opened, model = _open(source, options)
-        with closing(Service(opened.engine).start()) as service:
+        with closing(AsyncEngine(opened.engine).start()) as service:
             app = create_app(service, model, settings)
             host, port = listening.getsockname()[:2]
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")

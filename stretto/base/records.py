@@ -1,5 +1,4 @@
-"""What a stage cost (`Receipt`, measured by a `Meter`) and where a checkpoint comes from (`Lineage`); what receipts add up to along
-a lineage (`ledger`, `family`).
+"""What a stage cost (`Receipt`, by a `Meter`), where a checkpoint comes from (`Lineage`), and what that adds up to (`ledger`).
 
 Every cost is stated twice: for a model alone, meaning all stages after the network it was cut from, and with that
 parent. Only what a receipt holds counts as measured; an estimate handed in is marked as computed.

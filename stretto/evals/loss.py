@@ -1,9 +1,9 @@
-"""Held-out loss of Subnets, how far each lies from the full network, what each layer is worth, and where tokens go.
+"""Held-out loss of Subnets, how far each lies from the full network, and what each layer is worth.
 
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.
 
-Shape letters: B rows, T positions, N tokens that carry a loss, S slots (a token and a chosen expert), D hidden, V vocabulary, E experts.
+Shape letters: B rows, T positions, N tokens that carry a loss, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

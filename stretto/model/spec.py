@@ -1,5 +1,4 @@
-"""What a network is (`ModelConfig`, the maximum), which part of it runs (`Subnet`, a frozen choice), how people name that
-part, and what it costs (`count`).
+"""What a network is (`ModelConfig`), which part of it runs (`Subnet`), how people name that part, and its size (`count`).
 
 Imports no torch: recipes, the search and the command line reason about shapes without it.
 """

@@ -1,5 +1,4 @@
-"""The operators a forward pass is made of: the interface that another arithmetic implements, torch's ordinary ones, and what
-those call: attention that does not cross document borders, rotary positions, RMSNorm, the router.
+"""The operators a forward pass is made of, as an argument: the interface, and torch's own attention, rotation, norm and router.
 
 A model is given its operators as an argument. Training computes with `ORDINARY`; what a trainer and an engine agree on
 beside it (`stretto.ops.matmul`) brings others, and nothing here imports those.

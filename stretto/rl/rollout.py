@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.trajectory import Segment, WeightVersion
-from stretto.engine.async_engine import AsyncEngine as Service
-from stretto.engine.async_engine import Closed, EngineFailed
+from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
@@ -66,7 +65,7 @@ class EngineRole:
         self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
         self.version = engine.weight_version
         """Of the weights that serve."""
-        self._service = Service(engine).start()
+        self._service = AsyncEngine(engine).start()
         self._numbers = itertools.count()
         self._is_ready = asyncio.Event()
         if not waits:

@@ -1,5 +1,6 @@
-"""What every generating endpoint shares: a body becomes engine requests (`Backend`), events become an `Answer`, and
-`Generate` carries one HTTP request from its body to its last byte, aborting it when the client goes.
+"""One generating request from its body to its last byte, and what the endpoints that generate share.
+
+A body becomes engine requests (`Backend`), events become an `Answer`; `Generate` aborts what a client no longer waits for.
 
 The endpoints' own forms are in `completions` and `responses`; the fields that only this server has (token ids, routes,
 weight versions, what a Subnet cost) are the same in all of them, and are written here.
@@ -27,8 +28,7 @@ from starlette.types import Receive, Scope, Send
 from tokenizers.pre_tokenizers import ByteLevel
 
 from stretto.base.errors import UserError
-from stretto.engine.async_engine import AsyncEngine as Service
-from stretto.engine.async_engine import Stream
+from stretto.engine.async_engine import AsyncEngine, Stream
 from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.model.spec import Subnet
 from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
@@ -120,7 +120,7 @@ class Job:
 class Backend:
     """What endpoints stand on: an engine, the model it serves, and the state of this app."""
 
-    service: Service
+    service: AsyncEngine
     model: ServedModel
     resolver: Resolver
     gate: Gate

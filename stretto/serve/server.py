@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.completions import read_chat, read_completion, read_short_chat
 from stretto.serve.elastic import Resolver, ServedModel
 from stretto.serve.generate import Backend, Generate
@@ -76,7 +76,7 @@ class ServeSettings(Config):
         return _LOOPBACK if self.allowed_hosts is None and self.host in _LOOPBACK else self.allowed_hosts
 
 
-def create_app(service: Service, model: ServedModel, settings: ServeSettings) -> Starlette:
+def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings) -> Starlette:
     """The application over a running ``service``; its `Gate` is ``app.state.gate``. Raises `UserError` for a default
     Subnet or a floor that is none of this network."""
     gate = Gate(settings.max_open)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from stretto.apps.serve import SERVING
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.spec import Subnet
@@ -139,9 +139,9 @@ def test_chat_from_a_pipe(stretto: Run, served_run: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def served(served_run: Path) -> Iterator[tuple[Service, ServedModel]]:
+def served(served_run: Path) -> Iterator[tuple[AsyncEngine, ServedModel]]:
     opened = open_engine(served_run, EngineConfig(max_batch=8))
-    service = Service(opened.engine).start()
+    service = AsyncEngine(opened.engine).start()
     yield service, ServedModel("tiny", SERVED, PRESETS, opened.tokenizer, SERVED.max_positions)
     service.close()
 
@@ -149,7 +149,7 @@ def served(served_run: Path) -> Iterator[tuple[Service, ServedModel]]:
 LOAD = ("--requests", 5, "--concurrency", 2, "--prompt-tokens", 6, "--max-tokens", 4)
 
 
-def test_a_running_server_is_loaded(stretto: Run, served: tuple[Service, ServedModel]) -> None:
+def test_a_running_server_is_loaded(stretto: Run, served: tuple[AsyncEngine, ServedModel]) -> None:
     with live(*served, ServeSettings()) as (url, _):
         done = stretto("bench-serve", "--url", url, *LOAD)
         assert done.code == 0, done.err
@@ -160,7 +160,7 @@ def test_a_running_server_is_loaded(stretto: Run, served: tuple[Service, ServedM
         assert "5 x 400" in crowded.out
 
 
-def test_a_server_behind_a_key_is_not_loaded(stretto: Run, served: tuple[Service, ServedModel]) -> None:
+def test_a_server_behind_a_key_is_not_loaded(stretto: Run, served: tuple[AsyncEngine, ServedModel]) -> None:
     with live(*served, ServeSettings.model_validate({"api_keys": ["key"]})) as (url, _):
         refused(stretto("bench-serve", "--url", url, *LOAD), f"--url {url}: 401")
 

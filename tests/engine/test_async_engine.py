@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.engine.async_engine import AsyncEngine as Service
-from stretto.engine.async_engine import Closed, EngineFailed, Stream
+from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed, Stream
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, TokenEvent
 from tests.engine.engines import check_idle, engine, network, request
@@ -18,16 +17,16 @@ from tests.engine.engines import check_idle, engine, network, request
 MODEL = network()
 
 
-def with_service(work: Callable[[Service, Engine], Awaitable[None]], **options: object) -> None:
+def with_service(work: Callable[[AsyncEngine, Engine], Awaitable[None]], **options: object) -> None:
     subject = engine(MODEL, **options)
-    service = Service(subject).start()
+    service = AsyncEngine(subject).start()
     try:
         asyncio.run(asyncio.wait_for(work(service, subject), 60))
     finally:
         service.close()
 
 
-async def collect(service: Service, name: str, **sampling: object) -> Completion:
+async def collect(service: AsyncEngine, name: str, **sampling: object) -> Completion:
     tokens: list[int] = []
     async for event in service.submit(request(name, (5, 6, 7), **sampling)):
         if isinstance(event, TokenEvent):
@@ -39,7 +38,7 @@ async def collect(service: Service, name: str, **sampling: object) -> Completion
 
 
 def test_two_hundred_at_once() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         done = await asyncio.gather(*(collect(service, f"r{index}", max_tokens=6) for index in range(200)))
         assert len({completion.tokens for completion in done}) == 1
         check_idle(subject)
@@ -47,7 +46,7 @@ def test_two_hundred_at_once() -> None:
     with_service(work, max_batch=32)
 
 
-async def settled(service: Service) -> None:
+async def settled(service: AsyncEngine) -> None:
     """Until the engine has nothing left to do."""
     while await service.call(lambda engine: engine.has_work):
         await asyncio.sleep(0.001)
@@ -55,7 +54,7 @@ async def settled(service: Service) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "forget", "never read"])
 def test_who_leaves_aborts(how: str) -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("x", (5, 6, 7), max_tokens=100))
         await stream.admitted()
         if how == "cancel":
@@ -89,7 +88,7 @@ def test_who_leaves_aborts(how: str) -> None:
 
 
 def test_an_abort_by_name_is_told_to_the_reader() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("x", (5, 6, 7), max_tokens=100, n=2))
         await anext(stream)
         await service.abort("x")
@@ -100,7 +99,7 @@ def test_an_abort_by_name_is_told_to_the_reader() -> None:
 
 
 def test_a_refusal_reaches_the_one_who_asked() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("x", (5, 999)))
         with pytest.raises(UserError, match="999"):
             await stream.admitted()
@@ -112,7 +111,7 @@ def test_a_refusal_reaches_the_one_who_asked() -> None:
 
 
 def test_drain() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         readers = [asyncio.create_task(collect(service, f"r{index}", max_tokens=30)) for index in range(5)]
         while (await service.stats()).num_running < 5:
             await asyncio.sleep(0)
@@ -127,7 +126,7 @@ def test_drain() -> None:
 
 
 def test_a_dead_engine_fails_everyone_with_the_reason() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         streams = [service.submit(request(f"r{index}", (5, 6), max_tokens=100)) for index in range(4)]
         await anext(streams[0])
 
@@ -150,7 +149,7 @@ def test_a_dead_engine_fails_everyone_with_the_reason() -> None:
 
 
 def test_weights_change_while_requests_run() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         reader = asyncio.create_task(collect(service, "x", max_tokens=60))
         while (await service.stats()).output_tokens == 0 and not subject._open:
             await asyncio.sleep(0)
@@ -163,7 +162,7 @@ def test_weights_change_while_requests_run() -> None:
         assert (await reader).versions[-1] == 1
 
     subject = engine(network())
-    service = Service(subject).start()
+    service = AsyncEngine(subject).start()
     try:
         asyncio.run(asyncio.wait_for(work(service, subject), 60))
     finally:
@@ -171,7 +170,7 @@ def test_weights_change_while_requests_run() -> None:
 
 
 def test_close_ends_what_is_open() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("x", (5, 6), max_tokens=100))
         await anext(stream)
         await asyncio.to_thread(service.close)
@@ -183,7 +182,7 @@ def test_close_ends_what_is_open() -> None:
 
 
 def test_a_reader_that_fell_behind_gets_what_came_meanwhile_together() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("late", (5, 6, 7), max_tokens=6))
         await stream.admitted()
         await settled(service)
@@ -195,7 +194,7 @@ def test_a_reader_that_fell_behind_gets_what_came_meanwhile_together() -> None:
 
 
 def test_what_came_before_a_failure_is_still_read() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         stream = service.submit(request("broken", (5, 6, 7), max_tokens=6))
         await stream.admitted()
         await settled(service)
@@ -213,7 +212,7 @@ def test_what_came_before_a_failure_is_still_read() -> None:
 
 
 def test_busy_time_is_that_of_steps_alone() -> None:
-    async def work(service: Service, subject: Engine) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
         assert (await service.stats()).busy_s == 0.0
         await collect(service, "x", max_tokens=3)
         await settled(service)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import ModelConfig
@@ -55,8 +55,8 @@ def engine_of(config: ModelConfig, tokenizer: Tokenizer) -> Callable[..., Engine
 
 
 @pytest.fixture(scope="session")
-def service(engine_of: Callable[..., Engine]) -> Iterator[Service]:
-    service = Service(engine_of()).start()
+def service(engine_of: Callable[..., Engine]) -> Iterator[AsyncEngine]:
+    service = AsyncEngine(engine_of()).start()
     yield service
     service.close()
 
@@ -65,11 +65,13 @@ Connect = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def connect(service: Service, served: ServedModel) -> Connect:
+def connect(service: AsyncEngine, served: ServedModel) -> Connect:
     """An HTTP client of an app with the given settings, in the same process."""
 
     @asynccontextmanager
-    async def connect(service: Service = service, served: ServedModel = served, **changes: Any) -> AsyncIterator[Any]:
+    async def connect(
+        service: AsyncEngine = service, served: ServedModel = served, **changes: Any
+    ) -> AsyncIterator[Any]:
         app = create_app(service, served, SETTINGS.replace(**changes))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:

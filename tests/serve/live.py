@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import DrainingServer, ServeSettings, create_app, make_server, open_socket
 
 
 @contextmanager
-def live(service: Service, served: ServedModel, settings: ServeSettings) -> Iterator[tuple[str, DrainingServer]]:
+def live(service: AsyncEngine, served: ServedModel, settings: ServeSettings) -> Iterator[tuple[str, DrainingServer]]:
     """Its address and the server; stopped in the end."""
     listening = open_socket("127.0.0.1", 0)
     server = make_server(create_app(service, served, settings))

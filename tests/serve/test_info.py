@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, count
@@ -76,7 +76,7 @@ def test_weights_are_swapped_by_the_admin_only(
 ) -> None:
     tokenizer.save(tmp_path / "tokenizer")
     write_checkpoint(tmp_path / "new", build(config, seed=4), config, tokenizer_dir=tmp_path / "tokenizer")
-    service = Service(engine_of()).start()
+    service = AsyncEngine(engine_of()).start()
     root = {"Authorization": "Bearer root"}
     body = {"prompt": "The cat", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings
 from tests.serve.live import live
@@ -33,7 +33,7 @@ class Answer(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(service: Service, served: ServedModel) -> Iterator[Any]:
+def client(service: AsyncEngine, served: ServedModel) -> Iterator[Any]:
     settings = ServeSettings.model_validate({"api_keys": ["key"]})
     with (
         live(service, served, settings) as (url, _),

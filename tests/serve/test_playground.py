@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from tests.serve.visits import ACCESSIBILITY, FOCUS, OBSERVE, PAIRS, PROMPT, STOPS, Visit, expected_routes
@@ -33,7 +33,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def server(service: Service, served: ServedModel) -> Iterator[Served]:
+def server(service: AsyncEngine, served: ServedModel) -> Iterator[Served]:
     settings = ServeSettings(port=0, max_open=4)
     app = create_app(service, served, settings)
     listening = open_socket(settings.host, settings.port)

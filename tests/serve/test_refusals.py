@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.serve.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.serve.limits import ApiError
@@ -191,7 +191,7 @@ def test_only_a_declared_floor_is_a_reason_to_refuse(served: ServedModel, floor:
 
 
 def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -> None:
-    service = Service(engine_of(max_waiting=1, max_batch=1)).start()
+    service = AsyncEngine(engine_of(max_waiting=1, max_batch=1)).start()
 
     async def run() -> None:
         async with connect(service=service) as client:
@@ -223,7 +223,7 @@ def test_a_dead_engine_is_a_500_and_unhealthy(connect: Any, engine_of: Callable[
         raise RuntimeError("the device is lost")
 
     engine.step = broken  # type: ignore[method-assign]
-    service = Service(engine).start()
+    service = AsyncEngine(engine).start()
 
     async def run() -> None:
         async with connect(service=service) as client:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.engine.async_engine import AsyncEngine as Service
+from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.client import ApiFailure, Client
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings, open_socket
@@ -27,7 +27,9 @@ LONG = {"messages": USER, "max_tokens": 400, "ignore_eos": True}
 PATH = "/v1/chat/completions"
 
 
-def run(service: Service, served: ServedModel, work: Callable[[Client, Any], Awaitable[None]], **changes: Any) -> None:
+def run(
+    service: AsyncEngine, served: ServedModel, work: Callable[[Client, Any], Awaitable[None]], **changes: Any
+) -> None:
     """``work(client, server)`` against a live server."""
 
     async def inside(url: str, server: Any) -> None:
@@ -38,7 +40,7 @@ def run(service: Service, served: ServedModel, work: Callable[[Client, Any], Awa
         asyncio.run(inside(url, server))
 
 
-async def settled(service: Service, server: Any) -> None:
+async def settled(service: AsyncEngine, server: Any) -> None:
     """Return once nothing is open: every page and every place given back."""
     for _ in range(500):
         stats = await service.stats()
@@ -49,7 +51,7 @@ async def settled(service: Service, server: Any) -> None:
     assert stats.num_free_pages == stats.num_pages
 
 
-def test_our_client(service: Service, served: ServedModel) -> None:
+def test_our_client(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         fields: dict[str, Any] = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "logprobs": True, "return_token_ids": True}  # fmt: skip
         whole = await client.post(PATH, {"messages": USER, **fields})
@@ -73,7 +75,7 @@ def test_our_client(service: Service, served: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(service: Service, served: ServedModel, stream: bool) -> None:
+def test_a_client_that_goes_away_aborts_its_request(service: AsyncEngine, served: ServedModel, stream: bool) -> None:
     async def work(client: Client, server: Any) -> None:
         before = (await service.stats()).output_tokens
         if stream:
@@ -93,7 +95,7 @@ def test_a_client_that_goes_away_aborts_its_request(service: Service, served: Se
     run(service, served, work)
 
 
-def test_a_client_that_stops_reading_is_cut(service: Service, served: ServedModel) -> None:
+def test_a_client_that_stops_reading_is_cut(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         url = str(client._http.base_url)
         raw = socket.socket()
@@ -116,7 +118,7 @@ def test_a_client_that_stops_reading_is_cut(service: Service, served: ServedMode
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_of_100_mb_gets_a_413(service: Service, served: ServedModel, declared: bool) -> None:
+def test_a_body_of_100_mb_gets_a_413(service: AsyncEngine, served: ServedModel, declared: bool) -> None:
     async def work(client: Client, server: Any) -> None:
         async def pieces() -> Any:
             for _ in range(100):
@@ -130,7 +132,7 @@ def test_a_body_of_100_mb_gets_a_413(service: Service, served: ServedModel, decl
     run(service, served, work)
 
 
-def test_many_clients_that_come_and_go(service: Service, served: ServedModel) -> None:
+def test_many_clients_that_come_and_go(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         async def one(number: int) -> int:
             body = {
@@ -172,7 +174,7 @@ import sys
 from pathlib import Path
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
-from stretto.engine.service import Service
+from stretto.engine.service import AsyncEngine
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
@@ -181,7 +183,7 @@ from stretto.text.tokenizer import load_tokenizer
 
 config = ModelConfig.model_validate_json(sys.argv[2])
 tokenizer = load_tokenizer(Path(sys.argv[1]))
-service = Service(Engine(build(config, seed=3), tokenizer, EngineConfig(num_pages=256, page_size=8))).start()
+service = AsyncEngine(Engine(build(config, seed=3), tokenizer, EngineConfig(num_pages=256, page_size=8))).start()
 listening = open_socket("127.0.0.1", 0)
 print(listening.getsockname()[1], flush=True)
 app = create_app(service, ServedModel("x", config, {}, tokenizer, 512), ServeSettings())
@@ -191,7 +193,7 @@ print("closed", flush=True)
 """
 
 
-def test_told_to_stop_it_finishes_what_is_open(service: Service, served: ServedModel) -> None:
+def test_told_to_stop_it_finishes_what_is_open(service: AsyncEngine, served: ServedModel) -> None:
     async def work(client: Client, server: Any) -> None:
         pieces = client.stream(PATH, {**LONG, "max_tokens": 100, "return_token_ids": True})
         received = [await anext(pieces) for _ in range(3)]
