@@ -144,7 +144,7 @@ def write_page(page: Page, run: Path) -> Path:
         UserError: the folder cannot be written.
     """
     pngs = {}
-    with progress("report", len(page.sections)) as advance:
+    with progress("pictures", len(page.sections)) as advance:
         for section in page.sections:
             if section.draw is not None:
                 pngs[section.slug] = to_png(section.draw())

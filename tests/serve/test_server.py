@@ -174,7 +174,7 @@ import sys
 from pathlib import Path
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
-from stretto.engine.service import AsyncEngine
+from stretto.engine.async_engine import AsyncEngine
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket

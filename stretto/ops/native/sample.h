@@ -1,5 +1,5 @@
 // Choosing tokens from logits: the most probable one, or a draw by a random number that is a function of seed, position
-// and purpose (stretto.engine.draw has the same function), and the rejection sampling of drafts.
+// and purpose (stretto.engine.sampling has the same function), and the rejection sampling of drafts.
 //
 // A row's result depends on that row alone. Sums run over chunks, in fp32 within one and in fp64 over them.
 #pragma once
