@@ -121,7 +121,7 @@ def _start(folder: Path, name: str, steps: int) -> tuple[subprocess.Popen[bytes]
     """A training process in ``folder/name``, and the step of the snapshot that it goes on from."""
     run = folder / name
     snapshots = sorted((run / "snapshots").glob("step-*"))
-    command = [sys.executable, __file__, "--worker", str(run), "--tokens", str(folder / "tokens")]
+    command = [sys.executable, "-m", "bench.kill_resume", "--worker", str(run), "--tokens", str(folder / "tokens")]
     command += ["--steps", str(steps), *(["--resume"] if snapshots else [])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
