@@ -15,12 +15,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.loops import from_thread, settle
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
 
@@ -49,13 +48,13 @@ class Channel:
 
     def tell(self, error: Exception | None) -> None:
         """From the engine's thread: taken, or what went wrong."""
-        from_thread(self.loop, self._tell, error)
+        _from_thread(self.loop, self._tell, error)
 
     def _tell(self, error: Exception | None) -> None:
         if error is not None:
             self.events.put_nowait(error)
         if not self.admitted.done():
-            settle(self.admitted, None, error)
+            _settle(self.admitted, None, error)
             self.admitted.exception()  # looked at: a caller that only iterates meets an error there
 
 
@@ -188,7 +187,7 @@ class AsyncEngine:
         future: asyncio.Future[T] = loop.create_future()
 
         def fail(error: Exception) -> None:
-            from_thread(loop, settle, future, None, error)
+            _from_thread(loop, _settle, future, None, error)
 
         def run() -> None:
             try:
@@ -196,7 +195,7 @@ class AsyncEngine:
             except Exception as error:
                 fail(error)
             else:
-                from_thread(loop, settle, future, result, None)
+                _from_thread(loop, _settle, future, result, None)
 
         self._post(run, fail)
         return await future
@@ -284,9 +283,28 @@ class AsyncEngine:
                 if channel.num_open == 0:
                     del self._open[event.request_id]
         for loop, deliveries in by_loop.items():
-            from_thread(loop, _deliver, deliveries)
+            _from_thread(loop, _deliver, deliveries)
 
 
 def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:
     for channel, event in deliveries:
         channel.events.put_nowait(event)
+
+
+def _from_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """From another thread, have ``loop`` call ``function``; a closed loop has nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give ``future`` its end, unless it has one."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

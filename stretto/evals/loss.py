@@ -51,6 +51,12 @@ class EvalBatch:
         )
         return EvalBatch(ids_BT, targets_BT, Context(positions_BT, documents_BT))
 
+    @property
+    def real_BT(self) -> Tensor:
+        """Which tokens belong to a document, and are no padding; bool."""
+        documents_BT = self.ctx.documents_BT
+        return torch.ones_like(self.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+
 
 @dataclass(frozen=True, slots=True)
 class LossReport:

@@ -66,8 +66,7 @@ def routing(
         for mlp in kept:
             hooks.callback(mlp.register_forward_pre_hook(observe).remove)
         for batch in batches:
-            documents_BT = batch.ctx.documents_BT
-            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+            real_BT = batch.real_BT
             model(batch.ids_BT, subnet, batch.ctx)
             advance(1)
     return [

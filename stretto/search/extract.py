@@ -71,8 +71,7 @@ def verify(
     with _full_precision():
         for batch in batches:
             # padding may be normed from anything; only tokens of documents are compared
-            documents_BT = batch.ctx.documents_BT
-            real_BT = torch.ones_like(batch.ids_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+            real_BT = batch.real_BT
             if not real_BT.any():
                 continue
             masked_NV = wide.logits(batch.ids_BT, subnet, batch.ctx)[real_BT]
