@@ -24,7 +24,7 @@ from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
 from stretto.search.extract import Extracted, verified_extract
-from stretto.search.latency import DECODE, PREFILL, LatencyTable, check, measure, read_table, write_table
+from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, Recipe
@@ -38,7 +38,7 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     model = _load(run, join(device)).model
     space = SearchSpace.of(model.config)
     experts, top_ks = _ends(space.experts), _ends(space.top_k)
-    table = measure(model, experts, top_ks, (DECODE, PREFILL))
+    table = measure(model, experts, top_ks, usual_workloads(model.config))
     write_table(run / LATENCY_FILE, table)
     return table
 

@@ -45,7 +45,15 @@ class Workload(Config):
 
 DECODE = Workload(phase="decode", batch=1, context=64)
 """One sequence alone, a little way into its answer."""
-PREFILL = Workload(phase="prefill", batch=1, context=256)
+
+
+def usual_workloads(config: ModelConfig) -> tuple[Workload, Workload]:
+    """Decoding and prefilling one sequence, shorter where the network's positions are few."""
+    longest = config.max_positions
+    return (
+        DECODE.replace(context=min(DECODE.context, longest // 2)),
+        Workload(phase="prefill", batch=1, context=min(256, longest - 1)),
+    )
 
 
 class Machine(Config):
@@ -209,7 +217,8 @@ def step_seconds(model: Transformer, workload: Workload, library: Library | None
     ``workload.context`` tokens in the cache, and a few more each time; a prefill computes them all, and one token of each row.
     """
     num_steps = WARM_UP_STEPS + TIMED_STEPS
-    num_new = num_steps + 1 if workload.phase == "decode" else 1
+    room = model.config.max_positions - workload.context
+    num_new = min(num_steps + 1, room) if workload.phase == "decode" else 1
     longest = workload.context + num_new
     pages = -(-longest // PAGE_SIZE) + 1
     config = EngineConfig(
