@@ -2,11 +2,12 @@
 
     python -m bench.mutants [--mutants 300] [--seed 0] [--only cache,ledger] [--workers 2] [--keep FILE]
 
-Places are drawn evenly over the files below, then a change for each place (operators of cosmic-ray: a comparison turned, a number moved, a
-condition negated, a decorator removed …); annotations are left alone, since they never run. Each mutant is put into a copy of this checkout and
-the tests of its area run against it until one fails. What survives is printed as a difference: each is a missing test, or changes nothing that
-anybody could see. A mutant that runs past five times its area's time counts as killed. ``--keep`` writes every outcome and takes up where an
-interrupted run of the same seed and revision stopped. Exit code 1 below the share that is asked for.
+Places are drawn evenly over the files below, then a change for each place (operators of cosmic-ray: a comparison turned, a number
+moved, a condition negated, a decorator removed …). Annotations and a dataclass's own settings are left alone, since they
+compute nothing. Each mutant is put into a copy of this checkout and the tests of its area run against it until one fails. What
+survives is printed as a difference: each is a missing test, or changes nothing that anybody could see. A mutant that runs past
+five times its area's time counts as killed. ``--keep`` writes every outcome and takes up where an interrupted run of the
+same seed and revision stopped. Exit code 1 below the share that is asked for.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def draw(areas: Sequence[str], count: int, rng: random.Random) -> list[Mutant]:
 def changes_by_place(path: Path) -> dict[tuple[int, int], list[tuple[str, int]]]:
     """(line, column) → [(operator, its how-manieth occurrence in the file)], without those that change nothing that runs."""
     source = path.read_text()
-    silent = list(annotations(ast.parse(source)))
+    spared = list(silent(ast.parse(source)))
     tree = get_ast(source)
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for name in sorted(operator_names()):
@@ -183,7 +184,7 @@ def changes_by_place(path: Path) -> dict[tuple[int, int], list[tuple[str, int]]]
             positions = Positions(get_operator(name)())
             positions.walk(tree)
             for occurrence, place in enumerate(positions.found):
-                if not any(start <= place < end for start, end in silent):
+                if not any(start <= place < end for start, end in spared):
                     found.setdefault(place, []).append((name, occurrence))
     return found
 
@@ -200,13 +201,14 @@ class Positions(Visitor):
         return node
 
 
-def annotations(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """From where to where annotations go: with postponed evaluation they never run."""
+def silent(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """From where to where nothing runs: annotations, which are postponed, and what a dataclass says of itself (frozen, slots)."""
     for node in ast.walk(tree):
-        for field in ("annotation", "returns"):
-            value = getattr(node, field, None)
-            if value is not None:
-                yield (value.lineno, value.col_offset), (value.end_lineno, value.end_col_offset)
+        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        parts += [part for part in getattr(node, "decorator_list", []) if "dataclass" in ast.unparse(part)]
+        for part in parts:
+            if part is not None:
+                yield (part.lineno, part.col_offset - 1), (part.end_lineno, part.end_col_offset)  # with a decorator's @
 
 
 def mutated(path: Path, operator: str, occurrence: int) -> str | None:
