@@ -14,7 +14,8 @@ class Limits:
     """What one program may use. Written by the caller."""
 
     wall_s: float = 5.0
-    """From its start to the end of its first process; whatever else it started ends then too."""
+    """From its start to the end of its first process, less the time that it waits for a processor which others use;
+    whatever else it started ends then too."""
     cpu_s: float = 5.0
     """Processor seconds of all its processes together."""
     memory_bytes: int = 512 << 20
@@ -43,7 +44,7 @@ class Finished:
 
     outcome: Outcome
     """OK: it exited with 0. CRASH: any other exit, a signal, a broken limit. TIMEOUT: out of wall or processor seconds.
-    INFRA: we failed it. Never WRONG, which is for the task to say."""
+    INFRA: we failed it, or the machine is too busy to tell. Never WRONG, which is for the task to say."""
     why: str
     """One line; empty where the outcome is OK."""
     exit_code: int | None = None
