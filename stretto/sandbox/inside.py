@@ -294,25 +294,34 @@ def _clear(work: str, program_id: int | None) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    """Empty a folder whose owner may have nested it deeper than a path can name: every subfolder is first moved up."""
+    """Empty a folder whose owner may have nested it deeper than a path can name or descriptors can follow: step by step,
+    down and up. Nobody is left who could move a folder meanwhile."""
     os.chdir(folder)
-    num_moved = 0
-    while names := os.listdir("."):
-        for name in names:
-            if not os.path.isdir(name) or os.path.islink(name):
-                os.unlink(name)
-                continue
+    waiting = [_remove_files()]
+    while True:
+        if waiting[-1]:
+            name = waiting[-1][-1]
             os.chmod(name, 0o700)
-            for inner in os.listdir(name):
-                path = f"{name}/{inner}"
-                if os.path.isdir(path) and not os.path.islink(path):
-                    os.chmod(path, 0o700)  # a folder is moved only by who may write to it
-                    while os.path.lexists(f".moved{num_moved}"):
-                        num_moved += 1
-                    os.rename(path, f".moved{num_moved}")
-                else:
-                    os.unlink(path)
-            os.rmdir(name)
+            os.chdir(name)
+            waiting.append(_remove_files())
+        elif len(waiting) > 1:
+            waiting.pop()
+            os.chdir("..")
+            os.rmdir(waiting[-1].pop())
+        else:
+            return
+
+
+def _remove_files() -> list[str]:
+    """Empty the current folder of all but its subfolders; their names."""
+    folders = []
+    with os.scandir(".") as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name)
+    return folders
 
 
 def _become_program(
