@@ -93,6 +93,8 @@ class Keeper:
     """Of system calls; empty without namespaces, where each program's is its own."""
     scratch: str
     """Without namespaces: folder in which work folders are made."""
+    group: Sequence[int]
+    """Descriptors of the control group of programs, to enter it and to end all that is in it; empty: there is none."""
 
 
 def main(fd: int) -> None:
@@ -127,6 +129,7 @@ def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FDS, _MAX_FDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace is deaf to what it does not handle
+    group = socket.recv_fds(control, 1, 2)[1] if plan["has_group"] else []
     has_namespaces, program_id = plan["has_namespaces"], plan["outer_id"]
     if has_namespaces:
         program_id = walls.PROGRAM_ID if walls.enter(room, plan["is_inside"], plan["outer_id"]) else None
@@ -137,7 +140,7 @@ def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
     sys.path[:] = [path for path in sys.path if any(f"{path}/".startswith(f"{each}/") for each in room.shown)]
     has_filter = has_namespaces and walls.can_filter()
     calls = walls.build_filter(is_alone=True, own_pid=0) if has_filter else b""
-    return Keeper(control, room, has_namespaces, program_id, calls, plan["scratch"])
+    return Keeper(control, room, has_namespaces, program_id, calls, plan["scratch"], group)
 
 
 def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -157,7 +160,7 @@ def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[s
     ends = {name: write if name == "stdin" else read for name, (read, write) in pipes.items()}
     watch = Watch(keeper.control, job, blobs[0], ends | {"process": os.pidfd_open(child)})
     watch.until_end()
-    code, used = _end_all(child, keeper.has_namespaces)
+    code, used = _end_all(keeper, child)
     error = watch.drain()
     if not keeper.has_namespaces:
         _clear(work, keeper.program_id)
@@ -239,7 +242,7 @@ class Watch:
         os.close(fd)
 
 
-def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
+def _end_all(keeper: Keeper, child: int) -> tuple[int, dict[str, Any]]:
     """Kill and reap everything a program started; the program's own exit code (less than 0: a signal), what they all used.
 
     The dead program holds its id until it is reaped, so its group cannot be another's. A kill reaches every process of
@@ -248,7 +251,9 @@ def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
     ending: int | None = None
     cpu_s, max_rss_bytes = 0.0, 0
     with contextlib.suppress(ProcessLookupError):  # nobody is left
-        if has_namespaces:
+        if keeper.group:
+            os.write(keeper.group[1], b"1")
+        if keeper.has_namespaces:
             os.kill(-1, signal.SIGKILL)  # all but us
         else:
             os.killpg(child, signal.SIGKILL)
@@ -262,7 +267,7 @@ def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
             ending = status
         cpu_s += used.ru_utime + used.ru_stime
         max_rss_bytes = max(max_rss_bytes, used.ru_maxrss << 10)
-        if not has_namespaces:
+        if not keeper.has_namespaces:
             for orphan in children(os.getpid()):  # of those who left the group, where nothing kept them in it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(orphan, signal.SIGKILL)
@@ -331,6 +336,8 @@ def _become_program(
     the pipe ``report``, which no program inherits."""
     report = pipes["report"][1]
     try:
+        if keeper.group:
+            os.write(keeper.group[0], b"0")  # whoever writes
         if keeper.has_namespaces:
             os.setsid()
             walls.unshare(walls.CLONE_NEWNS)

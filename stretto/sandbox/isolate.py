@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.sandbox import walls
+from stretto.sandbox import cgroup, walls
 from stretto.sandbox.inside import HEAD, PIECE, children, send
 from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
 
@@ -128,13 +128,14 @@ class Sandbox:
         self.workers = workers
         self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()))
         self._numbers = itertools.count(1)
+        self._groups, self._polled = _delegated()
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
         """One entry a worker that is not busy; None: its keeper is yet to be started."""
         for _ in range(workers - 1):
             self._idle.put(None)
         first, missing = self._find_level(level)
         self._idle.put(first)
-        self.isolation = replace(first.isolation, missing=missing)
+        self.isolation = replace(first.isolation, polled=self._polled, missing=missing)
         """What programs of this sandbox are kept in."""
         if strict and not self.isolation.is_full:
             self.close()
@@ -148,13 +149,16 @@ class Sandbox:
                 return self._start(level), tuple(missing)
             except KeeperError as problem:
                 missing.append(f"no {level.name.lower()}: {problem}")
+        if self._groups is not None:  # perhaps it was the cgroup's fault
+            self._groups, self._polled = None, missing[0]
+            return self._find_level(wanted)
         raise UserError(f"sandbox: isolation: {'; '.join(missing)}; allow user namespaces or install bubblewrap")
 
     def _start(self, level: Level) -> Keeper:
         """Start a keeper and see it run a program right."""
         if level == Level.LIMITS:
             _check_readable(self._room)
-        keeper = Keeper(level, self._room, next(self._numbers))
+        keeper = Keeper(level, self._room, next(self._numbers), self._groups)
         try:
             finished = keeper.run(b"print(6 * 7)", None, b"", {}, Limits(wall_s=30.0))
             if finished.stdout != b"42\n":
@@ -231,11 +235,12 @@ def _bytes(text: str | bytes) -> bytes:
 class Keeper:
     """One keeper process at one level of isolation; runs one program at a time."""
 
-    def __init__(self, level: Level, room: walls.Room, number: int) -> None:
+    def __init__(self, level: Level, room: walls.Room, number: int, groups: Path | None) -> None:
         """Start it and wait until it has shut itself in.
 
         Args:
             number: of this keeper among those of this process; its programs' user id depends on it.
+            groups: control group to make one for its programs in; None: their memory is polled.
 
         Raises:
             KeeperError: the machine does not give this level.
@@ -247,6 +252,10 @@ class Keeper:
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-sandbox-") if level == Level.LIMITS else None
         if self._folder is not None:
             os.chmod(self._folder.name, 0o711)  # programs of another user pass through, and list nothing
+        try:
+            self._group = None if groups is None else cgroup.Group(groups)
+        except cgroup.GroupError as error:
+            raise KeeperError(str(error)) from None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._socket, theirs = socket.socketpair()
         root = walls.KEEPER if is_inside else str(_CODE.parents[1])
@@ -271,6 +280,7 @@ class Keeper:
             "is_inside": is_inside,
             "outer_id": _outer_id(number),
             "scratch": self._folder.name if self._folder else "",
+            "has_group": self._group is not None,
         }
         try:
             greeting = self._introduce(plan)
@@ -287,6 +297,8 @@ class Keeper:
     def _introduce(self, plan: Mapping[str, Any]) -> _Greeting:
         with contextlib.suppress(OSError):  # it died before it read, and its own words say why
             self._send(plan)
+            if self._group is not None:
+                socket.send_fds(self._socket, [b"0"], [self._group.entry, self._group.end])
         greeting = self._receive(_Greeting, time.monotonic() + START_S)
         if greeting.problem:
             raise KeeperError(greeting.problem)
@@ -317,7 +329,9 @@ class Keeper:
         nproc = limits.processes + self._spare_tasks
         job = asdict(limits) | {"argv": argv, "files": list(files), "nproc": nproc}
         nonce = secrets.token_hex(16)
-        watch = _Watch(self.pid, limits)
+        if self._group is not None:
+            self._group.limit(limits.memory_bytes + limits.file_bytes, limits.processes)
+        watch = _Watch(self.pid, limits, self._group)
         try:
             self._send(job, [stdin, source, *files.values()])
             self._send({"nonce": nonce})
@@ -327,7 +341,7 @@ class Keeper:
             stdout, stderr = (self._read(size, time.monotonic() + LATE_S) for size in reply.sizes)
         except OSError as error:
             raise KeeperError(f"{error.strerror or error}: {self._last_words()}") from None
-        outcome, why = _judge(reply, watch.order, limits, stderr)
+        outcome, why = _judge(reply, watch.order or watch.kernels_order(), limits, stderr)
         exit_code, number = (reply.code, None) if reply.code >= 0 else (None, -reply.code)
         return Finished(outcome, why, exit_code, number, stdout, stderr, **reply.used.model_dump())
 
@@ -392,16 +406,19 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
         self._errors.close()
+        if self._group is not None:
+            self._group.close()
         if self._folder is not None:
             self._folder.cleanup()
 
 
 class _Watch:
-    """The driver's eye on one program: what its processes use together, which no limit of the kernel's is about."""
+    """The driver's eye on one program: what its processes use together, which only a group's limits are about."""
 
-    def __init__(self, pid: int, limits: Limits) -> None:
+    def __init__(self, pid: int, limits: Limits, group: cgroup.Group | None) -> None:
         """``pid``: of the keeper."""
-        self._pid, self._limits = pid, limits
+        self._pid, self._limits, self._group = pid, limits, group
+        self._earlier = (group.cpu_s, group.num_killed) if group else (0.0, 0)
         self.start = time.monotonic()
         self.longest_s = PATIENCE * max(limits.wall_s, limits.cpu_s)
         self.order: tuple[Outcome, str] | None = None
@@ -411,7 +428,8 @@ class _Watch:
 
     def must_end(self) -> bool:
         """Whether the program is to be stopped; if so, ``order`` says why from now on."""
-        limits, used = self._limits, usage(self._pid)
+        limits, group = self._limits, self._group
+        used = Usage(0, group.cpu_s - self._earlier[0], 0) if group else usage(self._pid)
         elapsed_s = time.monotonic() - self.start
         self._look_at_waits(elapsed_s)
         if used.cpu_s > limits.cpu_s:
@@ -419,13 +437,20 @@ class _Watch:
         elif used.num_tasks > limits.processes:
             self.order = Outcome.CRASH, f"ran more than {limits.processes} processes and threads"
         elif used.rss_bytes > limits.memory_bytes and _shared_fairly(self._pid) > limits.memory_bytes:
-            self.order = Outcome.CRASH, f"used more than {limits.memory_bytes} bytes of memory"
+            self.order = self._too_large()
         elif elapsed_s - self._waited_s > limits.wall_s:
             self.order = Outcome.TIMEOUT, f"ran longer than {limits.wall_s:g} s"
         elif elapsed_s > self.longest_s:
             waited = f"it waited {self._waited_s:.1f} of {elapsed_s:.1f} s for a processor"
             self.order = Outcome.INFRA, f"the machine is too busy for the program: {waited}"
         return self.order is not None
+
+    def kernels_order(self) -> tuple[Outcome, str] | None:
+        """Why the kernel ended the program, if it did for the group's sake."""
+        return self._too_large() if self._group and self._group.num_killed > self._earlier[1] else None
+
+    def _too_large(self) -> tuple[Outcome, str]:
+        return Outcome.CRASH, f"used more than {self._limits.memory_bytes} bytes of memory"
 
     def _look_at_waits(self, elapsed_s: float) -> None:
         """Add what the program was kept waiting since the last look: as long as the thread that waited longest.
@@ -443,7 +468,7 @@ def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, std
     """What a keeper's reply means. A break that the keeper or we ordered goes before how the program ended."""
     if reply.error:
         return Outcome.INFRA, f"the program could not be started: {one_line(reply.error)}"
-    if reply.broken == "stop" and order is not None:
+    if order is not None and (reply.broken == "stop" or reply.code == -signal.SIGKILL):
         return order
     if reply.broken:
         return Outcome.CRASH, f"wrote more than {limits.output_bytes} bytes to {reply.broken}"
@@ -460,6 +485,14 @@ def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, std
 def one_line(text: str) -> str:
     """Of a program's own words, what can be shown on a terminal."""
     return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _delegated() -> tuple[Path | None, str]:
+    """The control group in which we may make others; or why there is none."""
+    try:
+        return cgroup.delegated(), ""
+    except cgroup.GroupError as problem:
+        return None, str(problem)
 
 
 def _outer_id(number: int) -> int | None:

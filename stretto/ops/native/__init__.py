@@ -87,8 +87,8 @@ def _compiled(environment: Mapping[str, str]) -> Library:
         for each, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
             found = each.stat()
             if found.st_uid != os.geteuid():
-                problem = f"{each} belongs to user {found.st_uid}"
-                return Library(None, f"{problem}; set XDG_CACHE_HOME to a folder of yours")
+                why = f"{each} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of yours"
+                return Library(None, why)
             if found.st_mode & forbidden:
                 each.chmod(found.st_mode & 0o777 & ~forbidden)
         path = folder / f"{_key(compiler)}.so"
