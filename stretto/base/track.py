@@ -242,5 +242,10 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
     )
 
 
+def say(text: str) -> None:
+    """Print one plain line, above any progress bar."""
+    _say(rich.get_console(), text)
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
