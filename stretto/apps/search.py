@@ -105,7 +105,7 @@ def search_command(
         healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), teacher)
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
-        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
+        meter.add(flops=spent.flops - seen, tokens=spent.tokens)
         return evaluate(healed.model, healed.model.config.full(), batches).nll
 
     with meter, metered(checkpoint.model, meter):

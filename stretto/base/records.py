@@ -43,7 +43,7 @@ class Receipt(Config):
     flops: int = Field(default=0, ge=0)
     """Floating-point operations executed, over all devices; one multiply-add is two. An integer: floats lose count."""
     tokens: int = Field(default=0, ge=0)
-    """Tokens the stage trained on or evaluated, padding excluded; a token seen twice counts twice."""
+    """Tokens the stage trained on, padding excluded; one seen twice counts twice, one that was only evaluated not at all."""
     device_s: float = Field(default=0.0, ge=0)
     """Seconds devices were held: wall seconds times devices."""
     wall_s: float = Field(default=0.0, ge=0)

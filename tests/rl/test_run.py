@@ -31,7 +31,7 @@ from stretto.rl.launch import Job
 from stretto.rl.ledger import GroupRef, Ledger
 from stretto.rl.log import read_status
 from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
-from stretto.rl.run import Result, claimed, run_rl, sweep, take_up
+from stretto.rl.run import Result, run_rl, sweep, take_up
 from stretto.rl.samples import log_path
 from stretto.rl.weights import fetch, publish
 
@@ -70,22 +70,6 @@ def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp
     with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
         take_up(recipe, run, resume=False)
     assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
-
-
-def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from stretto.rl.run import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"in\n"
-        with pytest.raises(UserError, match="another process is running it"), claimed(tmp_path / "run"):
-            raise AssertionError("claimed twice")
-        other.kill()
-        other.wait()
-    with claimed(tmp_path / "run"):
-        pass
 
 
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
