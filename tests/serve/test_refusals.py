@@ -46,7 +46,10 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 10**6}, "n", r"outside 1\.\.64"),
         ({"n": 0}, "n", "outside"),
-        ({"max_tokens": 0}, "max_tokens", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", r"0 lies outside 1\.\."),
+        ({"max_tokens": -1}, "max_tokens", r"-1 lies outside 1\.\."),
+        ({"max_tokens": -(10**30), "min_tokens": 1}, "max_tokens", "lies outside"),
+        ({"max_completion_tokens": -1}, "max_tokens", "-1 lies outside"),
         ({"max_tokens": 10**9}, "max_tokens", "do not fit into the 512"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradicts"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
@@ -54,6 +57,17 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "none of them empty"),
         ({"logit_bias": {"100000": 1}}, "logit_bias", "100000 lies outside"),
+        ({"logit_bias": {"5": 1e308}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5": -1e999}}, "logit_bias.5", "finite"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty", r"greater than or equal to 0\.01"),
+        ({"repetition_penalty": 1e308}, "repetition_penalty", "less than or equal to 100"),
+        ({"temperature": 1e308}, "temperature", "less than or equal to 100"),
+        ({"top_p": -0.0}, "top_p", "greater than 0"),
+        ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
+        ({"presence_penalty": 1e308}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+        ({"top_k": -2}, "top_k", "greater than or equal to 0"),
+        ({"min_tokens": 10**40}, "min_tokens", "more than max_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "-1 lies outside"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -199,6 +213,26 @@ def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -
             answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(8)))
             assert {answer.status_code for answer in answers} == {200, 429}
             assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+    asyncio.run(run())
+    service.close()
+
+
+def test_who_waits_too_long_gets_a_503(connect: Any, engine_of: Callable[..., Engine]) -> None:
+    """Whole answers and streams alike: a stream has not begun before its first token."""
+    service = AsyncEngine(engine_of(max_batch=1, max_wait_s=0.02)).start()
+
+    async def run() -> None:
+        async with connect(service=service) as client:
+            body = {"messages": USER, "max_tokens": 200, "ignore_eos": True}
+            bodies = [{**body, "stream": place % 2 == 0} for place in range(6)]
+            answers = await asyncio.gather(*(client.post(CHAT, json=each) for each in bodies))
+            late = [answer for answer in answers if answer.status_code != 200]
+            assert len(late) == 5, [answer.status_code for answer in answers]
+            for answer in late:
+                assert refused(answer, 503)["code"] == "overloaded" and int(answer.headers["retry-after"]) >= 1
+            assert "stretto_engine_timeouts_total 5.0" in (await client.get("/metrics")).text
+            assert (await client.post(CHAT, json={**body, "max_tokens": 3})).status_code == 200
 
     asyncio.run(run())
     service.close()
