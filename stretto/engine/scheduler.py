@@ -131,6 +131,9 @@ class Scheduler:
         """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
         (self.running if seq in self.running else self.waiting).remove(seq)
         self._release_followers(seq)
+        if seq.finish_reason == "error":
+            # torch multiplies what it masks, so one token that is no number spoils those before it in its chunk
+            self.allocator.unseal(seq.pages)
         self._drop_pages(seq)
 
     def weights_changed(self, version: int, *, keep_cache: bool) -> tuple[SequenceState, ...]:

@@ -136,7 +136,8 @@ def test_an_error_of_one_request_is_its_own() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("speculate", [None, SpeculateConfig(draft=CORNER, lookup=True)])
 def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float, speculate: SpeculateConfig | None) -> None:
-    """One token has such an embedding: whose prompt holds it fails; those beside it, and those who get its pages, do not."""
+    """One token has such an embedding: whose prompt holds it fails; those beside it do not, nor those who get its pages,
+    nor those whose prompts begin as it did."""
     model = network()
     model.embedding.weight[100] = value
     subject = engine(model, speculate=speculate, num_pages=60)
@@ -148,16 +149,23 @@ def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float, spec
         {"top_logprobs": 5},
         {"prompt_logprobs": True},
     ]
-    for index, one in enumerate(good):
-        bad = (*one.prompt[:20], 100, 6, *range(3, 3 + index))
-        subject.add(request(f"bad{index}", bad, **kinds[index % len(kinds)]))
-        subject.add(one)
+    bad = [
+        request(f"bad{index}", (index + 3, *range(3, 33), 100, *range(3, 8 + index)), **kinds[index % len(kinds)])
+        for index in range(len(good))
+    ]
+    for pair in zip(bad, good, strict=True):
+        for one in pair:
+            subject.add(one)
     done = run(subject)
-    for index, one in enumerate(good):
-        failed = done[f"bad{index}", 0]
+    for one in bad:
+        failed = done[one.id, 0]
         assert failed.finish_reason == "error" and failed.tokens == () and "finite" in (failed.error or "")
+    for one in good:
         check_greedy(model, one, done[one.id, 0])
     check_idle(subject)
+    alone, like_bad = engine(model, speculate=speculate), request("like", (*bad[0].prompt[:30], 9))
+    assert alone.generate(bad[:1])[0].error is not None
+    check_greedy(model, like_bad, alone.generate([like_bad])[0])
 
 
 def test_weights_that_are_no_numbers_leave_nothing_behind() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,12 +15,14 @@ import pytest
 
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
+from stretto.engine.request import Sampling
 from stretto.serve.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.serve.limits import ApiError
 from stretto.serve.server import ServeSettings
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]
+DOCS = Path(__file__).parents[2] / "docs"
 USER = [{"role": "user", "content": "hi"}]
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -95,6 +98,20 @@ def test_bad_chat_bodies(ask: Ask, changes: dict[str, Any], param: str | None, p
     error = refused(ask("POST", CHAT, content=raw, headers={"content-type": "application/json"}), 400)
     assert re.search(problem, error["message"]), error
     assert param is None or error["param"] == param
+
+
+def test_the_documented_ranges_are_those() -> None:
+    """In docs/SERVING.md; rows of other tables name no field of a request."""
+    fields = Sampling.model_json_schema()["properties"]
+    fields["logit_bias"] = fields["logit_bias"]["additionalProperties"]
+    ranged = {name for name, field in fields.items() if field.get("type") == "number"}
+    rows = re.findall(r"^\| (.*) \| (-?[\d.]+) \| (-?[\d.]+) \|$", (DOCS / "SERVING.md").read_text(), re.MULTILINE)
+    found = {name: (float(low), float(high)) for names, low, high in rows for name in re.findall("`(.+?)`", names)}
+    low_names = ("minimum", "exclusiveMinimum")
+    assert found == {
+        name: (next(fields[name][low] for low in low_names if low in fields[name]), fields[name]["maximum"])
+        for name in ranged
+    }
 
 
 @pytest.mark.parametrize(
