@@ -15,7 +15,7 @@ import pytest
 
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
-from stretto.engine.request import Sampling
+from stretto.engine.request import Sampling, SpeculateConfig
 from stretto.serve.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.serve.limits import ApiError
 from stretto.serve.server import ServeSettings
@@ -230,6 +230,30 @@ def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -
             answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(8)))
             assert {answer.status_code for answer in answers} == {200, 429}
             assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+    asyncio.run(run())
+    service.close()
+
+
+@pytest.mark.parametrize("speculate", [None, SpeculateConfig(lookup=True)])
+def test_the_context_is_what_the_cache_holds(
+    connect: Any, engine_of: Callable[..., Engine], served: ServedModel, speculate: SpeculateConfig | None
+) -> None:
+    """Not what the network could do with more memory: a chat that names no ``max_tokens`` goes to its end."""
+    engine = engine_of(num_pages=20, speculate=speculate)
+    service, small = AsyncEngine(engine).start(), dataclasses.replace(served, max_len=engine.max_len)
+
+    async def run() -> None:
+        async with connect(service=service, served=small) as client:
+            body = {"messages": USER, "ignore_eos": True}
+            answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(3)))
+            assert [each.json()["usage"]["total_tokens"] for each in answers] == [160] * 3
+            assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 160
+            assert (await client.get("/health")).json()["max_model_len"] == 160
+            text = (await client.get("/metrics")).text
+            assert "stretto_engine_max_len 160.0" in text and "stretto_engine_cache_bytes" in text
+            error = refused(await client.post(CHAT, json={**body, "max_tokens": 160}), 400)
+            assert error["code"] == "context_length_exceeded" and "160" in error["message"]
 
     asyncio.run(run())
     service.close()
