@@ -131,6 +131,11 @@ def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
+def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str) -> TrainerRole:
+    """The only rank of a run, on ``device``."""
+    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)))
+
+
 class TrainerRole:
     """The policy, its optimiser, and the run's snapshots. With several ranks there is a role on each, called alike."""
 
