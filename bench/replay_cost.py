@@ -23,7 +23,7 @@ from bench.train_speed import OPTIM, shapes
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
-from stretto.model.parallel import compute_dtype, join
+from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Replay, build
 from stretto.ops.logprob import chosen_logprobs
@@ -76,7 +76,7 @@ def _requests(config: ModelConfig, num: int, *, routes: bool) -> list[Request]:
 def _training(config: ModelConfig, done: list[Completion], row_tokens: int) -> dict[str, Step]:
     """A step without replay and one with, of one model and batch: rows of packed completions."""
     model, ranks = build(config, seed=0), join("cpu")
-    optimizers, dtype = build_optimizers(OPTIM, model), compute_dtype("auto", ranks.device)
+    optimizers, dtype = build_optimizers(OPTIM, model), torch.float32
     per_row = row_tokens // LENGTH
     ids_BT = torch.tensor([[*one.prompt, *one.tokens] for one in done]).view(-1, row_tokens)
     documents_BT = (torch.arange(row_tokens) // LENGTH).expand_as(ids_BT)
