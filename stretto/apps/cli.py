@@ -55,9 +55,11 @@ def pretrain(
 
     folder = out or Path("runs") / recipe.stem
     made = pretrain_command(parsed, folder, data, tokenizer, resume=resume, device=device, wandb_project=wandb)
-    _say(
-        f"checkpoint: {made}\nnext: stretto latency {folder}; stretto search {folder} --max-total 0.34 --max-active 0.5"
-    )
+    from stretto.search.search import reachable_limits
+
+    limits = reachable_limits(parsed.model)
+    asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
+    _say(f"checkpoint: {made}\nnext: stretto latency {folder}; stretto search {folder} {asked}")
 
 
 @app.command()
@@ -104,7 +106,11 @@ def search(
     max_latency_ms: Annotated[float | None, typer.Option(help="Milliseconds a decoding step, by the table.")] = None,
     heal_steps: Annotated[int, typer.Option(help="Heal the best few for so many steps before choosing.")] = 0,
     heal_recipe: Annotated[Path | None, typer.Option(help="Recipe of that healing; recipes/heal.toml.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    nested: Annotated[bool, typer.Option("--nested", help="Drop layers in the order of training only.")] = False,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Let expert counts differ by layer; not every family can export that.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the search, where there are too many sizes to predict all.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Find the sub-model of lowest loss within limits on memory, compute and latency."""
@@ -115,11 +121,12 @@ def search(
     if heal_steps:
         settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
-    from stretto.apps.search import search_command
-    from stretto.search.search import Limits, SearchOptions
+    from stretto.apps.search import parse_limits, search_command
+    from stretto.search.search import SearchOptions
 
-    limits = Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
-    result = search_command(run, limits, SearchOptions(seed=seed), healing, device)
+    limits = parse_limits(max_total, max_active, max_latency_ms)
+    options = SearchOptions(seed=seed)
+    result = search_command(run, limits, options, healing, device, nested=nested, per_layer=per_layer)
     for line in result.summary():
         _say(line)
     _say(f"next: stretto extract {run} --subnet best -o OUT")

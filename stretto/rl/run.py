@@ -89,6 +89,8 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
                             with suppress(RuntimeFailure):  # dead already
                                 await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
+    for name in (GROUPS, LOGS):  # no step will be made again, and what was in flight is cancelled
+        remove(folder / name)
     write_trace(folder)
     held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
     return Result(folder / CHECKPOINT, held_out[0], held_out[-1])
@@ -105,6 +107,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
         if resumes:
             await asyncio.to_thread(sweep, job.folder, ledger)
         controller = Controller(_limits(recipe), prompts.task, ledger)
+        await roles.call_trainer("copy_weights")
         weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
             async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:

@@ -117,6 +117,21 @@ def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (("--max-total", "0"), ("--max-total 0", "write 0.34")),
+        (("--max-total", "34"), ("--max-total 34", "for 34 % write 0.34")),
+        (("--max-active", "nan"), ("--max-active nan",)),
+        (("--max-active", "-0.5"), ("--max-active -0.5",)),
+        (("--max-latency-ms", "0"), ("--max-latency-ms 0", "milliseconds")),
+        (("--max-latency-ms", "inf"), ("--max-latency-ms inf",)),
+    ],
+)
+def test_limits_that_are_none(stretto: Run, tmp_path: Path, limit: tuple[str, str], words: tuple[str, ...]) -> None:
+    refused(stretto("search", tmp_path, *limit), *words)
+
+
 def test_resume_of_nothing(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
     refused(stretto("pretrain", recipe, "--data", text, "--out", tmp_path / "run", "--resume"), "run.json")
 
@@ -163,6 +178,8 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
     nan = ("--set", "optim.lr=1e30", "--set", "optim.clip_norm=1e30")
     refused(stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan), "not finite")
     assert not healed.exists()
+    for command in ("search", "report"):
+        refused(stretto(command, tmp_path / "healed.run"), "a heal run", "the pre-training run")
 
     weights = out / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
