@@ -85,7 +85,7 @@ def _requests(config: ModelConfig, num: int, *, routes: bool) -> list[Request]:
 def _training(config: ModelConfig, done: list[Completion], row_tokens: int) -> dict[str, Step]:
     """A step without replay and one with, of one model and batch: rows of packed completions."""
     model, ranks = build(config, seed=0), join("cpu")
-    optimizers, dtype = build_optimizers(OPTIM, model), torch.float32
+    optimizers = build_optimizers(OPTIM, model)
     set_learning_rate(optimizers, 0.0)
     per_row = row_tokens // LENGTH
     ids_BT = torch.tensor([[*one.prompt, *one.tokens] for one in done]).view(-1, row_tokens)
