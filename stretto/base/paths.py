@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -69,14 +70,14 @@ def claimed(folder: Path) -> Iterator[None]:
 def replacing(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success it takes ``path``'s place, on any error it is removed.
 
-    Works for a file and for a folder: the caller creates whichever it wants at the yielded path. A reader never sees
-    a half-written result, and an older result survives a failed attempt.
+    Its name is nobody else's: in two containers that share a folder, process ids are the same. Works for a file and for
+    a folder: the caller creates whichever it wants at the yielded path. A reader never sees a half-written result, and
+    an older result survives a failed attempt.
     """
     path = Path(path)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
         yield temporary
         assert temporary.exists(), f"nothing was written at {temporary}"
         _put(temporary, path)
@@ -106,8 +107,7 @@ def _put(temporary: Path, path: Path) -> None:
     if not path.is_dir() or path.is_symlink():
         temporary.replace(path)
         return
-    old = path.parent / f".{path.name}.{os.getpid()}.old"  # rename cannot replace a folder that is not empty
-    remove(old)
+    old = temporary.with_suffix(".old")  # rename cannot replace a folder that is not empty
     path.rename(old)
     try:
         temporary.rename(path)

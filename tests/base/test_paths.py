@@ -27,6 +27,16 @@ def test_a_folder_replaces_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "second"]
 
 
+def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path) -> None:
+    """As in two containers over one folder; here it is the same process."""
+    with replacing(tmp_path / "a") as first:
+        first.write_text("first")
+        write_text(tmp_path / "a", "second")
+        assert (tmp_path / "a").read_text() == "second" and first.read_text() == "first"
+    assert (tmp_path / "a").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
 def test_a_failed_attempt_leaves_the_older_result(tmp_path: Path) -> None:
     write_text(tmp_path / "a", "old")
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as temporary:
