@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,17 +53,17 @@ def measure(
     warm_up: int = 2,
     prepare: Mapping[str, Step] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Time ``rounds`` steps of each, taking turns, in every other round backwards, after ``warm_up`` untimed ones; ``prepare``
-    comes before each, untimed."""
+    """Time ``rounds`` steps of each, taking turns, in another order each round, after ``warm_up`` untimed ones: what a step
+    leaves to the next (caches, threads, freed memory) meets all alike. ``prepare`` comes before each, untimed."""
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
-    calibration = Calibration()
+    calibration, rng = Calibration(), random.Random(0)
     for index in range(-warm_up, rounds):
-        for name, step in list(steps.items())[:: -1 if index % 2 else 1]:
+        for name in rng.sample(list(steps), len(steps)):
             if prepare is not None:
                 prepare[name]()
             before = calibration.seconds()
             wall, processor = time.perf_counter(), time.process_time()
-            step()
+            steps[name]()
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
             after = calibration.seconds()
             if index >= 0:
@@ -87,6 +88,8 @@ class Ratio:
 
     wall: float | None
     """Median over the rounds in which both were quiet; None: there was none."""
+    spread: Interval | None
+    """Where that median lies; None: too few rounds to tell."""
     processor: float
     """Median over all rounds."""
     num_quiet: int
@@ -94,12 +97,17 @@ class Ratio:
 
 
 def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Ratio:
-    """Time of ``over`` divided by time of ``under``, round by round, so that a slow spell meets both."""
-    best_s = fastest_calibration(samples.values())
+    """Time of ``over`` divided by time of ``under``, round by round, so that a slow spell meets both.
+
+    Each is measured against its own best calibration: one that takes fewer threads has a slower one.
+    """
+    best_s = {name: fastest_calibration([samples[name]]) for name in (over, under)}
     pairs = list(zip(samples[over], samples[under], strict=True))
-    calm = [pair for pair in pairs if max(sample.calibration_s for sample in pair) <= SLOW * best_s]
+    calm = [pair for pair in pairs if all(quiet([each], best_s[name]) for each, name in zip(pair, best_s, strict=True))]
+    walls = [a.wall_s / b.wall_s for a, b in calm]
     return Ratio(
-        wall=median(a.wall_s / b.wall_s for a, b in calm) if calm else None,
+        wall=median(walls) if walls else None,
+        spread=Interval.of(walls),
         processor=median(a.processor_s / b.processor_s for a, b in pairs),
         num_quiet=len(calm),
         num_rounds=len(pairs),
