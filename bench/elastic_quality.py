@@ -173,7 +173,7 @@ def _heal(bench: Bench, folder: Path, recipe: Recipe, parent: Path, flops: float
         train = healing.train
         info = bench.info.replace(stage="heal", recipe=healing)
         job = Job(folder / label, open_loader(info, train, ranks), (), info.data_hash, ranks)
-        done = heal(healing, job, student, big if ce_weight < 1 else None)
+        done = heal(healing, job, student, lambda teacher=big: teacher)
         receipt = done.meter.receipt()
         full = done.model.config.full()
         result |= {

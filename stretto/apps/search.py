@@ -101,8 +101,7 @@ def search_command(
         seen = meter.receipt().flops
         loader = open_loader(info, heal_recipe.train, ranks)
         job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-        teacher = checkpoint.model if heal_recipe.ce_weight < 1.0 else None
-        healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), teacher)
+        healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), lambda: checkpoint.model)
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
         meter.add(flops=spent.flops - seen, tokens=spent.tokens)

@@ -16,7 +16,7 @@ from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
@@ -69,16 +69,15 @@ def heal_command(
     run = out.with_name(out.name + ".run")
     folder = checkpoint_folder(source)
     student = read_checkpoint(folder, dtype=torch.float32)
-    guide = _read_teacher(recipe, student, teacher)
     ranks = join(device, recipe.train.ep)
 
     def start() -> RunInfo:
         if not resume:
-            return _new_heal(recipe, run, student, data, guide)
+            return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher))
         begun = _begun(run, recipe, data)
         for name, told, before in (
             ("source", folder, begun.parent),
-            ("--teacher", guide.folder if teacher and guide else None, begun.teacher),
+            ("--teacher", checkpoint_folder(teacher) if teacher else None, begun.teacher),
         ):
             if told and before and told.resolve() != before:
                 raise UserError(f"{run}: {name}: was {before} when this run started, is {told} now; change it back")
@@ -86,7 +85,9 @@ def heal_command(
 
     with ExitStack() as held:
         info = ranks.first(lambda: _start(run, resume, held, start))
-        trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
+        guide = info.teacher
+        read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
+        trained = heal(recipe, _job(run, info, ranks, resume), student.model, read)
         parents = (student.lineage,) if student.lineage else ()
         return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
 
@@ -164,9 +165,7 @@ def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | N
     )
 
 
-def _new_heal(
-    recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], guide: Checkpoint | None
-) -> RunInfo:
+def _new_heal(recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None) -> RunInfo:
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
@@ -181,11 +180,12 @@ def _new_heal(
         sources=sources_named(data),
         tokenizer=folder,
         parent=student.folder.resolve(),
-        teacher=guide.folder.resolve() if guide else None,
+        teacher=teacher,
     )
 
 
-def _read_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Checkpoint | None:
+def _find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:
+    """The checkpoint's folder of ``teacher``, or of what the student was cut from; None where the recipe wants none."""
     if recipe.ce_weight >= 1.0:
         return None
     if teacher is None:
@@ -196,12 +196,13 @@ def _read_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None)
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
         teacher = Path(told)
-    guide = read_checkpoint(checkpoint_folder(teacher), dtype=torch.float32)
-    if guide.config.vocab_size != student.config.vocab_size:
+    folder = checkpoint_folder(teacher)
+    num_tokens = read_config(folder).vocab_size
+    if num_tokens != student.config.vocab_size:
         raise UserError(
-            f"{teacher}: --teacher: vocabulary of {guide.config.vocab_size}, the student has {student.config.vocab_size}"
+            f"{teacher}: --teacher: vocabulary of {num_tokens}, the student has {student.config.vocab_size}"
         )
-    return guide
+    return folder.resolve()
 
 
 def _write_result(

@@ -400,7 +400,7 @@ def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Uni
     early, the units in hand are finished and their results dropped.
 
     Raises:
-        RuntimeError: a worker process died.
+        UserError: a worker process died.
     """
     if processes == 1:
         yield from map(work, units)
@@ -416,8 +416,10 @@ def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Uni
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        remedy = "start again to go on where it was, with fewer processes"
-        raise RuntimeError(f"a worker process died, perhaps for lack of memory; {remedy}") from None
+        raise UserError(
+            f"one of {processes} worker processes died, perhaps for lack of memory; "
+            "start again to go on where it was; on fewer cores (taskset -c 0) it needs less"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

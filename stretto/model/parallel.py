@@ -174,10 +174,17 @@ def placed(
     config: ModelConfig, state: Iterable[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype = torch.float32
 ) -> Transformer:
     """The model of ``config`` with the tensors of ``state``, spread over the ranks: no device ever holds the whole of it."""
-    return load_state(shard(skeleton(config), ranks, dtype), state, ranks.device)
+    return load_state(_shard(skeleton(config), ranks, dtype), state, ranks.device)
 
 
-def shard(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
+def spread(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
+    """``model``, which lies on a CPU, over the ranks, part by part as `placed` does; a world of one moves it as it is."""
+    if ranks.world == 1:
+        return model.to(ranks.device)
+    return placed(model.config, model.state_dict().items(), ranks, dtype)
+
+
+def _shard(model: Transformer, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     """Spread ``model`` over the ranks, in place; a world of one keeps it as it is.
 
     Weights stay in fp32. A block's matrices are gathered in ``dtype``, the compute dtype, to which autocast would cast

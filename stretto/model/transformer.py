@@ -163,7 +163,7 @@ class MoeLayer(nn.Module):
         self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
         self.reset_buffers()
         self.exchange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
-        """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.shard`."""
+        """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.placed`."""
 
     def reset_buffers(self) -> None:
         """The nested order of the experts, and a balance bias of zero."""

@@ -22,8 +22,8 @@ from stretto.base.track import progress
 from stretto.base.trajectory import Task
 from stretto.data.loader import key_of
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.parallel import Ranks, device_name, join, shard
-from stretto.model.transformer import Context, Transformer, build
+from stretto.model.parallel import Ranks, device_name, join, placed
+from stretto.model.transformer import Context, Transformer, initial_state
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.rl.agent import Dialogue
@@ -77,7 +77,7 @@ def sft(
             f"start.model.vocab_size: {start.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
         )
     torch.set_num_threads(recipe.train.threads)
-    model = shard(build(start.model, recipe.train.seed, ranks.device), ranks)
+    model = placed(start.model, initial_state(start.model, recipe.train.seed), ranks)
     optimizers = build_optimizers(start.optim, model)
     meter = Meter(STAGE, device_name(ranks.device), ranks.world)
     stream = examples(sources, prompts, tokenizer, start.noise)

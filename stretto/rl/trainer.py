@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from stretto.base.errors import UserError
 from stretto.base.records import Meter, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.checkpoint import read_checkpoint, weights_hash
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
-from stretto.model.parallel import Ranks, device_name, full_state, join, shard
+from stretto.model.parallel import Ranks, device_name, full_state, join, spread
 from stretto.model.spec import Subnet, count
 from stretto.model.transformer import Context, Recorder, Replay, Routing, Transformer
 from stretto.ops.logprob import chosen_logprobs
@@ -151,11 +150,10 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        read = partial(read_checkpoint, self._start, device=self._ranks.device, dtype=torch.float32)
-        self._origin = read()
-        self._model = shard(self._origin.model, self._ranks)
+        self._origin = self._read()
+        self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        self._reference = read().model.requires_grad_(False) if recipe.loss.kl_weight else None
+        self._reference = self._read().model.requires_grad_(False) if recipe.loss.kl_weight else None
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
@@ -164,6 +162,11 @@ class TrainerRole:
         """Of the weights: steps completed."""
         self._copied: tuple[int, Mapping[str, Tensor]]
         """A version and its weights."""
+
+    def _read(self) -> Checkpoint:
+        """The start, its network spread over the ranks."""
+        found = read_checkpoint(self._start, dtype=torch.float32)
+        return replace(found, model=spread(found.model, self._ranks))
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.

@@ -29,7 +29,7 @@ from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance
 from stretto.model.families import Family
-from stretto.model.parallel import Ranks, device_name, full_state, placed
+from stretto.model.parallel import Ranks, device_name, full_state, placed, spread
 from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer, initial_state
 from stretto.ops.logprob import IGNORED
@@ -113,16 +113,17 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
 
 
 @threads_kept()
-def heal(recipe: HealRecipe, job: Job, model: Transformer, teacher: Transformer | None) -> Trained:
-    """Train a copy of ``model`` with a fresh optimiser; ``teacher`` is the frozen parent, run in full.
+def heal(recipe: HealRecipe, job: Job, model: Transformer, read_teacher: Callable[[], Transformer] | None) -> Trained:
+    """Train a copy of ``model`` with a fresh optimiser; ``read_teacher`` gives the frozen parent, run in full.
 
     The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model). Errors are
     those of `pretrain`.
     """
     training = _Training("heal", recipe, job, model.config, model.state_dict().items(), {}, set())
     lesson = None
-    if teacher is not None and recipe.ce_weight < 1.0:
-        teacher = teacher.to(job.ranks.device).requires_grad_(False)
+    if read_teacher is not None and recipe.ce_weight < 1.0:
+        # ep divides the student's experts, which need not be as many as the teacher's
+        teacher = spread(read_teacher(), replace(job.ranks, ep=1), training.dtype).requires_grad_(False)
         lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight)
     micro = MicroPlan("full", model.config.full(), None, False)
     plan = Plan([(micro, lesson)] * recipe.train.micro_batches, recipe.balance_rate)

@@ -6,11 +6,15 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stretto.base.paths import claimed
+from stretto.text.tokenizer import train_tokenizer
 from tests.apps.conftest import Result, Run, refused
 
 
@@ -105,6 +109,56 @@ def test_a_disk_that_fills_up_while_tokenising(stretto: Run, text: Path, tmp_pat
             assert [path.name for path in out.rglob("*") if path.name.endswith(".partial")] == []
         finally:
             subprocess.run(["umount", str(out)], check=True)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_tokenising(text: Path, tmp_path: Path) -> None:
+    """Killed from outside, as the system does where memory is short."""
+    command = [sys.executable, "-m", "stretto.apps.cli", "tokenize", "--data", text, "--vocab-size", "300"]
+    with subprocess.Popen([*command, "--out", tmp_path / "tokens"], stderr=subprocess.PIPE, text=True) as tokenising:
+        killed = False
+        while tokenising.poll() is None and not killed:
+            for child in psutil.Process(tokenising.pid).children():
+                if "spawn_main" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed = True
+            time.sleep(0.01)
+        assert tokenising.stderr is not None
+        told = tokenising.stderr.read()
+    if not killed:
+        pytest.skip("with one core, no other process tokenises")
+    assert "Traceback" not in told, told
+    assert "worker processes died" in told.strip().splitlines()[-1] and tokenising.returncode == 2, told
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_tokenizer_teacher_or_source(
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    run, teacher, corner, other, healed = (tmp_path / name for name in ("run", "teacher", "corner", "other", "healed"))
+
+    def ok(*arguments: object) -> None:
+        result = stretto(*arguments)
+        assert result.code == 0, result.err
+
+    pretrain = ("pretrain", recipe, "--data", text, "--out", run, "--steps", 2)
+    ok(*pretrain)
+    train_tokenizer(iter(["another text"]), 300).save(tmp_path / "tokenizer")
+    refused(
+        stretto(*pretrain, "--resume", "--tokenizer", tmp_path / "tokenizer"), "--tokenizer", "not the one", str(run)
+    )
+    ok(*pretrain, "--resume", "--tokenizer", run / "data" / "00" / "tokenizer")
+
+    for folder in (corner, other):
+        ok("extract", run, "--subnet", "corner", "-o", folder)
+    shutil.copytree(run / "checkpoint", teacher)
+    heal = ("-o", healed, "--data", text, "--recipe", healing)
+    ok("heal", corner, *heal, "--teacher", teacher)
+    refused(stretto("heal", other, *heal, "--resume"), "source: was ", str(corner), str(other), "change it back")
+    against = ("--resume", "--teacher", run)
+    refused(stretto("heal", corner, *heal, *against), "--teacher: was ", str(teacher), str(run), "change it back")
+    run.rename(tmp_path / "elsewhere")
+    ok("heal", corner, *heal, "--resume")  # with the teacher that it had, and not what the student was cut from
 
 
 def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_what_a_worker_raises_is_raised_here(processes: int) -> None:
 
 
 def test_a_worker_that_dies_is_told() -> None:
-    with pytest.raises(RuntimeError, match="a worker process died"):
+    with pytest.raises(UserError, match="one of 2 worker processes died"):
         list(in_order(2, os._exit, [3]))
 
 

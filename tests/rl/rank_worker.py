@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from stretto.model.parallel import full_state, join
 from stretto.rl.trainer import TrainerRole
@@ -25,7 +26,12 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     trainer.copy_weights()
     version = asyncio.run(trainer.publish())
     assert (version is not None) == ranks.is_first
-    state = full_state(trainer._model)
+    state, reference = full_state(trainer._model), trainer._reference
+    assert reference is not None
+    if ranks.world > 1:  # of neither network a rank holds more than its part
+        for network in (trainer._model, reference):
+            matrices = [each for each in network.blocks.parameters() if each.dim() == 3]
+            assert all(isinstance(each, DTensor) and 2 * each.to_local().numel() == each.numel() for each in matrices)
     torch.save({name: tensor.clone() for name, tensor in state.items()}, out / f"weights-{ranks.rank}.pt")
     scalars = [dict(report.scalars) for report in reports]
     (out / f"scalars-{ranks.rank}.json").write_text(json.dumps(scalars), encoding="utf-8")

@@ -15,17 +15,20 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from stretto.base.errors import UserError
 from stretto.base.track import Tracker
 from stretto.data.loader import Batch, Loader, eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch, evaluate_many
+from stretto.model.elastic import extract
 from stretto.model.parallel import Ranks, full_state, join
 from stretto.model.spec import SubnetChoice, named_subnets
-from stretto.model.transformer import Transformer
+from stretto.model.transformer import Transformer, build
 from stretto.train import loop
-from stretto.train.recipe import Recipe
+from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.step import Distil
 
 
 class Reordered(Ranks):
@@ -51,6 +54,9 @@ class ReorderedLoader:
 
     def state(self) -> dict[str, Any]:
         return self.loader.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.loader.restore(state)
 
 
 def run_case(case: dict[str, Any]) -> None:
@@ -101,11 +107,35 @@ def run_case(case: dict[str, Any]) -> None:
             tracker=lambda step: Tracker(run, first_step=step, tensorboard=False),
             resume=case.get("resume", False),
         )
-        trained = loop.pretrain(recipe, job)
+        trained = _heal(job, recipe) if case.get("heals") else loop.pretrain(recipe, job)
     weights = full_state(trained.model)
     assert bool(weights) == ranks.is_first
     if ranks.is_first:
         torch.save(weights, run / "weights.pt")
+
+
+def _heal(job: loop.Job, recipe: Recipe) -> loop.Trained:
+    """Heal the first half of a network under the whole; of the teacher, a rank holds its part and nothing else."""
+    parent = build(recipe.model, 7)
+    student = extract(parent, recipe.model.subnet(3, 4, 2))
+    healing = HealRecipe.model_validate({"optim": recipe.optim.model_dump(), "train": recipe.train.model_dump()})
+    teachers = []
+
+    def distil(model: Transformer, *arguments: Any) -> Distil:
+        teachers.append(model)
+        return Distil(model, *arguments)
+
+    with mock.patch.object(loop, "Distil", distil):
+        trained = loop.heal(healing, job, student, lambda: parent)
+    (teacher,) = teachers
+    whole = full_state(teacher)
+    assert all(torch.equal(tensor, parent.state_dict()[name]) for name, tensor in whole.items())
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    if job.ranks.world > 1:
+        blocks = list(teacher.blocks.parameters())  # embedding and head stay gathered after a pass
+        mine = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in blocks)
+        assert mine < 0.6 * sum(each.numel() for each in parent.blocks.parameters())
+    return trained
 
 
 if __name__ == "__main__":

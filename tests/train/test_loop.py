@@ -385,7 +385,7 @@ def heal_in(tmp_path: Path, tokens: TokenSet, reference: Trained) -> Callable[..
             resume=resume,
         )
         student, parent = extract(reference.model, config.subnet(4, 4, 2)), extract(reference.model, config.full())
-        return heal(recipe, job, student, parent if teacher else None)
+        return heal(recipe, job, student, (lambda: parent) if teacher else None)
 
     return train
 

@@ -203,6 +203,21 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+def test_healing_under_a_teacher_of_whom_a_rank_holds_a_part(bench: Bench) -> None:
+    heals = {"heals": True}
+    bench.train(
+        2,
+        [
+            bench.case("healed-one", steps=4) | heals | {"alone": True},
+            bench.case("healed-two", steps=4) | heals,
+            bench.case("healed-split", steps=4, ep=2) | heals,
+        ],
+    )
+    bench.check_equal("healed-one", "healed-two")
+    bench.check_equal("healed-one", "healed-split")
+
+
+@pytest.mark.slow
 def test_ranks_wait_for_the_first_longer_than_for_a_collective(bench: Bench) -> None:
     """Tokenising takes hours, a collective's time-out is for ranks that hang."""
     for done in bench.start(2, [sys.executable, str(WORKER.with_name("first_worker.py"))]):
