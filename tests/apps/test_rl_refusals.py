@@ -42,8 +42,7 @@ def test_a_bad_recipe_is_refused_before_anything_is_written(
 
 
 def test_r2_needs_the_recomputation_that_it_replays(stretto: Run, tiny: Path, tmp_path: Path) -> None:
-    overrides = ("--set", "replay=r2", "--set", "loss.proximal=behaviour")
-    refused(stretto("rl", tiny, "--out", tmp_path / "run", *overrides), "replay 'r2'", "loss.proximal")
+    refused(stretto("rl", tiny, "--out", tmp_path / "run", "--set", "replay=r2"), "replay 'r2'", "train.minibatches")
     assert not (tmp_path / "run").exists()
 
 

@@ -309,7 +309,7 @@ def test_a_template_that_rewrites_is_refused() -> None:
     rewriting = CHATML.replace(
         "{%- for message in messages %}", "{{- messages | length }}{%- for message in messages %}"
     )
-    with pytest.raises(UserError, match="chat_template: rewrites earlier turns when a tool answers"):
+    with pytest.raises(UserError, match="chat_template: rewrites earlier turns when a tool or the user answers"):
         Dialogue(tokenizer(rewriting)).tool_turn(ASKED, (), [ADD], ["3"])
 
 

@@ -84,7 +84,7 @@ class Agent:
     def __init__(self, world: World):
         self._world = world
 
-    async def run_group(self, task: Task, attempt: int) -> GroupRef:
+    async def run_group(self, task: Task, attempt: int, is_last: bool = False) -> GroupRef:
         oldest = min(self._world.active.values())
         self._world.events.append(("group", task.ordinal, oldest))
         if self._world.on_group is not None:
