@@ -34,9 +34,15 @@ def _module(place: str) -> Any:
         return importlib.import_module(place)
     path = Path(place).resolve()
     digest = blake2b(str(path).encode(), digest_size=6).hexdigest()  # two folders may have a file of one name
-    spec = importlib.util.spec_from_file_location(f"stretto_user_{path.stem}_{digest}", path)
+    name = f"stretto_user_{path.stem}_{digest}"
+    if name in sys.modules:  # once a process, as modules are: what it remembers, it remembers
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pydantic look their module up
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pydantic look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

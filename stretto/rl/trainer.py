@@ -167,7 +167,7 @@ class TrainerRole:
         self._origin = read()
         self._model = shard(self._origin.model, self._ranks)
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it before anything is sampled
+        load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it now
         folders = {"reference": self._start} if recipe.loss.kl_weight else {}
         folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}
         self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
