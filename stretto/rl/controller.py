@@ -125,7 +125,6 @@ class Controller:
         self.last_given_up = ""
         """The last group that ended as failed, and why."""
         self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state
-        self._next_step = self.version  # of those before it and not trained yet, the trainer has the batches
         self._engines: dict[str, int] = {}
         self._engine_floor = 0
         self._unneeded: list[str] = []
@@ -186,14 +185,13 @@ class Controller:
             self._lose(entry, why, counts)
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:
-        """The groups of the next step, by ordinal; None: not yet. The next may be taken while others are trained."""
-        step = self._next_step
+        """The groups of the next step, by ordinal; None: not yet."""
+        step = self.version
         if step not in self.state.batches:  # a resumed run makes steps after its snapshot again, from the same groups
             chosen = self._choose(step)
             if chosen is None:
                 return None
             self.ledger.record("batch", durable=True, step=step, ordinals=[ref.ordinal for ref in chosen])
-        self._next_step += 1
         return self._batch(step)
 
     def trained(self, step: int) -> None:
@@ -236,7 +234,7 @@ class Controller:
     def counts(self) -> dict[str, float]:
         """For the log: how many are where, and how many ended how."""
         alive = self.state.alive.values()
-        num_training = sum(len(ordinals) for step, ordinals in self.state.batches.items() if step < self._next_step)
+        num_training = len(self.state.batches.get(self.version, ()))
         return {
             "alive": len(alive),
             "in_flight": sum(entry.deadline_s is not None for entry in alive),
