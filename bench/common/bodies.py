@@ -535,8 +535,9 @@ _Headers = tuple[tuple[bytes, bytes], ...]
 
 
 def _other_method(rng: Random, http: _Http) -> _Http:
-    methods = ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "get", "A" * 300)
-    return http.bent("method", method=rng.choice(methods))
+    known, unknown = ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"), ("BREW", "get", "A" * 300)
+    method = rng.choice(known + unknown)
+    return http.bent("method", method=method, is_whole=http.is_whole and method in known)
 
 
 def _bad_line(rng: Random, http: _Http) -> _Http:
