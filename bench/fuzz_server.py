@@ -41,10 +41,13 @@ from stretto.model.checkpoint import read_checkpoint, read_presets
 
 KEY, ADMIN_KEY = "key", "admin"
 CONTROL_TOKENS = 24
+CONTROL = -1
+"""Stands for the number of a request in the file of failures."""
 CONTROL_EVERY = 50
 """Requests between two controls."""
 NO_FAULT = (503, 429)
 """Statuses above 400 that a server in order may give even to valid requests: it has more to do than it takes."""
+PROBLEMS = ("500s", "hangs", "no answer", "unreadable answers", "valid refused", "dead engines", "control mismatches")
 HEALTH_S = 30.0
 """For /health to answer, a dead engine apart: on a machine that others use, too, a step may take a while."""
 
@@ -86,7 +89,7 @@ def main() -> None:
         for speculate in (False, True):
             fuzz.run(speculate)
     fuzz.report()
-    if fuzz.num_failures:
+    if fuzz.failures:
         sys.exit(1)
 
 
@@ -97,15 +100,14 @@ class Fuzz:
         self.source, self.options, self.console = source, options, console
         self.world = _world(source)
         self.controls = known_answers(source)
+        lines = options.replay.read_text().splitlines() if options.replay else ()
+        cases = (Case.load(json.loads(line)["case"]) for line in lines)
+        self.replayed = [case for case in cases if case.number != CONTROL]
         self.statuses: Counter[tuple[bool, str]] = Counter()
         self.failures: Counter[tuple[bool, str]] = Counter()
         """By speculation and name of what went wrong."""
         self.num_controls = 0
         self.seconds: dict[bool, float] = {}
-
-    @property
-    def num_failures(self) -> int:
-        return sum(self.failures.values())
 
     def run(self, speculate: bool) -> None:
         """Send this server's share of the requests; begin again with a new one when it is found dead."""
@@ -121,24 +123,20 @@ class Fuzz:
             self.options.failures.open("a" if speculate else "w") as kept,
             progress(f"requests{', --speculate' if speculate else ''}", total, self.console) as advance,
         ):
-            left: Iterator[Case] | None = cases
-            while left is not None:
-                environ = {"STRETTO_ADMIN_KEY": ADMIN_KEY, "PYTHONFAULTHANDLER": "1"}
+            is_dead = True
+            while is_dead:
+                environ = {"STRETTO_ADMIN_KEY": ADMIN_KEY}
                 with serving(self.source, *flags, program=program, environ=environ, log=log) as server:
-                    round_ = Round(self, server, speculate, left, kept, advance)
-                    asyncio.run(round_.run())
-                    if round_.is_dead:
+                    life = Life(self, server, speculate, cases, kept, advance)
+                    asyncio.run(life.run())
+                    if is_dead := life.is_dead:
                         self.failures[speculate, "dead engines"] += 1
                         server.process.kill()
-                    else:
-                        left = None
         self.seconds[speculate] = time.perf_counter() - start
 
     def _cases(self, speculate: bool) -> tuple[Iterator[Case], int]:
-        if self.options.replay is not None:
-            lines = self.options.replay.read_text().splitlines()
-            found = [Case.load(json.loads(line)["case"]) for line in lines]
-            return iter(found), len(found)
+        if self.replayed:
+            return iter(self.replayed), len(self.replayed)
         half = self.options.bodies // 2
         numbers = range(half, self.options.bodies) if speculate else range(half)
         return (make_case(self.options.seed, number, self.world) for number in numbers), len(numbers)
@@ -156,16 +154,13 @@ class Fuzz:
         rates = (f"{totals[each] / self.seconds[each]:.0f}" for each in (False, True))
         shown.add_row("a second, the server's start included", *rates, "")
         self.console.print(shown)
-        self.console.print(f"{self.num_controls} controls")
-        if self.num_failures:
+        self.console.print(f"{self.num_controls} controls answered")
+        if self.failures:
             self.console.print(f"kept in {self.options.failures}; again with --replay", soft_wrap=True)
 
 
-PROBLEMS = ("500s", "hangs", "no answer", "unreadable answers", "valid refused", "dead engines", "control mismatches")
-
-
-class Round:
-    """One server's life."""
+class Life:
+    """One server, until no request is left or it is dead."""
 
     def __init__(
         self, fuzz: Fuzz, server: Server, speculate: bool, cases: Iterator[Case], kept: IO[str], advance: Advance
@@ -228,8 +223,7 @@ class Round:
         return False
 
     async def _control(self) -> None:
-        control = self.fuzz.controls[self.fuzz.num_controls % len(self.fuzz.controls)]
-        self.fuzz.num_controls += 1
+        control = self.fuzz.controls[self.num_sent // CONTROL_EVERY % len(self.fuzz.controls)]
         fields = {"prompt": control.prompt, "max_tokens": len(control.tokens), "temperature": 0, "ignore_eos": True}
         try:
             async with httpx.AsyncClient(
@@ -239,6 +233,7 @@ class Round:
                 response = await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
             if response.status_code in NO_FAULT:
                 return
+            self.fuzz.num_controls += 1
             said = response.text
             is_right = (
                 response.status_code == 200 and tuple(response.json()["choices"][0]["token_ids"]) == control.tokens
@@ -250,7 +245,7 @@ class Round:
             if not self.is_dead:
                 self.fuzz.failures[self.speculate, "control mismatches"] += 1
                 raw = json.dumps(fields)
-                case = Case(-1, "control", raw.encode(), True, True).dump()
+                case = Case(CONTROL, "control", raw.encode(), True, True).dump()
                 self._keep(case, f"control: {control.tokens} expected", Answer(None, said.encode()))
 
 
