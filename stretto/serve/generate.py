@@ -374,6 +374,8 @@ def raise_for(completion: Completion) -> None:
         raise UserError(completion.error or "this request cannot be finished")
     if completion.finish_reason == "error":
         raise ApiError(500, completion.error or "the engine could not finish this request")
+    if completion.finish_reason == "timeout":
+        raise ApiError(503, completion.error or "", code="overloaded", headers={"Retry-After": "5"})
     if completion.finish_reason == "abort":
         raise ApiError(503, "the request was aborted by the server; ask again", code="aborted")
 
@@ -428,6 +430,7 @@ class Generate:
         self.backend.metrics.started(job.given)
         batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
         if job.body.stream:
+            batches = await begun(batches)
             # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
             # does for whole answers, too; the latter also ends streams with the process, which here drains them.
             headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
@@ -447,6 +450,21 @@ class Generate:
                 if isinstance(event, Completion):
                     self.backend.metrics.finished(given, event)
             yield events
+
+
+async def begun(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
+    """The same once the first have come. A request that fails before has a status of its own: nothing is sent yet."""
+    first = await anext(batches)
+    for event in first:
+        if isinstance(event, Completion):
+            raise_for(event)
+
+    async def all_of_them() -> AsyncIterator[list[Event]]:
+        yield first
+        async for events in batches:
+            yield events
+
+    return all_of_them()
 
 
 async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:
