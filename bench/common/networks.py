@@ -40,7 +40,7 @@ def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
             top_k=2,
             expert_intermediate_size=16,
             widths=(8, 4, 2),
-            max_positions=512,
+            max_positions=1024,
             qk_norm=True,
             router="softmax",
             selection_bias=False,
