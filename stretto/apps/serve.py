@@ -15,6 +15,7 @@ from typing import Any
 
 import rich
 import torch
+import typer
 
 from stretto.apps.search import best_subnet, read_search
 from stretto.base.config import validate
@@ -83,6 +84,9 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             host, port = listening.getsockname()[:2]
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
+            if service.error is not None:  # whoever supervises this starts it again
+                sys.stderr.write(f"stretto: {service.error}; the server ends\n")
+                raise typer.Exit(1)
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:

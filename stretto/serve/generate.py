@@ -39,7 +39,7 @@ from stretto.serve.limits import (
     GoneError,
     as_api_error,
     from_validation,
-    read_json,
+    overloaded,
     while_connected,
 )
 from stretto.serve.messages import Body, CallReader, FieldError, Prompts
@@ -125,6 +125,8 @@ class Backend:
     resolver: Resolver
     gate: Gate
     metrics: Metrics
+    max_wait_s: float
+    """From a body that is there to the engine's queue."""
 
     def __post_init__(self) -> None:
         self.spell = speller(self.model.tokenizer)
@@ -387,42 +389,55 @@ class Generate:
     """Understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its Subnet open."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        backend, control = self.backend, self.backend.resolver.control
-        with backend.gate.enter(), closing(Ticket(control)) as ticket:
-            try:
-                http = HttpRequest(scope, receive)
-                tree = await read_json(http)
-                with backend.metrics.refused.count_exceptions(ApiError):
-                    rung = backend.resolver.rung(control.num_waiting)
-                ticket.add(1)  # before the body is understood, or a burst would not see itself
-                length = http.headers.get("content-length", "")
-                if length.isdecimal() and int(length) < _LONG_BODY:
-                    answer = self.read(backend, tree, rung)
-                else:
-                    answer = await asyncio.to_thread(self.read, backend, tree, rung)
-                await while_connected(receive, self._send(answer, ticket, scope, receive, send))
-            except GoneError:
-                backend.metrics.gone.labels(scope["path"]).inc()
+        backend, http = self.backend, HttpRequest(scope, receive)
+        try:
+            async with backend.gate.admit(http) as tree:
+                with closing(Ticket(backend.resolver.control)) as ticket:
+                    await while_connected(receive, self._serve(http, tree, ticket, send))
+        except GoneError:
+            backend.metrics.gone.labels(scope["path"]).inc()
 
-    async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
-        job, metrics = answer.job, self.backend.metrics
+    async def _serve(self, http: HttpRequest, tree: Any, ticket: Ticket, send: Send) -> None:
         with ExitStack() as stack:
-            ticket.add(len(job.requests) - 1)
-            submit = self.backend.service.submit
-            streams = [stack.enter_context(closing(submit(request))) for request in job.requests]
-            for stream in streams:
-                await stream.admitted()
-            metrics.started(job.given)
-            batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
-            if job.body.stream:
-                batches = await begun(batches)
-                # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
-                # does for whole answers, too; the latter also ends streams with the process, which here drains them.
-                headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
-                response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
-                await response.stream_response(send)
-            else:
-                await JSONResponse(answer.whole(await _collect(job, batches)))(scope, receive, send)
+            try:
+                async with asyncio.timeout(self.backend.max_wait_s):
+                    answer = await self._understood(http, tree, ticket)
+                    submit = self.backend.service.submit
+                    streams = [stack.enter_context(closing(submit(request))) for request in answer.job.requests]
+                    for stream in streams:
+                        await stream.admitted()
+            except TimeoutError:
+                raise overloaded("the engine did not take this request in time; come back later", 5.0, 503) from None
+            await self._send(answer, streams, ticket, http, send)
+
+    async def _understood(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:
+        backend, control = self.backend, self.backend.resolver.control
+        with backend.metrics.refused.count_exceptions(ApiError):
+            rung = backend.resolver.rung(control.num_waiting)
+        ticket.add(1)  # before the body is understood, or a burst would not see itself
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and int(length) < _LONG_BODY:
+            answer = self.read(backend, tree, rung)
+        else:
+            answer = await asyncio.to_thread(self.read, backend, tree, rung)
+        ticket.add(len(answer.job.requests) - 1)
+        return answer
+
+    async def _send(
+        self, answer: Answer, streams: Sequence[Stream], ticket: Ticket, http: HttpRequest, send: Send
+    ) -> None:
+        job = answer.job
+        self.backend.metrics.started(job.given)
+        batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
+        if job.body.stream:
+            batches = await begun(batches)
+            # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
+            # does for whole answers, too; the latter also ends streams with the process, which here drains them.
+            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
+            response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
+            await response.stream_response(send)
+        else:
+            await JSONResponse(answer.whole(await _collect(job, batches)))(http.scope, http.receive, send)
 
     async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
         """Events of one request, those together that came together; its first token and its ends are noted."""
@@ -489,5 +504,7 @@ async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncI
             if frames := b"".join(frame for event in events for frame in answer.push(event)):
                 yield frames
         yield b"".join(answer.finish())
-    except KNOWN_ERRORS as error:
+    except Exception as error:
         yield answer.fail(as_api_error(error))
+        if not isinstance(error, KNOWN_ERRORS):
+            raise

@@ -180,7 +180,8 @@ class ResponseAnswer(Answer):
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError) -> bytes:
-        return self._event("error", message=error.message, code=error.code or "server_error", param=error.param)
+        told = error.body()["error"]
+        return self._event("error", message=told["message"], code=error.code or told["type"], param=error.param)
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         if self.job.logprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.common.server import serving
 from stretto.apps.serve import SERVING
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import open_engine
@@ -80,6 +82,31 @@ def test_a_server_from_start_to_sigterm(served_run: Path) -> None:
                 received += list(lines)
         assert sum('"token_ids":[' in line for line in received) == LONGEST and "data: [DONE]" in received
         assert child.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_dead_engine_ends_the_server(served_run: Path, tmp_path: Path) -> None:
+    """Open streams are told, the port is free again, and whoever supervises the process sees that it failed."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True}
+    with (tmp_path / "log").open("w+") as log:
+        faulty = ("-m", "bench.common.mutant_server", "dies")
+        with (
+            serving(served_run, program=faulty, log=log) as server,
+            httpx.Client(timeout=60, trust_env=False) as client,
+        ):
+            with client.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                deadly = client.post(f"{server.url}/v1/completions", json={**body, "min_p": 0.05})
+                last = [line for line in lines if line][-1]
+            assert deadly.status_code == 500 and "a fault put in on purpose" in deadly.text
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+            assert server.process.wait(60) == 1
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(server.url, trust_env=False)
+        log.seek(0)
+        said = log.read().splitlines()
+    assert said[-1] == "stretto: the engine has failed: RuntimeError: a fault put in on purpose; the server ends"
 
 
 def generate(stretto: Run, run: Path, *arguments: object, prompt: str = "steps = 6") -> Result:
