@@ -109,12 +109,12 @@ WIDE = {"anyOf": [{"type": "object", "properties": {f"v{at}": {}}, "required": [
         shaped(nested(64)),
         shaped({"$ref": "#"}),
         shaped(WIDE),
-        forced(nested(300)),
+        forced(nested(55)),
         {"regex": r"[^\s\S]"},
         {"grammar": "start: start"},
-        {"grammar": "start: x\nx: x x | /[a-z ]/", "logit_bias": {"0": -100}},
+        {"grammar": "start: x\nx: x x | /[a-z ]/", "min_tokens": 250},
     ],
-    ids=["64 objects", "itself", "5,000 ways", "300 objects in a tool", "no character", "no word", "ambiguous"],
+    ids=["64 objects", "itself", "5,000 ways", "55 objects in a tool", "no character", "no word", "ambiguous"],
 )
 def test_grammars_that_cannot_be_followed_are_their_senders_fault(
     ask: Ask, changes: dict[str, Any], is_stream: bool
@@ -125,7 +125,7 @@ def test_grammars_that_cannot_be_followed_are_their_senders_fault(
         last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
     else:
-        assert "grammar" in refused(answer, 400)["message"]
+        refused(answer, 400)
     assert ask("POST", CHAT, json={"messages": USER, "max_tokens": 3}).status_code == 200
 
 
