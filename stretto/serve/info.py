@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from stretto.engine.async_engine import EngineFailed
-from stretto.engine.request import EngineStats
+from stretto.engine.request import VERSIONS, EngineStats
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
@@ -50,7 +50,7 @@ class DetokenizeBody(Body):
 class LoadWeightsBody(Body):
     """POST /admin/load_weights."""
 
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=VERSIONS[-1])
     path: str
     """A checkpoint on the server's own disk."""
     keep_cache: bool = False
@@ -102,6 +102,7 @@ class Info:
                 **{name: getattr(config, name) for name in same},
                 "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
                 "kernels": {} if stats is None else stats.kernels,
+                "is_batch_invariant": None if stats is None else stats.is_batch_invariant,
             }
         )
 
@@ -113,7 +114,8 @@ class Info:
     async def health(self, http: HttpRequest) -> Response:
         service, gate = self._backend.service, self._backend.gate
         status = "failed" if service.error else "draining" if gate.is_draining or not service.is_accepting else "ok"
-        body = {"status": status, "model": self._model.name} | ({"error": str(service.error)} if service.error else {})
+        about = {"model": self._model.name, "max_model_len": self._model.max_len}
+        body = {"status": status} | about | ({"error": str(service.error)} if service.error else {})
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:

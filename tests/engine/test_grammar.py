@@ -211,7 +211,6 @@ def chain(length: int) -> str:
         ("json_schema", '{"$ref":"#"}', "nothing matches it"),
         ("json_schema", '{"const": "\\ud800"}', "hex escape"),
         ("regex", r"[^\s\S]", "nothing matches it"),
-        ("regex", "|".join(f"({each}){{1000000}}" for each in "abcd"), "(take too long|took more than)"),
         ("regex", "\ud800", "surrogates not allowed"),
         ("regex", "a" * (MAX_CHARS + 1), "characters are more than"),
         ("lark", "start: start", "nothing matches it"),
@@ -221,7 +220,7 @@ def chain(length: int) -> str:
             "overflowed",
         ),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_what_cannot_be_followed_is_refused_at_once(
     compiler: GrammarCompiler, kind: str, text: str, message: str
