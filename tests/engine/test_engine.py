@@ -223,6 +223,15 @@ def test_a_grammar_that_leads_nowhere_is_the_requests_own_fault() -> None:
     check_idle(subject)
 
 
+def test_a_grammar_that_names_the_end_is_the_requests_own_fault() -> None:
+    subject, end = engine(MODEL, text=True), tokenizer().rust.id_to_token(tokenizer().eos_id)
+    grammar = Grammar(kind="lark", text=f'start: {end} "b"')
+    subject.add(request("bad", (5, 6), grammar=grammar, ignore_eos=True))
+    done = run(subject)["bad", 0]
+    assert done.is_refused and "do not name the end token" in (done.error or "")
+    check_idle(subject)
+
+
 def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = engine(MODEL)
     monkeypatch.setattr("stretto.engine.scheduler.chain_hash", broken)
