@@ -309,7 +309,8 @@ class SequenceState:
             self.finish_reason = "stop"
         elif self.grammar is not None:  # the choice stops where that is at its end, and fails where it cannot go on
             if not self.grammar.accept(token):
-                self.fail(f"grammar: token {token} does not follow")
+                # the mask had it: only a grammar that names the end token as a part of its text comes here
+                self.fail(f"grammar: token {token} does not follow; do not name the end token", is_refused=True)
             elif self.grammar.is_finished:
                 self.finish_reason = "stop"
         if self.error is not None:

@@ -111,6 +111,52 @@ def test_bad_chat_bodies(ask: Ask, changes: dict[str, Any], param: str | None, p
     assert param is None or error["param"] == param
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def shaped(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def forced(schema: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "f", "parameters": schema}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+WIDE = {"anyOf": [{"type": "object", "properties": {f"v{at}": {}}, "required": [f"v{at}"]} for at in range(5000)]}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        shaped(nested(64)),
+        shaped({"$ref": "#"}),
+        shaped(WIDE),
+        forced(nested(55)),
+        {"regex": r"[^\s\S]"},
+        {"grammar": "start: start"},
+        {"grammar": "start: x\nx: x x | /[a-z ]/", "min_tokens": 250},
+    ],
+    ids=["64 objects", "itself", "5,000 ways", "55 objects in a tool", "no character", "no word", "ambiguous"],
+)
+def test_grammars_that_cannot_be_followed_are_their_senders_fault(
+    ask: Ask, changes: dict[str, Any], is_stream: bool
+) -> None:
+    """Said before the first token or after some: 400, and whoever comes next is served."""
+    answer = ask("POST", CHAT, json={"messages": USER, "max_tokens": 300, "stream": is_stream, **changes})
+    if is_stream and answer.status_code == 200:
+        last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+    else:
+        refused(answer, 400)
+    assert ask("POST", CHAT, json={"messages": USER, "max_tokens": 3}).status_code == 200
+
+
 def test_the_documented_ranges_are_those() -> None:
     """In docs/SERVING.md; rows of other tables name no field of a request."""
     fields = Sampling.model_json_schema()["properties"]
