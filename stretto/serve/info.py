@@ -18,6 +18,7 @@ from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
 from stretto.serve.limits import parse_body, read_json
 from stretto.serve.messages import Body, Message, Tool
+from stretto.text.chat import named_tokens
 
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -31,7 +32,10 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
     tools: list[Tool] = Field(default_factory=list)
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as of /v1/chat/completions."""
     parse_special: bool = True
+    """Whether spellings of special tokens in ``prompt`` are those tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,6 +79,7 @@ class Info:
             Route("/metrics", self.metrics),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
             *([Route("/admin/load_weights", self.load_weights, methods=["POST"])] if with_admin else []),
         ]
 
@@ -125,7 +130,8 @@ class Info:
         self._backend.resolver.preset_of(body.model)
         prompts = self._backend.prompts
         if body.messages is not None:
-            ids = await asyncio.to_thread(prompts.chat, body.messages, body.tools, body.add_generation_prompt)
+            rest = body.tools, body.add_generation_prompt, body.chat_template_kwargs
+            ids = await asyncio.to_thread(prompts.chat, body.messages, *rest)
         else:
             ids = await asyncio.to_thread(prompts.text, body.prompt or "", body.parse_special)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
@@ -135,6 +141,12 @@ class Info:
         self._backend.resolver.preset_of(body.model)
         tokenizer = self._backend.prompts.tokenizer
         return JSONResponse({"prompt": tokenizer.decode(self._backend.check_ids(body.tokens, "tokens"))})
+
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        """tokenizer_config.json with the chat template, as vLLM answers: lm-eval asks for it to tokenise here."""
+        tokenizer = self._backend.prompts.tokenizer
+        told = dict(tokenizer.config) | {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
+        return JSONResponse(told | named_tokens(tokenizer))
 
     async def load_weights(self, http: HttpRequest) -> Response:
         body = parse_body(LoadWeightsBody, await read_json(http))

@@ -31,6 +31,15 @@ def test_special_spellings_are_the_clients_choice(ask: Ask, tokenizer: Tokenizer
         assert ask("POST", "/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
 
 
+def test_a_tokenizer_that_a_client_may_use_from_afar(ask: Ask, tokenizer: Tokenizer) -> None:
+    """What lm-eval asks before and while it counts tokens."""
+    told = ask("GET", "/tokenizer_info").json()
+    assert told["eos_token"] == tokenizer.eos_token and told["chat_template"] == tokenizer.chat_template
+    assert told["vocab_size"] == tokenizer.vocab_size
+    sent = {"prompt": told["eos_token"], "add_special_tokens": False}
+    assert ask("POST", "/tokenize", json=sent).json()["tokens"] == [tokenizer.eos_id]
+
+
 def test_models_are_the_presets(ask: Ask) -> None:
     names = [entry["id"] for entry in ask("GET", "/v1/models").json()["data"]]
     assert names == ["x", "x:full", "x:half", "x:wide", "x:corner"]
