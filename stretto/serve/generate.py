@@ -263,7 +263,7 @@ class Answer(ABC):
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
-        self._spell = backend.spell
+        self._spell, self._least = backend.spell, backend.model.least
         self._readers = [job.reader() for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
         self._done: list[Completion] = []
@@ -325,6 +325,8 @@ class Answer(ABC):
 
         given = self.job.given
         phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
+        run = [given.phases.answer, *filter(None, phases.values())]
+        warnings = list(dict.fromkeys(warning for subnet in run for warning in self._least.warnings(subnet)))
         return {
             **axes(given.phases.answer),
             "subnet": given.name,
@@ -334,6 +336,7 @@ class Answer(ABC):
             "asked": given.asked,
             "given_reason": given.reason,
             **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
+            **({"warnings": warnings} if warnings else {}),
         }
 
     def _token_fields(self, done: Completion) -> dict[str, Any]:

@@ -96,7 +96,8 @@ class Info:
         stats = await self._stats()
         # What a Subnet keeps of each axis is a beginning of the last three.
         same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
-        limits = {"layers": config.num_layers, "min_layers": model.min_depth}
+        has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
+        limits = {"layers": config.num_layers, "min_layers": model.least.layers}
         return JSONResponse(
             {
                 "model": model.name,
@@ -105,7 +106,8 @@ class Info:
                 "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
                 **{name: getattr(config, name) for name in same},
-                "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+                "has_chat_template": has_template,
+                "is_chat_tuned": has_template and model.is_chat_tuned,
                 "kernels": {} if stats is None else stats.kernels,
             }
         )

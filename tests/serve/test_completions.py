@@ -172,7 +172,7 @@ def test_an_answer_that_is_cut_says_so_and_tells_nothing_of_an_unfinished_call(a
     [whole] = chat(ask, **fields, max_tokens=240, return_token_ids=True)["choices"]
     assert whole["finish_reason"] == "tool_calls" and len(whole["message"]["tool_calls"]) == 2
     seen = set()
-    for max_tokens in range(1, len(whole["token_ids"]), 5):
+    for max_tokens in range(1, len(whole["token_ids"]), 17):
         [choice] = chat(ask, **fields, max_tokens=max_tokens)["choices"]
         assert choice["finish_reason"] == "length"
         assert not choice["message"]["content"]
