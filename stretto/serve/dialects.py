@@ -35,6 +35,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _TEXT = "/(?s:.*)/"
 _MAX_REFERENCES = 8
 """From schema to schema, followed for the type of a value: they may go round."""
+MAX_DEPTH = 128
+"""Of JSON, as most parsers allow: templates, schemas and messages are walked by functions that call themselves."""
 _SURROGATE = regex.compile("[\ud800-\udfff]")
 
 
@@ -129,17 +131,28 @@ THINKS = (Think("<think>", "</think>"), Think("[THINK]", "[/THINK]"), Think("<se
 
 def parse_json(text: str) -> Any:
     """The JSON that ``text`` spells; ValueError where it is none. NaN is none, and half a surrogate pair, which no
-    answer could carry, is replaced."""
+    answer could carry, is replaced. What `is_deep` is refused."""
 
     def refuse(name: str) -> None:
         raise ValueError(name)
 
     try:
         tree = json.loads(text, parse_constant=refuse)
+        if is_deep(tree):
+            raise RecursionError
         spelt = json.dumps(tree, ensure_ascii=False)
         return json.loads(_SURROGATE.sub("\ufffd", spelt)) if _SURROGATE.search(spelt) else tree
     except RecursionError:
         raise ValueError("too deep") from None
+
+
+def is_deep(tree: Any) -> bool:
+    """Whether lists and objects stand in each other more than `MAX_DEPTH` times."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [each for nodes in inner for each in nodes if isinstance(each, dict | list)]
+    return bool(level)
 
 
 def _tree_calls(tree: Any) -> Found | None:

@@ -59,7 +59,7 @@ class FieldError(UserError):
 class Body(BaseModel):
     """Base of what a client sends: an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class FunctionType(Body):
@@ -116,25 +116,31 @@ class ResponseFormat(Body):
         return self
 
 
-class ContentPart(BaseModel):
+class Returned(BaseModel):
+    """Base of what clients send back as it came: fields of other servers' answers are left aside."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ContentPart(Returned):
     """A piece of a message; parts that are not text are refused."""
 
     type: str
     text: str | None = None
 
 
-class CallFunction(BaseModel):
+class CallFunction(Returned):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class MessageCall(BaseModel):
+class MessageCall(Returned):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CallFunction
 
 
-class Message(BaseModel):
+class Message(Returned):
     """One turn. Fields that answers carry and clients send back (refusal, annotations…) are left aside."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

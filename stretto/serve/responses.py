@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent
 from stretto.serve.completions import ChatBody, chat_job
@@ -18,7 +18,7 @@ from stretto.serve.dialects import Call, Piece, Thought
 from stretto.serve.elastic import Rung
 from stretto.serve.generate import Answer, Backend, Generation, Job, is_cut, sse
 from stretto.serve.limits import ApiError, parse_body
-from stretto.serve.messages import Body, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType
+from stretto.serve.messages import Body, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType, Returned
 
 _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -53,7 +53,7 @@ class TextOptions(Body):
     """Accepted without effect."""
 
 
-class InputItem(BaseModel):
+class InputItem(Returned):
     """A message, a call made or its result, or reasoning."""
 
     type: str = "message"

@@ -194,9 +194,11 @@ def test_half_a_surrogate_pair_in_arguments_cuts_no_stream(ask: Ask) -> None:
     assert json.loads(call["function"]["arguments"]) == {"n": "\ufffd"}
     again = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
     assert chat(ask, messages=again)["choices"]
-    response = ask("POST", PATH, content=json.dumps({**HELLO, "messages": [*again[:1], {"role": "assistant", "tool_calls": [
-        {"function": {"name": "pick", "arguments": '{"n": "\\ud800"}'}}]}]}), headers={"content-type": "application/json"})  # fmt: skip
-    assert response.status_code == 200, response.text
+    for arguments, status in (('{"n": "\\ud800"}', 200), ('{"n":' * 900 + "1" + "}" * 900, 400)):
+        sent = {"role": "assistant", "tool_calls": [{"function": {"name": "pick", "arguments": arguments}}]}
+        for path in (PATH, "/tokenize"):
+            body = {"messages": [*HELLO["messages"], sent]}
+            assert ask("POST", path, json=body).status_code == status
 
 
 def test_cached_tokens_count_a_prompt_once(ask: Ask) -> None:
