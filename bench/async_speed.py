@@ -1,6 +1,7 @@
 """Asynchronous over synchronous training of one recipe, to equal trained samples, with verifiers that take their time.
 
     python -m bench.async_speed [--model CHECKPOINT] [--steps N] [--seeds N] [--out FOLDER]
+    python -m bench.async_speed --grid 1 4 16 [--bounds 0 1 2 4 8 16] [--model CHECKPOINT] [--steps N] [--out FOLDER]
 
 A verdict takes a lognormal time, drawn from the sample's seed: both sides meet the same delays. They are waits, so one
 process holds them all, and no answer waits for another's verdict. The synchronous side is the same system at a staleness
@@ -14,13 +15,17 @@ synchronous side learns does not depend on delays, so its other seeds run withou
 The bound is chosen against the tail: a group may be as late as the longest delay, so the bound times a step should be no
 less. How old samples are on average is another matter: it goes by the groups under way, which need to be no more than
 keep the trainer busy while typical verdicts come in, and by the window for those that do not.
+
+``--grid`` measures that: for each longest delay, in steps of the trainer, and each bound, the recipe's own among them, with
+the window that a recipe gets by default and a thread each for engine and trainer. There a time runs from the fourth step on.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -37,6 +42,10 @@ from stretto.rl.run import run_rl
 
 DELAYED = "bench.common.delayed:Delayed"
 AIM, AIM_WAIT = 2.5, 0.10
+WARM_UP = 4
+"""Steps that do not count in the grid: pipelines fill."""
+MEDIAN_SHARE = 0.05
+"""Of the longest delay in the grid: the median one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,9 @@ class Outcome:
 
     wall_s: float
     step_s: float
-    """Mean time of a trainer's step, weights published."""
+    """Mean time of a trainer's step, and of what weights hold it up by."""
+    steady_s: float
+    """From one step to the next, after the first `WARM_UP`."""
     wait_share: float
     """Of the wall time, in which the trainer had nothing to do; the evaluation before its first step is in both."""
     num_samples: int
@@ -119,10 +130,12 @@ def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     steps = [span for span in trainer if span.name in ("step", "publish") and span.started_s >= first_s]
     wall_s = max(span.finished_s for span in steps) - first_s
     waits = [span for span in trainer if span.name == "wait"]
+    ends = [span.finished_s for span in steps if span.name == "step"]
     idle_s = waits[0].started_s - first_s + sum(span.seconds for span in waits)
     return Outcome(
         wall_s=wall_s,
         step_s=sum(span.seconds for span in steps) / len(rows),
+        steady_s=(ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP),
         wait_share=idle_s / wall_s,
         num_samples=len(rows) * options.prompts * options.group,
         staleness_mean=fmean(row["staleness/mean"] for row in rows),
@@ -141,6 +154,35 @@ def sides(options: argparse.Namespace) -> list[Side]:
         found.append(Side(f"asynchronous-{seed}", seed, True, options.staleness, window, 1, options.isolate))
         found.append(Side(f"synchronous-{seed}", seed, seed == 0, 0, None, options.sync_threads, options.isolate))
     return found
+
+
+def grid(options: argparse.Namespace, start: Path) -> None:
+    """Print a table of all tails and bounds."""
+    own = read_recipe(options.recipe, RlRecipe).staleness
+    bounds = sorted({own, *options.bounds})
+    plain = play(options, Side("grid-step", 0, False, own, None, 1, options.isolate), start)
+    shown = table(
+        f"steps a second over those of η = 0 (trainer waits, mean staleness); {options.steps} steps of {options.prompts} "
+        f"prompts x {options.group} samples; a step of the trainer {plain.step_s:.2f} s; recipe's own η in brackets",
+        *("longest delay, steps", *(f"[η {bound}]" if bound == own else f"η {bound}" for bound in bounds)),
+    )
+    for tail in options.grid:
+        told = copy.copy(options)
+        told.cut = tail * plain.step_s
+        told.median = MEDIAN_SHARE * told.cut
+        found = {
+            bound: play(told, Side(f"grid-{tail:g}-{bound}", 0, True, bound, None, 1, options.isolate), start)
+            for bound in bounds
+        }
+        shown.add_row(f"{tail:g}", *_cells(found, found[min(found)].steady_s))
+    wide_console().print(shown)
+
+
+def _cells(found: Mapping[int, Outcome], slowest_s: float) -> list[str]:
+    return [
+        f"{slowest_s / each.steady_s:.2f}x ({each.wait_share:.0%}, {each.staleness_mean:.1f})"
+        for each in found.values()
+    ]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -206,6 +248,8 @@ def main() -> None:
     parser.add_argument("--alive", type=int, default=6, help="batches of its groups under way at once")
     parser.add_argument("--isolate", choices=("none", "torch", "all"), default="torch", help="on both sides")
     parser.add_argument("--sync-threads", type=int, default=2, help="of the synchronous side's engine and trainer")
+    parser.add_argument("--grid", type=float, nargs="+", metavar="TAIL", help="longest delays, in steps of the trainer")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16], help="of the grid")
     parser.add_argument("--only", default="", help="run the sides whose names begin so, and print them as they are")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--eval-prompts", type=int, default=128)
@@ -218,6 +262,9 @@ def main() -> None:
         start = checkpoint_folder(options.model)
     else:
         start = made_start(read_recipe(options.recipe, RlRecipe), options.out)
+    if options.grid:
+        grid(options, start)
+        return
     outcomes = {side.name: play(options, side, start) for side in plan if side.name.startswith(options.only)}
     if len(outcomes) == len(plan):
         show(options, outcomes)

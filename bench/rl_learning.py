@@ -1,117 +1,141 @@
-"""Learning curves over seeds, with the engine's routes replayed in the trainer and without, under a forced mismatch.
+"""Learning curves over seeds where the engine's routers choose other experts than the trainer's: what replay (R3) is for.
 
-    python -m bench.rl_learning [--seeds N] [--steps N] [--start CHECKPOINT] [--recipe FILE] [--rollout fp8]
+    python -m bench.rl_learning [--seeds N] [--noise S] [--set KEY=VALUE]
 
-The same recipe and the same supervised start; the engine computes in ``--rollout``, the trainer in fp32, so that the two
-disagree. Each seed draws other problems and samples. Reward: mean over the last fifth of the steps, and on held-out
-problems at the end. A run has collapsed where its last rewards are below half of its best stretch of a fifth.
+Networks small enough for this machine forgive what bf16 or FP8 do to their routes, so the mismatch is forced: with each
+version the engine draws normal noise of ``--noise`` onto the bias by which its routers choose (scores lie between 0 and 1),
+never onto the weights of what they chose. Trainer and engine compute in fp32, so that nothing else differs. Three runs a
+seed, all from one supervised start: without noise, with noise, and with noise and the engine's routes replayed.
+
+A run has collapsed where its last fifth of the steps is rewarded less than half as much as its first step or its best
+stretch of a fifth. Exits with 1 unless the noise without replay collapses with every seed, and nothing else does with any.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import asyncio
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bench.common.measure import table, wide_console
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import RECIPES, checkpoint_folder
-from stretto.base.track import progress, read_metrics
+from stretto.base.paths import CHECKPOINT, checkpoint_folder
+from stretto.base.track import progress
+from stretto.base.trajectory import WeightVersion
+from stretto.data.loader import key_of
+from stretto.rl.log import StepReport
+from stretto.rl.plain import run_plainly
 from stretto.rl.recipe import RlRecipe
+from stretto.rl.weights import fetch
 
-REPLAYS = ("r3", "off")
+RECIPE = Path(__file__).with_suffix(".toml")
+FORCED = "noise, no replay"
+RUNS = {"no noise, no replay": (False, "off"), FORCED: (True, "off"), "noise, R3": (True, "r3")}
 FIFTH = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run. Written by `run`."""
+    """One run, by step. Written by `run`."""
 
     rewards: np.ndarray
-    """By step."""
-    held_out: float
-    mismatch: float
-    """Mean K3 over all steps, tokens of the same version where there are any, else of all."""
+    mismatch: np.ndarray
+    """Mean K3 between trainer and engine."""
+    entropy: np.ndarray
 
     @property
     def last(self) -> float:
         return float(self.rewards[-max(1, len(self.rewards) // FIFTH) :].mean())
 
     @property
-    def has_collapsed(self) -> bool:
+    def best(self) -> float:
         size = max(1, len(self.rewards) // FIFTH)
-        best = max(float(self.rewards[at : at + size].mean()) for at in range(len(self.rewards) - size + 1))
-        return self.last < best / 2
+        fifths = np.convolve(self.rewards, np.full(size, 1 / size), "valid")
+        return float(max(self.rewards[0], fifths.max()))
+
+    @property
+    def has_collapsed(self) -> bool:
+        return self.last < self.best / 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--start", type=Path, help="run or checkpoint; default: the recipe's own, trained once")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rollout", choices=("fp8", "bf16", "fp32"), default="fp8")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    curves: dict[str, list[Curve]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         recipe = read_recipe(options.recipe, RlRecipe, options.settings)
         start = checkpoint_folder(options.start) if options.start else made_start(recipe, folder / "start")
-        curves: dict[str, list[Curve]] = {name: [] for name in REPLAYS}
-        with progress("runs", options.seeds * len(REPLAYS)) as advance:
-            for seed in range(options.seeds):
-                for name in REPLAYS:  # in turn, so that a slow spell meets both
-                    curves[name].append(run(options, start, folder / f"{name}-{seed}", seed, name))
-                    advance(1, f"seed {seed}, replay {name}: reward {curves[name][-1].last:.3f}")
-    show(options, curves)
+        with progress("runs", len(seeds) * len(RUNS)) as advance:
+            for seed in seeds:
+                for number, (name, (is_noisy, replay)) in enumerate(RUNS.items()):
+                    told = [*options.settings, f"train.seed={seed}", f"replay={replay}"]
+                    chosen = read_recipe(options.recipe, RlRecipe, told)
+                    noise = options.noise if is_noisy else 0.0
+                    curves[name].append(run(chosen, folder / f"{seed}-{number}", start, noise))
+                    advance(1, f"seed {seed}, {name}: reward {curves[name][-1].last:.3f}")
+    show(options, recipe, curves)
+    sys.exit(any(each.has_collapsed != (name == FORCED) for name, runs in curves.items() for each in runs))
 
 
-def run(options: argparse.Namespace, start: Path, folder: Path, seed: int, replay: str) -> Curve:
-    """One run of the command in a process of its own."""
-    settings = [
-        f"train.seed={seed}",
-        f"train.steps={options.steps}",
-        f"train.eval_every={options.steps}",
-        f"precision.rollout={options.rollout}",
-        f"replay={replay}",
-        *options.settings,
-    ]
-    command = [sys.executable, "-m", "stretto.apps.cli", "rl", str(options.recipe), "--model", str(start)]
-    flags = [part for setting in settings for part in ("--set", setting)]
-    done = subprocess.run([*command, "-o", str(folder), *flags], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"seed {seed}, replay {replay}: {done.stderr.strip() or done.stdout.strip()}")
-    rows = read_metrics(folder)
-    steps = [row for row in rows if "reward/mean" in row]
-    k3 = [row.get("mismatch/same_k3_mean", row.get("mismatch/stale_k3_mean", 0.0)) for row in steps]
-    held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
-    return Curve(np.array([row["reward/mean"] for row in steps]), held_out[-1], float(np.mean(k3)))
+def run(recipe: RlRecipe, folder: Path, start: Path, noise: float) -> Curve:
+    reports: list[StepReport] = []
+    taken_over = partial(noisy, noise, recipe.train.seed)
+    asyncio.run(run_plainly(recipe, folder, start, folder / CHECKPOINT, reports.append, taken_over))
+    names = ("reward/mean", "mismatch/same_k3_mean", "policy/entropy")
+    return Curve(*(np.array([report.scalars[name] for report in reports]) for name in names))
 
 
-def show(options: argparse.Namespace, curves: dict[str, list[Curve]]) -> None:
+def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tensor]:
+    """The weights of ``version``, with noise on the bias by which routers choose."""
+    state = fetch(version)
+    generator = torch.Generator().manual_seed(key_of(seed, version.number) >> 1)
+    for name in [name for name in state if name.endswith("bias_WE")]:
+        state[name] = state[name] + noise * torch.randn(state[name].shape, generator=generator)
+    return state
+
+
+def show(options: argparse.Namespace, recipe: RlRecipe, curves: Mapping[str, list[Curve]]) -> None:
     console = wide_console()
+    train, loss = recipe.train, recipe.loss
     shown = table(
-        f"{options.recipe.name}, {options.steps} steps, {options.seeds} seeds, rollout {options.rollout}, trainer fp32",
-        *("replay", "reward, last fifth", "lowest to highest", "held-out", "lowest to highest", "K3", "collapsed"),
+        f"{train.steps} steps of {train.minibatches} updates, rate {recipe.optim.lr:g}, correction {loss.correction}, "
+        f"noise {options.noise:g}, {options.seeds} seeds: means (lowest to highest)",
+        *("", "first reward", "best fifth", "last fifth", "K3, first fifth", "last", "entropy at the end", "collapsed"),
     )
     for name, runs in curves.items():
-        last, held_out = [each.last for each in runs], [each.held_out for each in runs]
+        size = max(1, train.steps // FIFTH)
+        last = [each.last for each in runs]
+        k3 = [np.mean([each.mismatch[part] for each in runs]) for part in (slice(size), slice(-size, None))]
         shown.add_row(
             name,
-            *(f"{np.mean(last):.3f}", f"{min(last):.3f} to {max(last):.3f}"),
-            *(f"{np.mean(held_out):.3f}", f"{min(held_out):.3f} to {max(held_out):.3f}"),
-            f"{np.mean([each.mismatch for each in runs]):.1e}",
+            f"{np.mean([each.rewards[0] for each in runs]):.3f}",
+            f"{np.mean([each.best for each in runs]):.3f}",
+            f"{np.mean(last):.3f} ({min(last):.3f} to {max(last):.3f})",
+            *(f"{value:.1e}" for value in k3),
+            f"{np.mean([each.entropy[-1] for each in runs]):.2f}",
             f"{sum(each.has_collapsed for each in runs)} of {len(runs)}",
         )
     console.print(shown)
     for name, runs in curves.items():
-        parts = np.array_split(np.mean([each.rewards for each in runs], axis=0), min(10, options.steps))
+        parts = np.array_split(np.mean([each.rewards for each in runs], axis=0), min(10, train.steps))
         console.print(f"{name}: reward by tenths {'  '.join(f'{part.mean():.3f}' for part in parts)}", soft_wrap=True)
 
 

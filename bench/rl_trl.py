@@ -1,11 +1,12 @@
 """``stretto rl`` against TRL's ``GRPOTrainer``: same network, problems, group size and loss, on the same two cores.
 
-    python -m bench.rl_trl --peer trl=/path/to/python [--start CHECKPOINT] [--steps N] [--rounds N]
+    python -m bench.rl_trl --peer trl=/path/to/python [--long] [--start CHECKPOINT] [--steps N] [--rounds N]
 
-The peer's interpreter needs TRL and this package. Both sides read one folder, an ordinary transformers checkpoint without
-our own files, so that ties and shared experts are the same too; without ``--start`` the recipe's own start is trained
-first, which takes minutes. Both train on the same problems in the same order, groups without variance included, with the
-token normaliser over the step, no KL and AdamW without decay, in fp32. Runs take turns; each round draws other samples.
+The shipped recipe's answers have a handful of tokens, those of ``--long`` (rl_trl_long.toml) 128. The peer's interpreter
+needs TRL and this package. Both sides read one folder, an ordinary transformers checkpoint without our own files, so that
+ties and shared experts are the same too; without ``--start`` the recipe's own start is trained first, which takes minutes.
+Both train on the same problems in the same order, groups without variance included, with the token normaliser over the
+step, no KL and AdamW without decay, in fp32. Runs take turns; each round draws other samples.
 
 TRL first tries its settings in one process, step by step, and goes on with the fastest by wall time. Gradient
 checkpointing, bf16, evaluation and snapshots are off there. Left out: batched_mm, which copies an expert's weights for
@@ -38,7 +39,7 @@ from bench.common.watched import Tick, watched
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_json
+from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
@@ -70,6 +71,8 @@ class Outcome:
     rewards: tuple[float, ...]
     """By step: mean over its samples, before its update."""
     held_out: float
+    tokens: float
+    """Mean of an answer."""
     calibration_s: float
     """The slower of the matrix products before and after."""
 
@@ -131,9 +134,11 @@ class Bench:
         calibration_s = max(before_s, self.calibration.seconds())
         num_samples = self.recipe.train.prompts * self.recipe.rollout.group
         wall, processor = _rates(ticks, num_samples)
-        rewards = tuple(row["reward/mean"] for row in read_metrics(folder) if "reward/mean" in row)
+        rows = [row for row in read_metrics(folder) if "reward/mean" in row]
+        rewards = tuple(row["reward/mean"] for row in rows)
+        tokens = mean(row["samples/tokens_mean"] for row in rows)
         assert len(rewards) == self.steps, f"{folder}: {len(rewards)} steps of {self.steps}"
-        return Outcome(wall, processor, rewards, self.held_out(folder / CHECKPOINT), calibration_s)
+        return Outcome(wall, processor, rewards, self.held_out(folder / CHECKPOINT), tokens, calibration_s)
 
     def held_out(self, folder: Path) -> float:
         return held_out_reward(folder, self.recipe, self.prompts, self.sources, self.num_held_out)
@@ -143,7 +148,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", required=True, metavar="trl=PYTHON", help="an interpreter that has TRL")
     parser.add_argument("--start", type=Path, help="run or checkpoint to begin with")
-    parser.add_argument("--recipe", type=Path, default=Path("recipes/rl_gym.toml"))
+    parser.add_argument("--recipe", type=Path, default=RECIPES / "rl_gym.toml")
+    parser.add_argument(
+        "--long",
+        dest="recipe",
+        action="store_const",
+        const=Path(__file__).with_name("rl_trl_long.toml"),
+        help="answers of 128 tokens",
+    )
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of the recipe"
     )
@@ -255,7 +267,7 @@ def _show_speed(found: Mapping[str, Sequence[Outcome]], console: Console) -> Non
     best_s = min(outcome.calibration_s for outcome in every)
     shown = table(
         "trained samples a second; medians over rounds",
-        *("", "by wall", "over TRL", "by processor", "over TRL", "aim", "quiet runs"),
+        *("", "tokens a sample", "by wall", "over TRL", "by processor", "over TRL", "aim", "quiet runs"),
     )
     theirs = found[THEIRS]
     for name, outcomes in found.items():
@@ -263,6 +275,7 @@ def _show_speed(found: Mapping[str, Sequence[Outcome]], console: Console) -> Non
         is_ours = name != THEIRS
         shown.add_row(
             name,
+            f"{mean(each.tokens for each in outcomes):.0f}",
             f"{median(each.samples_per_s for each in outcomes):.1f}",
             times(median(a.samples_per_s / b.samples_per_s for a, b in pairs)) if is_ours else "",
             f"{median(each.samples_per_processor_s for each in outcomes):.1f}",

@@ -3,9 +3,9 @@
     python -m bench.staleness [--schedules 10000] [--staleness 0 1 2 4 8]
 
 Every schedule draws the prompts of a step, the window, the delays of groups, steps and weight activation, stragglers,
-failed, hanging and late attempts, dropped groups, batches taken ahead, and kills of the whole run with a resume from the
-last snapshot. Asserted besides the bound: every step is reached, every group handed out ends once, a step that a kill undid
-is made again from the same samples, and no group that was ready is generated twice. Exits with 1 if the bound is broken.
+failed, hanging and late attempts, dropped groups, and kills of the whole run with a resume from the last snapshot. Asserted
+besides the bound: every step is reached, every group handed out ends once, a step that a kill undid is made again from the
+same samples, and no group that was ready is generated twice. Exits with 1 if the bound is broken.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 # Before torch, tokenizers and the hub client read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,8 +11,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+import pytest
 from hypothesis import settings
 
 # A shared machine may stall for seconds, so no deadline; the same examples everywhere, so that CI repeats.
 settings.register_profile("house", deadline=None, derandomize=True, max_examples=50, print_blob=True)
 settings.load_profile("house")
+
+REMEDIES = {
+    "bubblewrap": "install bubblewrap",
+    "browser": "install chromium",
+    "compiler": "install g++",
+    "package verifiers": "pip install 'stretto[verifiers]'",
+}
+"""What makes a test that was skipped run, by a word of the reason."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """In one line what this machine left untested, and how to get it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ").split(";")[0] for report in skipped)
+    said = []
+    for reason, num in reasons.most_common():
+        remedy = next((remedy for word, remedy in REMEDIES.items() if word in reason), "")
+        said.append(f"{num} ({reason}{': ' * bool(remedy)}{remedy})")
+    if said:
+        terminalreporter.write_line(f"untested here: {', '.join(said)}")

@@ -45,8 +45,6 @@ class Schedule:
     uniform: float = 0.0
     kills: int = 0
     snapshot_every: int = 3
-    prefetch: int = 0
-    """Batches taken while another is trained."""
 
 
 @dataclass(slots=True)
@@ -90,7 +88,6 @@ def random_schedule(seed: int, staleness: int, *, can_kill: bool = True) -> Sche
         uniform=draw.choice([0.0, 0.2, 0.5]),
         kills=draw.choice([0, 1, 3]) if can_kill else 0,
         snapshot_every=draw.randint(1, 4),
-        prefetch=draw.choice([0, 0, 1]),
     )
 
 
@@ -139,7 +136,7 @@ class Run:
         )
         for engine, version in self._engine_versions.items():
             self._controller.engine_active(engine, version)
-        self._batches: list[tuple[GroupRef, ...]] = []
+        self._batch: tuple[GroupRef, ...] | None = None
         self._idle_since: float | None = self.now
         self._after(0.0, lambda: None)
 
@@ -156,10 +153,9 @@ class Run:
         """What a driver does after every event."""
         for handout in self._controller.admit():
             self._dispatch(handout)
-        while len(self._batches) <= self.schedule.prefetch and (batch := self._controller.next_batch()) is not None:
-            self._batches.append(batch)
-            if len(self._batches) == 1:
-                self._train()
+        if self._batch is None and (batch := self._controller.next_batch()) is not None:
+            self._batch = batch
+            self._train()
 
     def _dispatch(self, handout: Handout) -> None:
         schedule, draw = self.schedule, self._draw
@@ -201,7 +197,8 @@ class Run:
         self._after(self.schedule.step_s * self._draw.uniform(0.5, 1.5), self._trained)
 
     def _trained(self) -> None:
-        controller, batch = self._controller, self._batches.pop(0)
+        controller, batch, self._batch = self._controller, self._batch, None
+        assert batch is not None
         step = controller.version
         stale = [step - ref.oldest_version for ref in batch]
         self.result.staleness += stale
@@ -217,8 +214,6 @@ class Run:
         if (step + 1) % self.schedule.snapshot_every == 0:
             self._snapshot()
         self._idle_since = self.now
-        if self._batches:
-            self._train()
 
     def _activate(self, engine: str, version: int) -> None:
         if version > self._engine_versions[engine]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
@@ -119,7 +120,13 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "hard link": Hostile("attempt(os.link, BAIT['secret'], 'link'); attempt(os.rename, BAIT['secret'], 'mine')"),
     "dot dot": Hostile("attempt(lambda: open('../' * 40 + BAIT['secret'][1:]).read())"),
-    "leftover descriptors": Hostile("for fd in range(3, 300):\n attempt(os.fstat, fd)"),
+    "leftover descriptors": Hostile("for fd in range(3, 10_000):\n attempt(os.fstat, fd)"),
+    "forged replies": Hostile(
+        "used = dict(wall_s=0.1, cpu_s=0.1, max_rss_bytes=1, is_stdout_cut=False, is_stderr_cut=False)\n"
+        "reply = dict(nonce='0' * 32, broken=None, error='', code=0, used=used, sizes=[8, 0])\n"
+        "for text in (b'[' * 9000, b'{}', b'\\xff', json.dumps(reply).encode()):\n"
+        " for fd in range(3, 10_000): attempt(os.write, fd, len(text).to_bytes(4, 'big') + text + b'ESCAPED\\n')"
+    ),
     "devices": Hostile(
         "attempt(os.mknod, 'd', 0o660 | 0o060000, os.makedev(8, 0))\n"
         "for p in ('/dev/mem', '/dev/kmsg', '/dev/vda', '/dev/sda', '/dev/kvm', '/dev/tty'): attempt(open, p, 'rb')"
@@ -219,6 +226,23 @@ class Bait:
             except BlockingIOError:
                 continue
         return found
+
+
+@contextmanager
+def many_descriptors(num: int) -> Iterator[None]:
+    """This process holds so many more, which programs are to inherit if they can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, num + 1024)), hard))
+    held: list[int] = []
+    try:
+        for _ in range(num):
+            held.append(os.open(os.devnull, os.O_RDWR))
+            os.set_inheritable(held[-1], True)
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ short = {{ kind = "strings", args = {{ operation = "sort", length = 3, graded = 
 middle = {{ kind = "strings", args = {{ operation = "sort", length = 8, graded = true }} }}
 long = {{ kind = "strings", args = {{ operation = "sort", length = 16, graded = true }} }}
 [start]
-steps = 60
+steps = 10                     # it knows how often an answer ends, not where: samples of one problem differ in length
 rows = 8
 model = {{ vocab_size = 300, hidden_size = 32, num_layers = 2, num_heads = 2, num_kv_heads = 1, head_dim = 16,
   num_experts = 4, top_k = 2, expert_intermediate_size = 32, qk_norm = true, tie_embeddings = true, max_positions = 128 }}
@@ -33,14 +33,14 @@ optim = {{ lr = 1e-2, warmup_steps = 5 }}
 [rollout]
 group = {GROUP}
 max_tokens = 40
-chunk_tokens = 4
+chunk_tokens = 1               # so that a sample takes the longer the longer it is, and kills find many on their way
 engines = 2
 max_batch = 16
 cache_bytes = 8388608
 [loss]
 drop_uniform = false           # else what is trained depends on what was sampled, and that on who was fast
 [optim]
-lr = 3e-5                      # so that all runs draw from nearly one policy, and lengths can be compared
+lr = 3e-5
 decay_fraction = 0.0
 [train]
 steps = {STEPS}

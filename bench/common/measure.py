@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,11 +52,12 @@ def measure(
     warm_up: int = 2,
     prepare: Mapping[str, Step] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Time ``rounds`` steps of each, taking turns, after ``warm_up`` untimed ones; ``prepare`` comes before each, untimed."""
+    """Time ``rounds`` steps of each, taking turns, in every other round backwards, after ``warm_up`` untimed ones; ``prepare``
+    comes before each, untimed."""
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
     calibration = Calibration()
     for index in range(-warm_up, rounds):
-        for name, step in steps.items():
+        for name, step in list(steps.items())[:: -1 if index % 2 else 1]:
             if prepare is not None:
                 prepare[name]()
             before = calibration.seconds()
@@ -102,6 +104,29 @@ def ratio(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> Rat
         num_quiet=len(calm),
         num_rounds=len(pairs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Where a median lies, with 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval | None:
+        """From independent values of any distribution: so many of them lie below their median as heads are thrown. None: too
+        few of them."""
+        num, ordered = len(values), sorted(values)
+        outside = num_below = 0  # the interval leaves out ``num_below`` values at each end
+        while 2 * (outside + math.comb(num, num_below)) <= 0.05 * 2**num:
+            outside += math.comb(num, num_below)
+            num_below += 1
+        return cls(median(ordered), ordered[num_below - 1], ordered[-num_below]) if num_below else None
+
+    def __str__(self) -> str:
+        return f"{self.median:+.1%} [{self.low:+.1%}, {self.high:+.1%}]"
 
 
 def times(value: float | None) -> str:

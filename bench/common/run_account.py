@@ -107,17 +107,11 @@ def is_kept(before: np.ndarray, trajectory: Trajectory) -> bool:
     return len(now) >= len(before) and np.array_equal(now[: len(before)], before)
 
 
-def kolmogorov_smirnov(a: ArrayLike, b: ArrayLike) -> tuple[float, float]:
-    """Largest distance of the two empirical distribution functions, and its asymptotic p-value (Stephens 1970).
+def paired_difference(differences: ArrayLike) -> tuple[float, float]:
+    """Mean of independent differences, and how probable one as far from 0 is where each could as well have the other sign.
 
-    With ties, as lengths have them, p is too large rather than too small by little; the distance is exact.
+    That is normal for many of them. Those that are 0 say nothing and do not count.
     """
-    x, y = np.sort(np.asarray(a, np.float64)), np.sort(np.asarray(b, np.float64))
-    places = np.concatenate([x, y])
-    distance = np.abs(np.searchsorted(x, places, "right") / len(x) - np.searchsorted(y, places, "right") / len(y)).max()
-    root = math.sqrt(len(x) * len(y) / (len(x) + len(y)))
-    scaled = (root + 0.12 + 0.11 / root) * distance
-    if scaled < 0.2:
-        return float(distance), 1.0  # the series does not converge there, and is 1 to ten digits
-    p = 2.0 * sum((-1) ** (k - 1) * math.exp(-2.0 * k**2 * scaled**2) for k in range(1, 101))
-    return float(distance), min(1.0, max(0.0, p))
+    found = np.asarray(differences, np.float64)
+    size = math.sqrt(float((found**2).sum()))
+    return float(found.mean()), math.erfc(abs(float(found.sum())) / size / math.sqrt(2)) if size else 1.0

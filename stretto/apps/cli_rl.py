@@ -20,7 +20,12 @@ def rl(
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; --set runtime.address.")] = None,
     settings: Annotated[list[str], typer.Option("--set", help="Override one recipe key: staleness=4.")] = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda (every GPU there is: of several the trainer has the first, engines share the others) or auto."
+        ),
+    ] = "auto",
     wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
 ) -> None:
     """Train a policy with reinforcement learning: engines, agents, verifiers and a trainer, all at once."""

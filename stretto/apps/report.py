@@ -88,7 +88,7 @@ def gather(run: Path) -> ReportData:
         shown[name] = subnets[name]
         if "best" in texts:
             texts.setdefault(name, texts["best"])
-    models = _models(run)
+    models = _models(run, lineage)
     healed = _find_healed(models, batches, str(ranks.device))
     # of one Subnet only its healed form counts in the family, which includes the cost of cutting it out
     used = {parent.run_id for _, each in models for parent in each.parents}
@@ -106,7 +106,7 @@ def gather(run: Path) -> ReportData:
         ),
         environment=f"{device_name(ranks.device)}, torch {torch.__version__}, commit {git_commit() or 'unknown'}",
         prompt=samples[0].prompt if samples else "",
-        pretraining=Curve("full", tuple(read_metrics(run)), total / recipe.train.steps),
+        pretraining=Curve("full", tuple(read_metrics(run)), recipe.train.rows * recipe.train.seq_len),
         healing=tuple(_healing_curve(each, subnets) for each in healed),
         search=search,
         kept=_kept(config, search.chosen.subnet) if search else None,
@@ -153,12 +153,15 @@ def _sizes(
     return tuple(sizes)
 
 
-def _models(run: Path) -> list[tuple[Path, Lineage]]:
-    """Those directly in the run folder; an export of one is the same model."""
+def _models(run: Path, origin: Lineage | None) -> list[tuple[Path, Lineage]]:
+    """Those in the run folder, and what was cut from its network and lies beside it; an export of one is the same model."""
     found: dict[str, tuple[Path, Lineage]] = {}
-    for path in sorted(run.glob("*/lineage.json")):
+    beside = [path for pattern in ("*/lineage.json", "*/*/lineage.json") for path in run.resolve().parent.glob(pattern)]
+    for path in (*sorted(run.glob("*/lineage.json")), *sorted(beside)):
         lineage = read_lineage(path.parent)
-        found.setdefault(lineage.run_id, (path.parent, lineage))
+        stems = origin is not None and any(stage.run_id == origin.run_id for stage in history(lineage)[:-1])
+        if path.is_relative_to(run) or (stems and lineage.stage in ("extract", "heal")):
+            found.setdefault(lineage.run_id, (path.parent, lineage))
     return list(found.values())
 
 
@@ -205,18 +208,24 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 
 
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
-    """The parent and these sizes, against training each alone on the parent's tokens; None without a parent."""
-    if not any(lineage.parents for _, lineage in models):
-        return None
-    root = next((stage for stage in history(models[0][1]) if not stage.parents), None)
-    recipe = root.config.get("recipe") if root else None
-    if root is None or recipe is None:
+    """The parent and these sizes, each once, against training each alone on the parent's tokens.
+
+    None where there is no size beside the parent, or not one parent to all of them.
+    """
+    origins = {stage.run_id: stage for _, lineage in models for stage in history(lineage) if not stage.parents}
+    sizes = list({lineage.run_id: (folder, lineage) for folder, lineage in models if lineage.parents}.values())
+    origin = next(iter(origins.values()), None)
+    recipe = origin.config.get("recipe") if origin else None
+    if origin is None or recipe is None or len(origins) > 1 or not sizes:
         return None
     parent = Recipe.model_validate(recipe)
-    tokens, length = root.receipt.tokens, parent.train.seq_len
-    shapes = [parent.model, *(read_config(folder) for folder, _ in models)]
-    alone = [Alone(3 * count(shape, shape.full()).forward_flops(tokens, length), "computed") for shape in shapes]
-    return family([root, *(lineage for _, lineage in models)], alone)
+    tokens = parent.train.steps * parent.train.rows * parent.train.seq_len
+    shapes = [parent.model, *(read_config(folder) for folder, _ in sizes)]
+    alone = [
+        Alone(3 * count(shape, shape.full()).forward_flops(tokens, parent.train.seq_len), "computed")
+        for shape in shapes
+    ]
+    return family([origin, *(lineage for _, lineage in sizes)], alone)
 
 
 def _configured(elastic: ElasticConfig) -> dict[str, float]:

@@ -35,10 +35,10 @@ def rl_command(
     has_begun(folder, resume)
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
     start = start or made_start(recipe, folder)
-    chosen = _device(device)
+    devices = _devices(device)
     with progress("rl", recipe.train.steps) as advance:
         result = run_rl(
-            Job(recipe, folder, start, resume, chosen, wandb_project), advance, lambda text: console.print(text)
+            Job(recipe, folder, start, resume, devices, wandb_project), advance, lambda text: console.print(text)
         )
     console.print(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}\ncheckpoint: {result.checkpoint}\n"
@@ -65,7 +65,13 @@ def made_start(recipe: RlRecipe, folder: Path) -> Path:
         return sft(recipe, sources, out)
 
 
-def _device(name: str) -> str:
+def _devices(name: str) -> tuple[str, ...]:
+    """All that a run may use."""
+    import torch
+
     from stretto.model.parallel import join
 
-    return str(join(name).device)
+    device = join(name).device
+    if device.type == "cpu":
+        return ("cpu",)
+    return tuple(f"{device.type}:{number}" for number in range(torch.cuda.device_count()))

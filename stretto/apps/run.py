@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, read_json
+from stretto.base.paths import RUN_FILE, claimed, read_json
 from stretto.base.track import progress
 from stretto.data.loader import Mixture, Part
 from stretto.data.shards import TOKENIZER, Manifest, read_manifest, tokenise
@@ -41,6 +42,8 @@ class RunInfo(Config):
     data: Mixture
     data_hash: str
     """Over all parts of the mixture and their weights."""
+    sources: tuple[str, ...] = ()
+    """What the data was made of, as `sources_named` tells; none in runs of a version that did not say."""
     tokenizer: Path
     """Folder with the tokenizer's files."""
     parent: Path | None = None
@@ -107,20 +110,35 @@ def prepare_data(run: Path, data: Sequence[str], tokenizer: Path | None, vocab_s
     return mixture, Path(tokenizer).resolve(), hashlib.sha256(told.encode()).hexdigest()
 
 
+def sources_named(data: Sequence[str]) -> tuple[str, ...]:
+    """Every ``PATH[@WEIGHT]`` in one spelling, wherever the command is called from."""
+    named = []
+    for source, weight in map(_split_weight, data):
+        place = str(Path(source).resolve()) if Path(source).exists() else source
+        named.append(f"{place}@{weight:g}")
+    return tuple(named)
+
+
 def tokenise_data(data: Sequence[str], out: Path, tokenizer: Path | None, vocab_size: int) -> Manifest:
     """Tokenise one source into the data folder ``out``, with ``tokenizer`` or one trained on it. Raises `UserError`:
-    bad data, or more than one source (a mixture is of data folders).
+    bad data, more than one source (a mixture is of data folders), or a folder in which another process works.
     """
     if len(data) != 1:
         raise UserError(f"--data: one source makes one data folder, {len(data)} were named; tokenise each by itself")
-    if tokenizer is not None:
-        loaded = load_tokenizer(tokenizer)
-    elif (out / TOKENIZER).is_dir():  # an earlier attempt trained one
-        loaded = load_tokenizer(out / TOKENIZER)
-    else:
-        documents = itertools.chain.from_iterable(open_sources(data[0]).values())
-        loaded = learn_tokenizer(documents, vocab_size)
-    return tokenise_documents(open_sources(data[0]), out, loaded)
+    with claimed(out):
+        if tokenizer is not None:
+            loaded = load_tokenizer(tokenizer)
+        elif (out / TOKENIZER).is_dir():  # an earlier attempt trained one
+            loaded = load_tokenizer(out / TOKENIZER)
+            if loaded.vocab_size > vocab_size:
+                raise UserError(
+                    f"{out / TOKENIZER}: has {loaded.vocab_size} tokens, more than the {vocab_size} asked for; "
+                    "raise the size of the vocabulary, or choose a new folder"
+                )
+        else:
+            documents = itertools.chain.from_iterable(open_sources(data[0]).values())
+            loaded = learn_tokenizer(documents, vocab_size)
+        return tokenise_documents(open_sources(data[0]), out, loaded)
 
 
 def tokenise_documents(sources: Mapping[str, Iterable[Document]], out: Path, tokenizer: Tokenizer) -> Manifest:
@@ -148,10 +166,15 @@ def learn_tokenizer(documents: Iterable[Document], vocab_size: int, chat_templat
 
 
 def _split_weight(argument: str) -> tuple[str, float]:
-    source, at, weight = argument.rpartition("@")
+    source, at, told = argument.rpartition("@")
+    try:
+        weight = float(told)
+    except ValueError:
+        return argument, 1.0  # no @, or a name with one in it
     if not at:
         return argument, 1.0
-    try:
-        return source, float(weight)
-    except ValueError:
-        return argument, 1.0  # a name with an @ in it
+    if not 0 < weight < math.inf:
+        raise UserError(
+            f"--data {argument}: the weight after @ is no positive number; correct it, or leave the part out"
+        )
+    return source, weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
 from stretto.search.extract import Extracted, verified_extract
-from stretto.search.latency import DECODE, LatencyTable, Workload, check, measure, read_table, write_table
+from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, Recipe
@@ -37,7 +38,7 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     model = _load(run, join(device)).model
     space = SearchSpace.of(model.config)
     experts, top_ks = _ends(space.experts), _ends(space.top_k)
-    table = measure(model, experts, top_ks, (DECODE, Workload(phase="prefill", batch=1, context=256)))
+    table = measure(model, experts, top_ks, usual_workloads(model.config))
     write_table(run / LATENCY_FILE, table)
     return table
 
@@ -56,20 +57,39 @@ def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
     }
 
 
+def parse_limits(max_total: float | None, max_active: float | None, max_latency_ms: float | None) -> Limits:
+    """Raises `UserError` for a share that is none, such as a number of per cent."""
+    for flag, share in (("--max-total", max_total), ("--max-active", max_active)):
+        if share is not None and not 0 < share <= 1:
+            raise UserError(f"{flag} {share:g}: not a share of the full network's parameters; for 34 % write 0.34")
+    if max_latency_ms is not None and not 0 < max_latency_ms < math.inf:
+        raise UserError(f"--max-latency-ms {max_latency_ms:g}: not a time; write milliseconds above 0")
+    return Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
+
+
 def search_command(
     run: Path,
     limits: Limits,
     options: SearchOptions | None = None,
     heal_recipe: HealRecipe | None = None,
     device: str = "auto",
+    *,
+    nested: bool = False,
+    per_layer: bool = False,
 ) -> SearchResult:
     """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
 
-    With ``heal_recipe`` the best few are healed briefly by it, and the choice is made among the healed.
+    Args:
+        heal_recipe: the best few are healed briefly by it, and the choice is made among the healed.
+        nested: drop layers in the order of training only.
+        per_layer: expert counts may differ by layer.
     """
     info, ranks = read_info(run), join(device)
+    if not isinstance(info.recipe, Recipe):
+        raise UserError(
+            f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
+        )
     checkpoint = _load(run, ranks)
-    assert isinstance(info.recipe, Recipe), f"{run} is a {info.stage} run"
     batches = held_out(info, info.recipe.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     meter = Meter("search", device_name(ranks.device), ranks.world)
@@ -85,7 +105,7 @@ def search_command(
         healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), teacher)
         # what the search's meter saw of it already are the teacher's passes through the maximum network
         spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
-        meter.add(flops=spent.flops - seen, tokens=0 if seen else spent.tokens)
+        meter.add(flops=spent.flops - seen, tokens=spent.tokens)
         return evaluate(healed.model, healed.model.config.full(), batches).nll
 
     with meter, metered(checkpoint.model, meter):
@@ -93,6 +113,11 @@ def search_command(
             checkpoint.model,
             batches,
             limits,
+            space=SearchSpace.of(
+                checkpoint.config,
+                layers="nested" if nested else "free",
+                widths="per_layer" if per_layer else "uniform",
+            ),
             options=options,
             presets=named_subnets(checkpoint.config, checkpoint.presets),
             table=table,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data, read_info
+from stretto.apps.run import RunInfo, prepare_data, read_info, sources_named
+from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, write_json
 from stretto.base.records import Lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
@@ -17,8 +19,10 @@ from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
+from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, heal, pretrain, write_trained
 from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
+from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
 
@@ -37,9 +41,16 @@ def pretrain_command(
     folder in which another run lies.
     """
     ranks = join(device, recipe.train.ep)
-    info = _start(run, recipe, resume, ranks, lambda: _new_run(recipe, run, data, tokenizer))
-    trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
-    return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
+
+    def start() -> RunInfo:
+        if not resume:
+            return _new_run(recipe, run, data, tokenizer)
+        return _begun(run, recipe, data, tokenizer)
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: _start(run, resume, held, start))
+        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
+        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
 
 
 def heal_command(
@@ -60,10 +71,24 @@ def heal_command(
     student = read_checkpoint(folder, dtype=torch.float32)
     guide = _read_teacher(recipe, student, teacher)
     ranks = join(device, recipe.train.ep)
-    info = _start(run, recipe, resume, ranks, lambda: _new_heal(recipe, run, student, data, guide))
-    trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
-    parents = (student.lineage,) if student.lineage else ()
-    return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
+
+    def start() -> RunInfo:
+        if not resume:
+            return _new_heal(recipe, run, student, data, guide)
+        begun = _begun(run, recipe, data)
+        for name, told, before in (
+            ("source", folder, begun.parent),
+            ("--teacher", guide.folder if teacher and guide else None, begun.teacher),
+        ):
+            if told and before and told.resolve() != before:
+                raise UserError(f"{run}: {name}: was {before} when this run started, is {told} now; change it back")
+        return begun
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: _start(run, resume, held, start))
+        trained = heal(recipe, _job(run, info, ranks, resume), student.model, guide.model if guide else None)
+        parents = (student.lineage,) if student.lineage else ()
+        return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
 
 
 def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
@@ -86,29 +111,57 @@ def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
     """Fixed held-out batches, on the device: the first rows of every part of the mixture."""
     parts = info.data.open("val")
-    # the same rows on any number of ranks that shares a batch, so that losses of a resharded run go on as they were
-    rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else EVAL_BATCH_ROWS * ranks.world
+    # no more than training has room for, and the same rows on any number of ranks that shares a batch, so that losses of a
+    # resharded run go on as they were
+    rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else train.micro_rows
+    rows = min(rows, train.micro_rows)
     num = max(1, train.eval_rows // (rows * len(parts)))
     found = [eval_batches(part, rows, train.seq_len, num, 0, ranks.rank, ranks.world) for part in parts]
     return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
 
 
-def _start(run: Path, recipe: Recipe | HealRecipe, resume: bool, ranks: Ranks, new: Callable[[], RunInfo]) -> RunInfo:
-    """The run's record: the one it was started with, or a new one, which rank 0 makes for all."""
-    if not resume and ranks.is_first:
-        if (run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir():
-            raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
-        write_json(run / RUN_FILE, new().model_dump(mode="json"))
-    ranks.barrier()
+def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo]) -> RunInfo:
+    """The run's record, made or found by ``start``; nobody else runs in the folder until ``held`` is closed."""
+    held.enter_context(claimed(run))
+    if not resume and ((run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir()):
+        raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
+    info = start()
+    write_json(run / RUN_FILE, info.model_dump(mode="json"))
+    return info
+
+
+def _begun(run: Path, recipe: Recipe | HealRecipe, data: Sequence[str], tokenizer: Path | None = None) -> RunInfo:
+    """The record of the run that is gone on with, under the recipe of now. Raises `UserError`: it is another run, or it was told
+    something else than this time.
+    """
     info = read_info(run)
     if type(info.recipe) is not type(recipe):
         raise UserError(f"{run}: a {info.stage} run; choose another folder")
-    return info
+    before, now = (each.model_dump(mode="json") for each in (info.recipe, recipe))
+    check_unchanged(before, now, run, (*LAYOUT, *STEERING))
+    named = sources_named(data)
+    if named and info.sources and named != info.sources:
+        raise UserError(
+            f"{run}: --data: was {' '.join(info.sources)} when this run started, is {' '.join(named)} now; leave it out"
+        )
+    if (
+        tokenizer is not None
+        and load_tokenizer(tokenizer).fingerprint() != load_tokenizer(info.tokenizer).fingerprint()
+    ):
+        raise UserError(f"{run}: --tokenizer: {tokenizer} is not the one this run started with; leave it out")
+    return info.replace(recipe=recipe)
 
 
 def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None) -> RunInfo:
     mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size)
-    return RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=folder)
+    return RunInfo(
+        stage="pretrain",
+        recipe=recipe,
+        data=mixture,
+        data_hash=data_hash,
+        sources=sources_named(data),
+        tokenizer=folder,
+    )
 
 
 def _new_heal(
@@ -125,6 +178,7 @@ def _new_heal(
         recipe=recipe,
         data=mixture,
         data_hash=data_hash,
+        sources=sources_named(data),
         tokenizer=folder,
         parent=student.folder.resolve(),
         teacher=guide.folder.resolve() if guide else None,
@@ -167,7 +221,9 @@ def _write_result(
         ranks,
         name=name,
         stage=info.stage,
-        config=info.model_dump(mode="json") | {"mixture": trained.tokens_by_kind},
+        config=info.model_dump(mode="json")
+        | {"mixture": trained.tokens_by_kind, "pace": trained.pace.model_dump()}
+        | {"changes": [change.model_dump() for change in trained.changes]},
         tokenizer_dir=info.tokenizer,
         parents=parents,
         run_id=trained.run_id,

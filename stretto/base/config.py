@@ -65,14 +65,20 @@ def check_unchanged(
     Fields in ``free`` may differ; one that ends with a dot stands for a whole table. Raises `UserError`, naming the
     first field that differs.
     """
-    before, after = _flat(old), _flat(new)
     tables = tuple(name for name in free if name.endswith("."))
-    for field in sorted((before.keys() | after.keys()) - set(free)):
-        if before.get(field) != after.get(field) and not field.startswith(tables):
+    for field, (before, after) in differences(old, new).items():
+        if field not in free and not field.startswith(tables):
             raise UserError(
-                f"{where}: {field}: was {before.get(field)!r} when this run started, is {after.get(field)!r} now; "
+                f"{where}: {field}: was {before!r} when this run started, is {after!r} now; "
                 "change it back, or start a new run folder"
             )
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What two recipes (as plain data) do not have in common: by dotted key, before and after; None where it is missing."""
+    before, after = _flat(old), _flat(new)
+    fields = sorted(before.keys() | after.keys())
+    return {name: (before.get(name), after.get(name)) for name in fields if before.get(name) != after.get(name)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

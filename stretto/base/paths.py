@@ -1,10 +1,12 @@
-"""Run folders and the one way a file is written: beside its final name, then renamed."""
+"""Run folders, who may write in one, and the one way a file is written: beside its final name, then renamed."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """The shipped recipes, beside the package."""
 RUN_FILE, CHECKPOINT = "run.json", "checkpoint"
 """In a run folder: what the run was told, and the folder of its result."""
+LOCK_FILE = ".lock"
+"""In a folder that a process has claimed: who that is."""
 
 
 def checkpoint_folder(path: Path | str) -> Path:
@@ -27,6 +31,38 @@ def checkpoint_folder(path: Path | str) -> Path:
     if (path / RUN_FILE).is_file():
         raise UserError(f"{path}: {CHECKPOINT}: this run has none yet; finish it with --resume")
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends. A new folder in which
+    nothing was begun is removed.
+
+    Raises:
+        UserError: somebody does, or the folder cannot be written.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"{folder}: {lock.read() or 'another process'} is running in it; wait for its end, or choose another folder"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        try:
+            yield
+        finally:
+            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:  # refused before anything began
+                remove(folder)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Receipt(Config):
     flops: int = Field(default=0, ge=0)
     """Floating-point operations executed, over all devices; one multiply-add is two. An integer: floats lose count."""
     tokens: int = Field(default=0, ge=0)
-    """Tokens the stage trained on or evaluated, padding excluded; a token seen twice counts twice."""
+    """Tokens the stage trained on, padding excluded; one seen twice counts twice, one that was only evaluated not at all."""
     device_s: float = Field(default=0.0, ge=0)
     """Seconds devices were held: wall seconds times devices."""
     wall_s: float = Field(default=0.0, ge=0)
@@ -311,9 +311,11 @@ class Family:
     rows: tuple[FamilyRow, ...]
     """In the order given."""
     parent_flops: int
-    """FLOPs of the parents, each once; measured."""
+    """FLOPs of the parents, each once: what they cost, but never less than an ordinary run would have."""
     basis: Basis
     """``measured`` only if every cost of training alone is."""
+    parent_basis: Basis = "measured"
+    """``computed`` where the ordinary run's price stands in."""
 
     @property
     def family_flops(self) -> int:
@@ -345,13 +347,17 @@ class Family:
 def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
     """Add up sizes out of one parent; ``alone[i]`` is what training ``members[i]`` by itself costs.
 
-    The parent may be a member too (the full network, used as it is): it then costs nothing beyond being the parent.
+    The parent may be a member too (the full network, used as it is): it then costs nothing beyond being the parent. An
+    elastic run skips layers and experts in some of its steps, and may so cost less than training its full network on the
+    same tokens would; that is no saving, so the family then pays the ordinary run's price.
     """
     assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
     stages = _distinct(stage for member in members for stage in _walk(member))
     cost = {stage.run_id: stage.receipt.flops for stage in stages}
     parents = {stage.run_id for stage in stages if not stage.parents}
     counted = set(parents)
+    ordinary = {member.run_id: each.flops for member, each in zip(members, alone, strict=True) if not member.parents}
+    parent_flops = sum(max(cost[run], ordinary.get(run, 0)) for run in parents)
     rows = []
     for member, by_itself in zip(members, alone, strict=True):
         own = {stage.run_id for stage in _walk(member)} - counted
@@ -359,8 +365,9 @@ def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
         rows.append(FamilyRow(member.name, sum(cost[run] for run in own), by_itself))
     return Family(
         rows=tuple(rows),
-        parent_flops=sum(cost[run] for run in parents),
+        parent_flops=parent_flops,
         basis="measured" if all(each.basis == "measured" for each in alone) else "computed",
+        parent_basis="measured" if parent_flops == sum(cost[run] for run in parents) else "computed",
     )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,6 +26,9 @@ from stretto.base.numbers import short
 from stretto.base.paths import remove, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
+PAUSES_S = (5.0, 10.0, 20.0, 30.0)
+"""Between the lines of `progress` where the output is no terminal; the last one again and again. Half a minute is as long as
+people and CI wait for a sign of life."""
 
 
 class Advance(Protocol):
@@ -33,11 +38,14 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(description: str, total: int | None = None, console: Console | None = None) -> Iterator[Advance]:
+def progress(
+    description: str, total: int | None = None, console: Console | None = None, pauses_s: Sequence[float] = PAUSES_S
+) -> Iterator[Advance]:
     """Show a bar for ``total`` units of work (None: unknown) and yield the function that advances it.
 
     ``advance(num, status)`` may be called from any thread; ``status`` is a short text behind the bar. Bars may nest.
-    Where the output is no terminal (CI, a pipe), one line at the start and one at the end are printed instead.
+    Where the output is no terminal (CI, a pipe), lines are printed instead: at the start, at the end, and with ``pauses_s``
+    between them, whether or not anything advances.
     """
     console = console or rich.get_console()
     start = time.perf_counter()
@@ -61,19 +69,45 @@ def progress(description: str, total: int | None = None, console: Console | None
 
             yield advance
             return
-    done, ending = 0, "stopped"
+    done, doing, ending = 0, "", "stopped"
+    of = "" if total is None else f" of {total:,}"
 
     def count(num: int = 1, status: str | None = None, /) -> None:
-        nonlocal done
+        nonlocal done, doing
         done += num
+        doing = doing if status is None else f", {status}"
+
+    def tell(what: str) -> None:
+        _say(console, f"{description}: {what}{done:,}{of} in {time.perf_counter() - start:.1f} s{doing}")
 
     _say(console, f"{description} …")
+    with _ticking(lambda: tell(""), pauses_s):
+        try:
+            yield count
+            ending = "done"
+        finally:
+            doing = ""
+            tell(f"{ending}, ")
+
+
+@contextmanager
+def _ticking(tell: Callable[[], None], pauses_s: Sequence[float]) -> Iterator[None]:
+    """Call ``tell`` after each of ``pauses_s``, and then whenever the last of them is over, from a thread of its own."""
+    ended = threading.Event()
+
+    def tick() -> None:
+        for pause_s in chain(pauses_s, repeat(pauses_s[-1])):
+            if ended.wait(pause_s):
+                return
+            tell()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
     try:
-        yield count
-        ending = "done"
+        yield
     finally:
-        of = "" if total is None else f" of {total:,}"
-        _say(console, f"{description}: {ending}, {done:,}{of} in {time.perf_counter() - start:.1f} s")
+        ended.set()
+        thread.join()
 
 
 class Tracker:
@@ -206,6 +240,11 @@ def _open_wandb(project: str, folder: Path, first_step: int, config: Mapping[str
         id=path.read_text(encoding="utf-8"),
         resume="allow",
     )
+
+
+def say(text: str) -> None:
+    """Print one plain line, above any progress bar."""
+    _say(rich.get_console(), text)
 
 
 def _say(console: Console, text: str) -> None:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, remove, replacing, write_json
+from stretto.base.paths import LOCK_FILE, read_json, remove, replacing, write_json
 from stretto.data.sources import Document
 
 MANIFEST = "data.json"
@@ -272,7 +272,7 @@ def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
         old, finished = manifest.settings, tuple(chain.from_iterable(manifest.splits.values()))
     elif (progress / "settings.json").exists():
         old = validate(Settings, read_json(progress / "settings.json"), str(progress / "settings.json"))
-    elif out_dir.exists() and any(path.name != TOKENIZER for path in out_dir.iterdir()):
+    elif out_dir.exists() and any(path.name not in (TOKENIZER, LOCK_FILE) for path in out_dir.iterdir()):
         raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
     for name in Settings.model_fields:
         was, now = getattr(old, name), getattr(settings, name)

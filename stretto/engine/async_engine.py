@@ -1,7 +1,8 @@
 """An engine in a thread of its own, for asyncio callers, and the stream of events that each request gets.
 
 The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
-all tokens of a step.
+all tokens of a step. A request that fails, for whatever reason, is told so and no other notices; what leaves
+`Engine.step` is the end of the engine: `AsyncEngine.error` says why, and the process had better end too.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
+from stretto.engine.grammar import MAX_TRIALS, GrammarState
 from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Request
 
 T = TypeVar("T")
@@ -30,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 class EngineFailed(RuntimeError):  # noqa: N818 - says what happened
     """The engine's thread has died, with what it died of; every open and every later request gets this."""
+
+
+class RequestFailed(RuntimeError):  # noqa: N818 - says what happened
+    """A request could not be taken, by no wish of its own; the log says why. The engine goes on."""
 
 
 class Closed(RuntimeError):  # noqa: N818 - a state, not a fault
@@ -43,6 +51,8 @@ class Channel:
         self.loop = loop
         self.num_open = num_open
         """Choices unfinished; the engine's thread counts."""
+        self.is_abandoned = False
+        """Its stream was left before the request reached the engine."""
         self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self.admitted: asyncio.Future[None] = loop.create_future()
 
@@ -73,7 +83,7 @@ class Stream(AsyncIterator[Event]):
         """Return once the engine has taken the request.
 
         Raises:
-            UserError: it cannot be served. QueueFull: not now. EngineFailed: no more.
+            UserError: it cannot be served. QueueFull: not now. RequestFailed: nor ever. EngineFailed: no more.
         """
         try:
             await asyncio.shield(self._channel.admitted)
@@ -140,6 +150,9 @@ class AsyncEngine:
         """Why the engine is dead; None while it lives."""
         self._is_accepting = True
         self._is_stopping = False
+        self._compiling: set[Channel] = set()  # requests whose grammar is read before they reach the engine
+        # As many as may wait for the one process that tries grammars, and some for those that are known already.
+        self._compilers = ThreadPoolExecutor(2 * MAX_TRIALS, "grammar")
         # Held while a command is handed in: after the thread's last look at the inbox none may be. Re-entrant, since
         # the garbage collector can close a stream anywhere.
         self._lock = threading.RLock()
@@ -163,22 +176,33 @@ class AsyncEngine:
             raise Closed("the server is shutting down and takes no new requests")
         channel = Channel(asyncio.get_running_loop(), request.sampling.n)
 
-        def add() -> None:
-            try:
-                self._engine.add(request)
-            except (UserError, QueueFull) as error:
-                channel.tell(error)
+        def add(grammar: GrammarState | None) -> None:
+            self._compiling.discard(channel)
+            if channel.is_abandoned:
                 return
-            self._open[request.id] = channel
-            channel.tell(None)
+            with _told(channel, request):
+                self._engine.add(request, grammar=grammar)
+                self._open[request.id] = channel
+                channel.tell(None)
+
+        def compile_grammar() -> None:
+            grammar = None
+            with _told(channel, request):
+                grammar = self._engine.grammar(request)
+            self._post(partial(add, grammar) if grammar else partial(self._compiling.discard, channel), channel.tell)
 
         def abandon() -> None:
+            channel.is_abandoned = True
             if self._open.get(request.id) is channel:  # a later request may have the id by now
                 del self._open[request.id]
                 self._engine.abort(request.id)
 
         stream = Stream(channel, lambda: self._post(abandon, lambda error: None))
-        self._post(add, channel.tell)
+        if request.sampling.grammar is None:
+            self._post(partial(add, None), channel.tell)
+        else:
+            self._compiling.add(channel)
+            self._compilers.submit(compile_grammar)
         return stream
 
     async def call(self, work: Callable[[Engine], T]) -> T:
@@ -223,12 +247,13 @@ class AsyncEngine:
         """Take nothing new; return when all that was taken is finished, or the engine is dead."""
         self._is_accepting = False
         with suppress(EngineFailed):
-            while await self.call(lambda engine: bool(self._open) or engine.has_work):
+            while await self.call(lambda engine: bool(self._open or self._compiling) or engine.has_work):
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     def close(self) -> None:
         """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
         self._is_accepting = False
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             self._post(self._stop, lambda error: None)
             self._thread.join()
@@ -265,7 +290,7 @@ class AsyncEngine:
     def _fail(self, error: EngineFailed) -> None:
         with self._lock:
             self.error = error
-        for channel in self._open.values():
+        for channel in (*self._open.values(), *self._compiling.copy()):
             channel.tell(error)
         self._open.clear()
         while not self._inbox.empty():
@@ -284,6 +309,18 @@ class AsyncEngine:
                     del self._open[event.request_id]
         for loop, deliveries in by_loop.items():
             _from_thread(loop, _deliver, deliveries)
+
+
+@contextmanager
+def _told(channel: Channel, request: Request) -> Iterator[None]:
+    """What goes wrong inside, before a request is taken, is told to whoever asked, and nobody else."""
+    try:
+        yield
+    except (UserError, QueueFull) as error:
+        channel.tell(error)
+    except BaseException as error:  # a panic in a library of Rust is no Exception
+        _log.exception("request %s could not be taken", request.id)
+        channel.tell(RequestFailed(f"the request could not be taken: {type(error).__name__}"))
 
 
 def _deliver(deliveries: list[tuple[Channel, Event]]) -> None:

@@ -1,5 +1,9 @@
 """The engine: requests go in, tokens come out, one step of the whole batch at a time. One thread owns it.
 
+What depends on one request alone - its grammar, its settings, its text - fails within `SequenceState.guarded`, which ends
+that choice with reason ``error``. What the batch shares - the plan, the pages, a forward pass - has no one to blame: an
+exception there leaves `Engine.step`, and the engine is not to be used again.
+
 Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chosen.
 """
 
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
+from stretto.engine.grammar import GrammarState
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import top_log_probs
@@ -110,11 +115,20 @@ class Engine:
         """Whether `step` has anything to compute."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
-    def add(self, request: Request, *, stream: bool = True) -> None:
-        """Queue ``request``.
+    def grammar(self, request: Request) -> GrammarState | None:
+        """The grammar of ``request``, for `add`: what takes long in admitting it, and any thread may do.
+
+        Raises:
+            UserError: it cannot be followed. QueueFull: too many wait to be read.
+        """
+        return self._admission.grammar(request)
+
+    def add(self, request: Request, *, stream: bool = True, grammar: GrammarState | None = None) -> None:
+        """Queue ``request``. Whatever it raises, nothing has changed.
 
         Args:
             stream: report every token as it comes; else only the completions, which costs less.
+            grammar: what `grammar` returned for it; None: it is compiled here.
 
         Raises:
             UserError: it asks for something that this engine or network does not have.
@@ -125,7 +139,8 @@ class Engine:
         num_waiting = len(self._scheduler.waiting)
         if num_waiting + request.sampling.n > max(self.config.max_waiting, request.sampling.n):
             raise QueueFull(f"{num_waiting} requests wait already; try again later")
-        sequences = self._admission.sequences(request, self._clock(), is_streamed=stream)
+        grammar = grammar or self.grammar(request)
+        sequences = self._admission.sequences(request, grammar, self._clock(), is_streamed=stream)
         for seq in sequences:  # all are alike, so it is the first that is refused
             self._scheduler.add(seq)
         self._open[request.id] = sequences
@@ -169,7 +184,8 @@ class Engine:
             num_computed = len(chunk.tokens) + len(seq.drafts)
             seq.drafts = []
             if seq in found:
-                self._push(seq, found[seq], now_s, events)
+                with seq.guarded():
+                    self._push(seq, found[seq], now_s, events)
             # the token chosen last is not computed yet, and a choice may end among its accepted drafts
             scheduler.computed(seq, min(num_computed, max(0, len(seq.tokens) - 1 - seq.num_computed)))
             if seq.finish_reason is not None:
@@ -246,7 +262,8 @@ class Engine:
             if chunk.start < seq.num_prompt:
                 self._stats.prompt_tokens += min(chunk.end, seq.num_prompt) - chunk.start
                 if seq.sampling.prompt_logprobs and chunk.num_logits:
-                    _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
+                    with seq.guarded():
+                        _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
             if chunk.num_logits and chunk.end == len(seq.tokens) and seq.begin_drafts():
                 rows.append(end_row - 1)
                 sampled.append(seq)
@@ -264,11 +281,12 @@ class Engine:
         started_s = self._clock()
         distributions = self._speculator.draft(sequences, draft)
         drafted_s = self._clock()
-        found = self._speculator.verify(sequences, distributions, want_routes)
+        logits_MV = self._speculator.verify(sequences, want_routes)
+        found = self._speculator.decide(sequences, distributions, logits_MV)
         verified_s = self._clock()
         num_accepted = num_rejected = 0
         for seq in sequences:
-            num, num_kept = len(seq.drafts), len(found[seq].ids) - 1
+            num, num_kept = len(seq.drafts), len(found[seq].ids) - 1 if seq in found else 0
             num_accepted += num_kept
             num_rejected += num_kept < num
             seq.num_drafted += num
@@ -300,11 +318,11 @@ class Engine:
         logp_MV = verdict.logp_MV
         tops = [] if logp_MV is None else top_log_probs(logp_MV, seq.sampling.top_logprobs)
         for at, (token, logprob) in enumerate(zip(verdict.ids, verdict.logprobs, strict=True)):
+            if seq.finish_reason is not None:
+                break
             event = seq.push(token, logprob, self.weight_version, tops[at] if tops else (), now_s)
             if event is not None:
                 events.append(event)
-            if seq.finish_reason is not None:
-                break
 
     def _close(self, seq: SequenceState, now_s: float) -> Completion:
         """Take a sequence that has a finish reason out of the engine."""

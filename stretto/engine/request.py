@@ -214,6 +214,8 @@ class Completion:
     was skipped, or the token's top-k is smaller)."""
     error: str | None = None
     """Why, for the finish reason ``error``."""
+    is_refused: bool = False
+    """The error is the request's own fault: its grammar cannot be followed."""
 
 
 Event = TokenEvent | Completion

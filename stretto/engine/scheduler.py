@@ -72,10 +72,10 @@ class Scheduler:
         assert seq.order < 0, f"{seq.request.id}[{seq.index}] is added twice"
         seq.order = self._num_arrived
         self._num_arrived += 1
-        self.waiting.append(seq)
         if self.prefix_cache and self._num_shared(seq) and not seq.sampling.prompt_logprobs:
             num = self._num_shared(seq)
             seq.prefix_key = chain_hash(ROOT, seq.tokens[:num], seq.page_salt(0, num, 0))
+        self.waiting.append(seq)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None where there is nothing to compute.

@@ -5,8 +5,11 @@ Positions count from the first prompt token. Imports no torch.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -23,6 +26,7 @@ from stretto.text.tokenizer import Tokenizer
 SEED_MASK = (1 << 64) - 1
 _NEVER = 1 << 62
 """Position of something that has not happened yet."""
+_log = logging.getLogger(__name__)
 _CONTEXT = 4
 """Prompt tokens that the detokenizer looks at: whether a space comes first depends on what is before it."""
 
@@ -155,6 +159,8 @@ class SequenceState:
     stop: str | int | None = None
     """The stop string or id that ended it."""
     error: str | None = None
+    is_refused: bool = False
+    """The error is the request's own fault."""
     flops: int = 0
     """Spent so far, recomputation and rejected drafts included."""
     grammar: GrammarState | None = None
@@ -301,8 +307,11 @@ class SequenceState:
             self.finish_reason, self.stop = "stop", token
         elif self.stop is not None:  # a stop string, found in the text
             self.finish_reason = "stop"
-        elif self.grammar is not None:
-            self._follow(self.grammar, token)
+        elif self.grammar is not None:  # the choice stops where that is at its end, and fails where it cannot go on
+            if not self.grammar.accept(token):
+                self.fail(f"grammar: token {token} does not follow")
+            elif self.grammar.is_finished:
+                self.finish_reason = "stop"
         if self.error is not None:
             return None
         if self.finish_reason is None and len(self.tokens) >= self.limit:
@@ -319,24 +328,21 @@ class SequenceState:
         """Forget the drafts of the last step, and see what the grammar allows next; False, and the choice has failed,
         where that is nothing."""
         self.drafts, self.draft_rows, self.draft_masks = [], [], []
-        if self.grammar is None:
-            return True
-        try:
-            self.draft_masks.append(self.grammar.mask())
-        except UserError as error:
-            self.fail(str(error))
-            return False
-        if not self.draft_masks[0].any():
-            self.fail("grammar: no token of the vocabulary can follow")
+        if self.grammar is not None and self.finish_reason is None:
+            with self.guarded():
+                self.draft_masks.append(self.grammar.mask())
+                if not self.draft_masks[0].any():
+                    self.fail("grammar: no token of the vocabulary can follow", is_refused=True)
         return self.finish_reason is None
 
     def draft(self, token: int, row: tuple[int, int]) -> None:
         """Draft ``token``; one that the grammar cannot go on from is left out, and so is what would follow."""
         if self.grammar is not None:
-            if not self.grammar.accept(token):
+            mask_W = self.grammar.try_accept(token)
+            if mask_W is None:
                 self.most_drafts = len(self.drafts)
                 return
-            self.draft_masks.append(self.grammar.mask())
+            self.draft_masks.append(mask_W)
         self.drafts.append(token)
         self.draft_rows.append(row)
 
@@ -344,11 +350,25 @@ class SequenceState:
         """End it with reason ``abort``; text that was held back belongs to it now."""
         self.finish_reason = "abort"
         if self._reads_text:
-            self.text += self._rest()
+            with self.guarded():
+                self.text += self._rest()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, is_refused: bool = False) -> None:
         """End this choice, and no other, for ``reason``."""
-        self.finish_reason, self.error = "error", reason
+        self.finish_reason, self.error, self.is_refused = "error", reason, is_refused
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What goes wrong inside ends this choice, and no other: for all that depends on one request alone."""
+        try:
+            yield
+        except UserError as error:
+            self.fail(str(error), is_refused=True)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a library of Rust is no Exception
+            _log.exception("request %s, choice %d has failed", self.request.id, self.index)
+            self.fail(f"the engine could not finish this request: {type(error).__name__}")
 
     def complete(self, routes: np.ndarray | None, now_s: float) -> Completion:
         """The record of a sequence that has a finish reason."""
@@ -356,7 +376,8 @@ class SequenceState:
         assert self.finish_reason is not None, f"{request.id}[{self.index}] has not ended"
         if self.detokenizer is not None and not self._reads_text:
             visible = output[:-1] if isinstance(self.stop, int) else output
-            self.text = self.detokenizer.push(visible) + self.detokenizer.finish()
+            with self.guarded():
+                self.text = self.detokenizer.push(visible) + self.detokenizer.finish()
         prompt_logprobs = np.array(self.prompt_log_probs, np.float32) if self.sampling.prompt_logprobs else None
         return Completion(
             request_id=request.id,
@@ -387,6 +408,7 @@ class SequenceState:
             prompt_top=tuple(self.prompt_top),
             routes=routes,
             error=self.error,
+            is_refused=self.is_refused,
         )
 
     @property
@@ -402,16 +424,6 @@ class SequenceState:
         if self.stops is not None:
             rest = self.stops.push(rest) + self.stops.finish()
         return rest
-
-    def _follow(self, grammar: GrammarState, token: int) -> None:
-        """Tell the grammar; the choice stops where that is at its end, and fails where it cannot go on."""
-        try:
-            if not grammar.accept(token):
-                self.fail(f"grammar: token {token} does not follow")
-            elif grammar.is_finished:
-                self.finish_reason = "stop"
-        except UserError as error:
-            self.fail(str(error))
 
 
 @dataclass(slots=True)
@@ -465,10 +477,16 @@ class Admission:
         self._config, self._subnets, self._tokenizer, self._end_ids = config, subnets, tokenizer, end_ids
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids()
         self._grammars: GrammarCompiler | None = None  # made at the first grammar: it takes a while
+        self._lock = threading.Lock()  # of that making
         self._max_len, self._has_routes, self._seeds = max_len, has_routes, seeds
 
-    def sequences(self, request: Request, now_s: float, *, is_streamed: bool) -> list[SequenceState]:
+    def sequences(
+        self, request: Request, grammar: GrammarState | None, now_s: float, *, is_streamed: bool
+    ) -> list[SequenceState]:
         """One sequence for each choice.
+
+        Args:
+            grammar: of `grammar`.
 
         Raises:
             UserError: something in the request that this network or engine does not have.
@@ -482,7 +500,7 @@ class Admission:
         for index in range(sampling.n):
             own = sampling.model_copy(update={"seed": first_seed + index, "n": 1})
             seq = SequenceState(request, subnets, index, own, is_streamed, now_s, limit=limit, end_ids=end_ids)
-            seq.grammar = self._grammar(request)
+            seq.grammar = None if grammar is None else grammar.fresh()
             if self._tokenizer is not None:
                 hidden = self._special_ids - request.visible_ids
                 seq.detokenizer = Detokenizer(self._tokenizer, hidden, after=request.prompt[-_CONTEXT:])
@@ -499,9 +517,8 @@ class Admission:
             wrong = low if low < 0 else high
             raise UserError(f"{name}: prompt: {wrong} is not a token id; they go from 0 to {vocab - 1}")
         request.sampling.check(vocab, name)
-        if self._tokenizer is None and (request.sampling.stop or request.sampling.grammar):
-            field = "stop" if request.sampling.stop else "grammar"
-            raise UserError(f"{name}: {field}: needs text, and this engine has no tokenizer; use stop_ids")
+        if self._tokenizer is None and request.sampling.stop:
+            raise UserError(f"{name}: stop: needs text, and this engine has no tokenizer; use stop_ids")
         if request.want_routes and not self._has_routes:
             raise UserError(f"{name}: want_routes: this engine keeps no routes; open it with routes")
 
@@ -521,13 +538,16 @@ class Admission:
         number = self._subnets.number
         return number(prefill), number(thinking), number(phases.answer)
 
-    def _grammar(self, request: Request) -> GrammarState | None:
-        grammar = request.sampling.grammar
+    def grammar(self, request: Request) -> GrammarState | None:
+        """The request's grammar, compiled; see `GrammarCompiler.compile`. For any thread."""
+        grammar, name = request.sampling.grammar, f"request {request.id}"
         if grammar is None:
             return None
-        assert self._tokenizer is not None
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._tokenizer)
+        if self._tokenizer is None:
+            raise UserError(f"{name}: grammar: needs text, and this engine has no tokenizer; leave it out")
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._tokenizer)
         ends = self._end_ids + request.sampling.stop_ids
-        known = tuple(token for token in ends if token < self._tokenizer.vocab_size)
-        return self._grammars.compile(grammar, known, f"request {request.id}")
+        known = tuple(token for token in ends if 0 <= token < self._tokenizer.vocab_size)
+        return self._grammars.compile(grammar, known, name)

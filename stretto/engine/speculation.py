@@ -18,7 +18,9 @@ Shape letters: M rows of logits, V vocabulary, R drafted rows of sampled request
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ from stretto.engine.sequence import Chunk, SequenceState, StepPlan, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.ops.native import choose_tokens
 
+_log = logging.getLogger(__name__)
 ORDER = 3
 """Tokens that must be equal before the rest is looked at; of two, too many stand together by chance."""
 WARM_STEPS = 3
@@ -332,8 +335,20 @@ class Speculator:
         """Draft for sequences that were prepared; returns the distributions [M, V] of each drafting step.
 
         Grammars end where they began. A sequence stops early where it would end, where its thinking would (another
-        Subnet goes on there), and where its grammar allows nothing more.
+        Subnet goes on there), and where its grammar allows nothing more. Where drafting fails, the step goes on without:
+        should it be the device, verification meets it too.
         """
+        try:
+            return self._draft(sequences, draft)
+        except Exception:
+            _log.exception("drafting has failed; the step goes on without drafts")
+            for seq in sequences:
+                _end_drafts(seq)
+                seq.drafts, seq.draft_rows = [], []
+                del seq.draft_masks[1:]
+            return []
+
+    def _draft(self, sequences: Sequence[SequenceState], draft: Draft) -> list[Tensor]:
         is_compiled = self._runner.native is not None and all([seq.temperature is not None for seq in sequences])
         if draft.subnet is not None and is_compiled:
             return self._run(sequences, draft.subnet)
@@ -347,10 +362,10 @@ class Speculator:
                 ids, probs_MV = self._compute(active, draft.subnet, step)
             distributions.append(probs_MV)
             for row, (seq, token) in enumerate(zip(active, ids, strict=True)):
-                seq.draft(token, (step, row))
+                with seq.guarded():
+                    seq.draft(token, (step, row))
         for seq in sequences:
-            if seq.grammar is not None and seq.drafts:
-                seq.grammar.rollback(len(seq.drafts))
+            _end_drafts(seq)
         return distributions
 
     def _look_up(self, active: Sequence[SequenceState], step: int) -> tuple[list[int], Tensor]:
@@ -390,17 +405,32 @@ class Speculator:
         num_steps = max([len(seq.drafts) for seq in active])
         return [torch.empty(0)] * num_steps if probs_SNV is None else list(probs_SNV[:num_steps])
 
-    def verify(
-        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], want_routes: bool
-    ) -> dict[SequenceState, Verdict]:
-        """Compute all drafts with their sequences' own Subnets, and decide how far each is right."""
+    def verify(self, sequences: Sequence[SequenceState], want_routes: bool) -> Tensor:
+        """Compute all drafts with their sequences' own Subnets; logits [M, V] for `decide`."""
         chunks = [self._chunk(seq, (seq.tokens[-1], *seq.drafts), seq.subnet, 0) for seq in sequences]
-        return self.decide(sequences, distributions, self._runner.forward(chunks, want_routes))
+        return self._runner.forward(chunks, want_routes)
 
     def decide(
         self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
     ) -> dict[SequenceState, Verdict]:
-        """The next tokens of each sequence, from a row of logits for each of its drafts and one more."""
+        """The next tokens of each sequence, from a row of logits for each of its drafts and one more.
+
+        A sequence whose settings make that fail ends, and is left out.
+        """
+        try:
+            return self._decide(sequences, distributions, logits_MV)
+        except Exception:  # no row depends on its neighbours, so whichever it was fails alone, too
+            rows = logits_MV.split([len(seq.drafts) + 1 for seq in sequences])
+        found: dict[SequenceState, Verdict] = {}
+        for seq, rows_MV in zip(sequences, rows, strict=True):
+            has_settings = seq.temperature is None  # without any, it is the engine that is broken
+            with seq.guarded() if has_settings else nullcontext():
+                found |= self._decide([seq], distributions, rows_MV)
+        return found
+
+    def _decide(
+        self, sequences: Sequence[SequenceState], distributions: Sequence[Tensor], logits_MV: Tensor
+    ) -> dict[SequenceState, Verdict]:
         if not sequences:
             return {}
         is_compiled = self._runner.native is not None
@@ -415,7 +445,7 @@ class Speculator:
         for is_plain in (True, False):
             places = [at for at, flag in enumerate(plain) if flag == is_plain]
             rows_M = torch.cat([rows_of[at] for at in places])
-            found |= self.decide([sequences[at] for at in places], distributions, logits_MV[rows_M])
+            found |= self._decide([sequences[at] for at in places], distributions, logits_MV[rows_M])
         return found
 
     def _choose(
@@ -516,7 +546,9 @@ class Speculator:
         return self._able[draft, target]
 
     def _goes_on(self, seq: SequenceState, step: int) -> bool:
-        if step >= seq.most_drafts or (seq.draft_masks and not seq.draft_masks[step].any()):
+        if step != len(seq.drafts) or step >= seq.most_drafts or seq.finish_reason is not None:
+            return False  # it stopped at an earlier step, it ends here, or it has failed
+        if seq.draft_masks and not seq.draft_masks[step].any():
             return False
         last = (seq.drafts or seq.tokens)[-1]
         # the token that ends thinking is computed by the thinking Subnet, what follows it by another
@@ -529,6 +561,13 @@ class Speculator:
         num_pages = -(-end // self._page_size)
         assert num_pages <= len(seq.table), f"drafts up to {end} need {num_pages} pages, {len(seq.table)} are there"
         return Chunk(tuple(tokens), start, seq.table[:num_pages], subnet, len(tokens))
+
+
+def _end_drafts(seq: SequenceState) -> None:
+    """The grammar back where the drafts began."""
+    if seq.grammar is not None:
+        with seq.guarded():
+            seq.grammar.rollback(len(seq.drafts))
 
 
 def _history(seq: SequenceState, num_drafts: int) -> Sequence[int]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.track import progress
 from stretto.data.loader import Batch
 from stretto.model.parallel import Ranks
 from stretto.model.spec import (
@@ -86,7 +85,7 @@ def evaluate_many(
     against_full: bool = False,
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[LossReport]:
-    """Loss of each of ``subnets`` over the same batches, in the dtype of the weights.
+    """Loss of each of ``subnets`` over the same batches, in the dtype of the weights or the one that autocast says.
 
     Args:
         against_full: also the distance of each to the full network, which runs once a batch.
@@ -99,8 +98,7 @@ def evaluate_many(
         check_subnet(model.config, subnet)
     sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
     head_VD = model.head_VD.detach()  # a leaf that wants a gradient would make head_loss compute one
-    # |W·d|² = dᵀ(WᵀW)d: the [N, V] logits of the difference are never formed
-    gram_DD = head_VD.float().T @ head_VD.float() if against_full else None
+    gram_DD = _gram(head_VD) if against_full else None
     num_tokens, full_size = 0, 0.0
     for batch in batches:
         kept_BT = batch.targets_BT != IGNORED
@@ -132,10 +130,17 @@ def evaluate_many(
     ]
 
 
+def _gram(head_VD: Tensor) -> Tensor:
+    """WᵀW of the head: |W·d|² = dᵀ(WᵀW)d, so that the [N, V] logits of a difference are never formed."""
+    with torch.autocast(head_VD.device.type, enabled=False):
+        return head_VD.float().T @ head_VD.float()
+
+
 def _logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
     """Sum over tokens of the squared length of the logits of ``hidden_ND``."""
-    wide_ND = hidden_ND.float()
-    return float(((wide_ND @ gram_DD) * wide_ND).double().sum())
+    with torch.autocast(gram_DD.device.type, enabled=False):
+        wide_ND = hidden_ND.float()
+        return float(((wide_ND @ gram_DD) * wide_ND).double().sum())
 
 
 def held_out_losses(
@@ -167,8 +172,7 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
     config = model.config
     layers = droppable_layers(config)
     subnets = [without_layers(config, {layer}) for layer in layers]
-    with progress("rank layers", len(subnets) * len(batches)) as advance:
-        reports = evaluate_many(model, subnets, batches, against_full=True, advance=advance)
+    reports = evaluate_many(model, subnets, batches, against_full=True)
     errors: dict[int, float] = {}
     for layer, report in zip(layers, reports, strict=True):
         assert report.logit_error is not None

@@ -54,11 +54,11 @@ def routing(
         x_BTD, num_experts, top_k, widths = arguments
         routes, _ = layer.route(x_BTD, num_experts, top_k, widths)
         slots = group_slots(routes.chosen_NK, len(layer.gate))
-        x_SD = x_BTD.flatten(0, 1)[slots.token_S]
+        x_SD = x_BTD.flatten(0, 1)[slots.token_P]
         length_S = grouped_swiglu(x_SD, slots.ends_E, layer.gate_up, layer.down).float().norm(dim=-1)
-        real_S = real_BT.reshape(-1)[slots.token_S]
-        expert_S = routes.chosen_NK.reshape(-1)[slots.order_S]
-        gate_S = routes.gates_NK.reshape(-1)[slots.order_S]
+        real_S = real_BT.reshape(-1)[slots.token_P]
+        expert_S = routes.chosen_NK.reshape(-1)[slots.order_P]
+        gate_S = routes.gates_NK.reshape(-1)[slots.order_P]
         load_E[layer.row].index_add_(0, expert_S, real_S.long())
         weight_E[layer.row].index_add_(0, expert_S, (gate_S * length_S * real_S).double())
 

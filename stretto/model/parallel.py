@@ -13,12 +13,12 @@ import atexit
 import os
 import platform
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stretto.base.errors import UserError
-from stretto.model.transformer import MoeLayer, Transformer
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import MoeLayer, Transformer, load_state, skeleton
 from stretto.ops.grouped import compute_dtype as product_dtype
-from stretto.ops.grouped import group_slots, grouped_swiglu
+from stretto.ops.grouped import group_multiple, group_slots, grouped_swiglu
 
 TIMEOUT_S = 600.0
-"""A rank that dies is noticed at once; this is for one that hangs. The longest honest wait is for a disk."""
+"""A rank that dies is noticed at once; this is for one that hangs in a step. The longest honest wait there is for a disk."""
+PATIENCE_S = 7 * 24 * 3600.0
+"""For what one rank does before the first step, such as tokenising a corpus."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Ranks:
     device: torch.device
     ep: int = 1
     """Neighbouring ranks that share each layer's experts between them; divides ``world``."""
+    patient: dist.ProcessGroup | None = None
+    """All ranks, with patience; None where there is one."""
 
     @property
     def is_first(self) -> bool:
@@ -72,6 +80,23 @@ class Ranks:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` returns on rank 0, on every rank; the others wait, for hours if need be. Raises `UserError`: on all
+        ranks what it raised there.
+        """
+        if self.world == 1:
+            return work()
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told[0] = work()
+            except UserError as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, 0, group=self.patient)
+        if told[1] is not None:
+            raise UserError(told[1])
+        return told[0]
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Add up over all ranks the gradients of what each holds whole; FSDP has done it for the rest."""
@@ -120,7 +145,9 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
     place = Ranks(rank, world, torch.device(kind), ep)
-    if world > 1 and not dist.is_initialized():
+    if world == 1:
+        return place
+    if not dist.is_initialized():
         if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             # gloo would ask the network for this host's address, which a laptop or a container may not have
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -132,19 +159,7 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
         )
         # also after an error: closed connections make the other ranks' collectives fail instead of waiting
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return place
-
-
-def compute_dtype(choice: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: ``auto`` is bf16 on a GPU that multiplies it in hardware, else fp32.
-
-    A CPU without AVX512-BF16 or AMX emulates bf16 a hundred times slower. One with AMX multiplies it four times faster, yet
-    trains here at a fifth of the rate: its library prepares a product anew for every unseen number of rows, and routers
-    give new ones each step.
-    """
-    if choice != "auto":
-        return getattr(torch, choice)
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return replace(place, patient=dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)))
 
 
 def device_name(device: torch.device) -> str:
@@ -157,6 +172,13 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def placed(
+    config: ModelConfig, state: Iterable[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """The model of ``config`` with the tensors of ``state``, spread over the ranks: no device ever holds the whole of it."""
+    return load_state(shard(skeleton(config), ranks, dtype), state, ranks.device)
 
 
 def shard(model: Transformer, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -262,7 +284,7 @@ def _experts(
     there, back = counts_RL.sum(1).tolist(), arriving_RL.sum(1).tolist()
     # Copy, then permute: the gradient of a permutation has one writer a row, so no order of summation to depend on.
     # Slots sorted by expert are sorted by the rank that holds it, too.
-    x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_S)
+    x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
     x_MD = _Swap.apply(x_SD, there, back, group)
     y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local())
     y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
@@ -277,8 +299,8 @@ def _local_experts(x_MD: Tensor, arrived_RL: Tensor, gate_up_LFD: Tensor, down_L
     """
     num_ranks, num_local = arrived_RL.shape
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
-    slots = group_slots(expert_M[:, None], num_local)
-    y_MD = grouped_swiglu(x_MD.index_select(0, slots.order_S), slots.ends_E, gate_up_LFD, down_LDI)
+    slots = group_slots(expert_M[:, None], num_local, group_multiple(x_MD, len(x_MD) / num_local))
+    y_MD = grouped_swiglu(x_MD.index_select(0, slots.order_P), slots.ends_E, gate_up_LFD, down_LDI)
     return y_MD.index_select(0, slots.place_S)
 
 

@@ -8,12 +8,12 @@ W branches of balance state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
@@ -159,12 +159,17 @@ class MoeLayer(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
         self.shared = SwiGlu(hidden, config.num_shared_experts * width) if config.num_shared_experts else None
-        rank = torch.empty(num_experts, dtype=torch.int64)
-        rank[torch.tensor(config.expert_orders[row])] = torch.arange(num_experts)
-        self.register_buffer("rank_E", rank, persistent=False)
-        self.register_buffer("bias_WE", torch.zeros(config.num_branches, num_experts))
+        self.register_buffer("rank_E", torch.empty(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
+        self.reset_buffers()
         self.exchange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
         """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.shard`."""
+
+    def reset_buffers(self) -> None:
+        """The nested order of the experts, and a balance bias of zero."""
+        order_E = torch.tensor(self.config.expert_orders[self.row], device=self.rank_E.device)
+        self.rank_E[order_E] = torch.arange(len(order_E), device=order_E.device)
+        self.bias_WE.zero_()
 
     def forward(
         self,
@@ -317,26 +322,57 @@ class Transformer(nn.Module):
         return ctx.operators.head(self.head_VD)(output.hidden_BTD).float()
 
 
-@torch.no_grad()
 def build(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """A model on ``device`` with normal weights, the same for the same seed whatever the device or sharding of the run.
+    """A model on ``device`` with the weights of `initial_state`."""
+    return load_state(skeleton(config), initial_state(config, seed), device)
+
+
+def skeleton(config: ModelConfig) -> Transformer:
+    """A model whose tensors have shapes and no memory yet; `load_state` gives it some."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def initial_state(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Normal weights, one tensor at a time, the same for the same seed whatever the device or sharding of the run.
 
     Standard deviation 0.5/√hidden (0.02 at 640 hidden, the usual value there); what writes to the residual stream is
     scaled down by √(2·layers), as in GPT-2, so that depth does not change the stream's size at the start.
     """
-    model = Transformer(config)
     std = 0.5 / math.sqrt(config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in skeleton(config).named_parameters():
+        values = torch.empty(parameter.shape)
         if name.endswith(("norm.weight", "q_norm", "k_norm")):
-            parameter.fill_(1.0)
+            values.fill_(1.0)
         elif name.endswith("bias"):
-            parameter.zero_()
+            values.zero_()
         else:
             writes = name.endswith(("out.weight", "down", "down.weight"))
-            scale = std / math.sqrt(2 * config.num_layers) if writes else std
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
-    return model.to(device)
+            values.normal_(0.0, std / math.sqrt(2 * config.num_layers) if writes else std, generator=generator)
+        yield name, values
+
+
+@torch.no_grad()
+def load_state(
+    model: Transformer, state: Iterable[tuple[str, Tensor]], device: torch.device | str = "cpu"
+) -> Transformer:
+    """Give a `skeleton`, sharded or not, memory on ``device`` and the values of ``state``: all parameters, and balance biases
+    where they are not zero. A rank keeps its own part of each tensor only.
+    """
+    model.to_empty(device=device)
+    for layer in (module for module in model.modules() if isinstance(module, MoeLayer)):
+        layer.reset_buffers()
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    missing = {name for name, _ in model.named_parameters()}
+    for name, values in state:
+        tensor = tensors[name]
+        if isinstance(tensor, DTensor):
+            values = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(values)
+        missing.discard(name)
+    assert not missing, f"no values for {sorted(missing)}"
+    return model
 
 
 class Replay:

@@ -1,6 +1,7 @@
 """Dropless expert computation: every token goes through the experts it chose, grouped by expert.
 
-Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a token and choice), D hidden, I expert width.
+Shape letters: N tokens, K experts a token, E experts, S = N·K slots (one a token and choice), P places of slots sorted by
+expert, with those that only fill a group up, D hidden, I expert width.
 """
 
 from __future__ import annotations
@@ -34,12 +35,26 @@ def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tens
     The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
     multiply the input of the down projection, which is linear: its rows are narrower than its output's.
     """
-    slots = group_slots(chosen_NK, gate_up_EFD.shape[0])
-    num_chosen = chosen_NK.shape[1]
-    x_SD = _Gather.apply(x_ND, slots.token_S, slots.place_S, num_chosen)
-    gates_S = _Gather.apply(gates_NK.reshape(-1), slots.order_S, slots.place_S, 1)
-    y_SD = grouped_swiglu(x_SD, slots.ends_E, gate_up_EFD, down_EDI, gates_S)
-    return _Combine.apply(y_SD, slots.place_S, slots.token_S, num_chosen)
+    num_experts, num_chosen = gate_up_EFD.shape[0], chosen_NK.shape[1]
+    slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND, chosen_NK.numel() / num_experts))
+    x_PD = _Gather.apply(x_ND, slots.token_P, slots.place_S, num_chosen)
+    gates_P = _Gather.apply(gates_NK.reshape(-1), slots.order_P, slots.place_S, 1)
+    if slots.real_P is not None:  # a factor of zero keeps what fills up out of every gradient
+        gates_P = gates_P * slots.real_P
+    y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P)
+    return _Combine.apply(y_PD, slots.place_S, slots.token_P, num_chosen)
+
+
+def group_multiple(x: Tensor, mean_slots: float) -> int:
+    """What the rows of a group are rounded up to in products of ``x``, for groups of ``mean_slots`` on average.
+
+    oneDNN, which multiplies bf16 on a CPU, prepares a product anew for every number of rows it has not seen lately, and routers
+    give new ones each step: most of a training step went there. Multiples of an eighth of a group are soon all seen, for a
+    sixteenth more rows on average. fp32 goes through a library that prepares nothing, and accelerators take any size.
+    """
+    if x.device.type != "cpu" or compute_dtype(x) != torch.bfloat16:
+        return 1
+    return 1 << min(6, max(4, int(mean_slots / 8).bit_length() - 1))
 
 
 def grouped_swiglu(
@@ -81,25 +96,38 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class Slots(NamedTuple):
     """Where every (token, choice) pair goes when pairs are sorted by expert."""
 
-    order_S: Tensor
-    """Sorted place -> pair."""
+    order_P: Tensor
+    """Sorted place -> pair; the first one where the place only fills its group up."""
     place_S: Tensor
     """Pair -> sorted place."""
-    token_S: Tensor
+    token_P: Tensor
     """Sorted place -> token."""
     ends_E: Tensor
-    """Where each expert's pairs end, int32."""
+    """Where each expert's places end, int32."""
+    real_P: Tensor | None
+    """Which places hold a pair, bool; None: all."""
 
 
-def group_slots(chosen_NK: Tensor, num_experts: int) -> Slots:
-    """Sort the pairs of ``chosen_NK`` by expert, ties by token: a stable sort, so the layout is reproducible."""
+def group_slots(chosen_NK: Tensor, num_experts: int, multiple: int = 1) -> Slots:
+    """Sort the pairs of ``chosen_NK`` by expert, ties by token: a stable sort, so the layout is reproducible.
+
+    Each expert gets a ``multiple`` of places. Those at its end that no pair needs repeat some token: nobody is to read their
+    outputs, and no gradient is to leave them.
+    """
     flat_S = chosen_NK.reshape(-1)
     order_S = torch.argsort(flat_S, stable=True)
+    counts_E = torch.bincount(flat_S, minlength=num_experts)
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
-    counts_E = torch.bincount(flat_S, minlength=num_experts)
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    return Slots(order_S, place_S, order_S // chosen_NK.shape[1], ends_E)
+    if multiple == 1:
+        return Slots(order_S, place_S, order_S // chosen_NK.shape[1], counts_E.cumsum(0).to(torch.int32), None)
+    spare_E = -counts_E % multiple
+    place_S += (spare_E.cumsum(0) - spare_E)[flat_S]
+    ends_E = (counts_E + spare_E).cumsum(0)
+    order_P = order_S.new_zeros(int(ends_E[-1]))
+    order_P[place_S] = torch.arange(order_S.numel(), device=order_S.device)
+    real_P = torch.zeros_like(order_P, dtype=torch.bool).index_fill_(0, place_S, True)
+    return Slots(order_P, place_S, order_P // chosen_NK.shape[1], ends_E.to(torch.int32), real_P)
 
 
 class _Gather(torch.autograd.Function):

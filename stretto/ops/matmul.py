@@ -151,8 +151,8 @@ def experts(
     """
     num_experts = len(weights.downs)
     (num_tokens, num_chosen), slots = chosen_NK.shape, group_slots(chosen_NK, num_experts + 1)
-    x_SD = x_ND.index_select(0, slots.token_S)
-    gates_S1 = rounded(gates_NK, arithmetic).reshape(-1).index_select(0, slots.order_S)[:, None]
+    x_SD = x_ND.index_select(0, slots.token_P)
+    gates_S1 = rounded(gates_NK, arithmetic).reshape(-1).index_select(0, slots.order_P)[:, None]
     parts, start = [], 0
     for expert, end in enumerate(slots.ends_E.tolist()[:num_experts]):
         if end > start:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.records import Family, Ledger, Receipt
+from stretto.base.records import Basis, Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
+
+ORDINARY: Mapping[Basis, str] = {"measured": "", "computed": "at an ordinary run's price, above its own"}
 
 
 def ledger_table(ledger: Ledger) -> Table:
@@ -52,7 +55,7 @@ def family_table(family: Family) -> Table:
     rows = tuple(line(row.name, row.own_flops, row.alone.flops, row.alone.basis) for row in family.rows)
     whole = f"All {len(rows)} together" if len(rows) > 1 else "Together"
     totals = (
-        (Cell("The parent, once"), _flops(family.parent_flops), NOTHING, NOTHING),
+        (Cell("The parent, once", note=ORDINARY[family.parent_basis]), _flops(family.parent_flops), NOTHING, NOTHING),
         line(whole, family.family_flops, family.alone_flops, family.basis),
     )
     columns = ("Size", "Out of the parent", "Trained alone", "Share")

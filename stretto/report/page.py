@@ -79,7 +79,7 @@ class Section:
     """Name of its PNG, without the ending."""
     heading: str
     text: str = ""
-    """Caption of the picture; where there is none, why."""
+    """Caption of the picture."""
     draw: Callable[[], Figure] | None = None
     alt: str = ""
     """What kind of picture it is, for those who cannot see it; the numbers are in the caption."""
@@ -93,14 +93,13 @@ def pictured(
     heading: str,
     alt: str,
     data: T | None,
-    absent: str,
     draw: Callable[[T], Figure],
     caption: Callable[[T], str],
     *tables: Table,
 ) -> Section:
-    """The section of the picture that ``draw`` makes of ``data``; without data, of the sentence ``absent``."""
+    """The section of the picture that ``draw`` makes of ``data``; without data, of its tables alone."""
     if data is None:
-        return Section(slug, heading, absent, tables=tables)
+        return Section(slug, heading, tables=tables)
     return Section(slug, heading, caption(data), partial(draw, data), alt, tables)
 
 
@@ -114,6 +113,7 @@ class Page:
     facts: tuple[str, ...]
     """The network or the run in a few short lines."""
     sections: tuple[Section, ...]
+    """Those that hold nothing are not shown."""
     environment: str
     """Device, versions, commit."""
     recipe: str
@@ -132,7 +132,8 @@ def render(page: Page, pngs: Mapping[str, bytes]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("stretto.report").joinpath("page.html").read_text(encoding="utf-8"))
     images = {slug: base64.b64encode(png).decode("ascii") for slug, png in pngs.items()}
-    return template.render(page=page, images=images).lstrip() + "\n"
+    shown = [section for section in page.sections if section.draw or section.text or section.tables or section.samples]
+    return template.render(page=page, sections=shown, images=images).lstrip() + "\n"
 
 
 def write_page(page: Page, run: Path) -> Path:

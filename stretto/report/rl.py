@@ -124,18 +124,17 @@ def report_rl_run(run: Path) -> Path:
 
 def rl_page(data: RlData) -> Page:
     """The page, its pictures not drawn yet."""
-    absent = "It was not logged." if data.rows else "No step was made."
 
     def section(slug: str, heading: str, metric: str, picture: Callable[[RlData], Picture]) -> Section:
         if not data.has(metric):
-            return Section(slug, heading, absent)
+            return Section(slug, heading)
         found = picture(data)
         return Section(slug, heading, found.caption, partial(panels, data, found), found.alt)
 
     who = pictured(
         "timeline", "Who was busy when",
         "The trainer's time and the groups in flight over the whole run; below, bars for the work of each role in a few steps.",
-        data.spans or None, "No spans were recorded.", timeline, timeline_caption,
+        data.spans or None, timeline, timeline_caption,
     )  # fmt: skip
     sections = (
         Section("summary", "In numbers", tables=(summary(data),)),

@@ -45,7 +45,7 @@ def _points(search: SearchResult) -> list[_Point]:
     ]
 
 
-def pareto_front(search: SearchResult) -> Figure:
+def candidates(search: SearchResult) -> Figure:
     """Loss × memory × measured latency (or active parameters) of the candidates that the search evaluated."""
     points = _points(search)
     times = [point.candidate.latency_ms for point in points if point.candidate.latency_ms is not None]
@@ -155,7 +155,7 @@ def search_caption(search: SearchResult) -> str:
     within = sum(point.within for point in points)
     meeting = f"{within:,} of those meet the limits ({', '.join(asked)})" if asked else "no limit was set"
     text = (
-        f"{search.num_predicted:,} candidates were predicted and {len(points):,} evaluated; {meeting}, "
+        f"{'All ' * search.is_complete}{search.num_predicted:,} candidates were predicted and {len(points):,} evaluated; {meeting}, "
         f"and {sum(point.on_front for point in points):,} are on the front. "
         f"The chosen one has {numbers.params(best.total_params)} parameters, "
         f"{numbers.params(best.active_params)} active{latency}, at loss {numbers.loss(best.nll)}."

@@ -18,15 +18,15 @@ from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
 from stretto.report.search import (
     Kept,
     Load,
+    candidates,
     expert_load,
     kept_caption,
     kept_grid,
     load_caption,
-    pareto_front,
     search_caption,
 )
 from stretto.report.style import MUTED, Label
-from stretto.search.search import SearchResult
+from stretto.search.search import SearchResult, pareto_front
 
 _EDGE_SHARE = 0.15
 """Start of a run that may lie above the frame: the fall from the loss of an untrained network would flatten the rest."""
@@ -77,15 +77,15 @@ class Curve:
         return [row["step"] * self.tokens_per_step for row in found], [row[metric] for row in found]
 
     def held_out(self) -> tuple[str, ...]:
-        """Names with a held-out loss, the full network's first."""
+        """Names with a held-out loss at two steps or more, the full network's first: one evaluation is no curve."""
         names = {name.removeprefix("loss/") for row in self.rows for name in row if name.startswith("loss/")}
-        found = [name for name in names - {"train"} if self.series(f"loss/{name}")[0]]
+        found = [name for name in names - {"train"} if len(self.series(f"loss/{name}")[0]) > 1]
         return tuple(sorted(found, key=lambda name: (name != "full", name)))
 
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """Everything a report shows; whatever a run has not done is None or empty, and the report then says so."""
+    """Everything a report shows; what a run has not done is None or empty, and the report then leaves it out."""
 
     name: str
     sizes: tuple[Size, ...]
@@ -125,36 +125,36 @@ def report_page(data: ReportData) -> Page:
         pictured(
             "loss_compute", "Loss against compute",
             "Scatter plot of held-out loss over forward FLOPs per token, one mark for each size, zero-shot and healed.",
-            data if any(size.best_nll is not None for size in data.sizes) else None, "No size was evaluated.",
+            data if sum(size.best_nll is not None for size in data.sizes) > 1 else None,
             loss_against_compute, compute_caption,
         ),
         pictured(
             "pareto_front", "The search",
             "Scatter plot of the search's candidates: loss over total parameters, coloured by latency, sized by active parameters.",
-            data.search, "No search was run.", pareto_front, search_caption,
+            data.search, candidates, search_caption,
         ),
         pictured(
             "kept", "What was kept", "Grid of layers by experts; filled cells are kept by the chosen sub-model.",
-            data.kept, "No sub-model was chosen, so nothing was dropped.", kept_grid, kept_caption,
+            data.kept, kept_grid, kept_caption,
         ),
         pictured(
             "expert_load", "Expert load",
             "Heat map of the share of tokens routed to each expert of each layer, relative to perfect balance.",
-            data.loads or None, "Expert load was not measured.", expert_load, load_caption,
+            data.loads or None, expert_load, load_caption,
         ),
         pictured(
             "training_curves", "Training",
             "Line plot of held-out loss over training, one line for the full network and each anchor, healing beside it.",
-            data if data.curves() else None, "No held-out loss was logged during training.",
+            data if data.curves() else None,
             training_curves, curves_caption, *mixture,
         ),
         pictured(
             "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
-            data if data.ledger or data.family else None, "No cost was measured.",
+            data if data.ledger or data.family else None,
             lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family),
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
-        Section("samples", "What each size writes", "" if samples else "No text was generated.", samples=samples),
+        Section("samples", "What each size writes", samples=samples),
     )  # fmt: skip
     return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
 
@@ -254,13 +254,18 @@ def loss_against_compute(data: ReportData) -> Figure:
 
 
 def compute_caption(data: ReportData) -> str:
-    known = [(nll, size) for size in data.sizes if (nll := size.best_nll) is not None]
-    (low, best), (high, worst) = (end(known, key=lambda pair: pair[0]) for end in (min, max))
-    text = f"{best.name} reaches {numbers.loss(low)} nats per token."
-    if len(known) > 1:
-        share = numbers.percent(worst.flops_per_token / best.flops_per_token)
-        text = f"From {best.name} at {numbers.loss(low)} to {worst.name} at {numbers.loss(high)} nats per token, "
+    known = [(size.flops_per_token, nll, size) for size in data.sizes if (nll := size.best_nll) is not None]
+    # only sizes that no other beats on both axes are worth a sentence
+    front = [known[place] for place in pareto_front([(flops, nll) for flops, nll, _ in known])]
+    (_, low, best), (_, high, least) = (end(front, key=lambda each: each[1]) for end in (min, max))
+    text = f"{best.name} reaches {numbers.loss(low)} nats per token with the least compute of all."
+    if least is not best:
+        share = numbers.percent(least.flops_per_token / best.flops_per_token)
+        text = f"From {best.name} at {numbers.loss(low)} to {least.name} at {numbers.loss(high)} nats per token, "
         text += f"for {share} of its FLOPs."
+    beaten = [size.name for _, _, size in known if all(size is not each for *_, each in front)]
+    if beaten:
+        text += f" Beaten on both axes: {numbers.listed(beaten)}."
     changes = [
         f"{size.name} by {numbers.difference(size.healed_nll - size.nll)}"
         for size in data.sizes

@@ -3,8 +3,8 @@
 It waits most of its time, so one loop carries any number of samples. All that a sample has come to is in its log, and what
 comes next is a function of that alone: an agent may be killed at any point, and another goes on.
 
-Tokens in, tokens out: each request is everything so far, to the token, and what comes back is appended. Text is read
-to find tool calls and to be verified, never to be tokenised again. Imports no torch.
+Tokens in, tokens out: each request goes on from everything so far, to the token, and what comes back is appended; of
+what an engine has already only the length is sent. Text is read to find tool calls and to be verified, never to be tokenised again. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
-from stretto.rl.clients import Clients, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
+from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
@@ -91,6 +91,8 @@ class _InFlight:
     schemas: list[dict[str, Any]]
     place: int
     """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By sample: the place of the last engine that wrote it, and how many of its tokens that one has."""
     problem: Problem = field(init=False)
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
@@ -243,20 +245,26 @@ class AgentRole:
 
         async def ask() -> None:
             place, stats, started_s = group.place, self._stats, time.perf_counter()
-            engine = self._engines[place]
+            engine, tokens = self._engines[place], sample.tokens()
+            keeper, num_kept = group.kept.get(sample.number, (place, 0))
+            num_kept = num_kept if keeper == place else 0
             request = GenerateRequest(
                 id=f"{sample.task.ordinal}.{sample.number}.{sample.attempt}",
-                tokens=sample.tokens(),
+                tokens=tokens[num_kept:],
                 max_tokens=max_tokens,
                 temperature=group.temperature,
                 seed=_seed(sample),
                 stop_ids=self._dialogue.stop_ids,
                 want_routes=group.want_routes,
+                num_kept=num_kept,
                 routes_from=sample.num_rows,
                 deadline_s=self._recipe.failures.lease_s,
             )
             try:
-                done = await engine.generate(request)
+                try:
+                    done = await engine.generate(request)
+                except Forgotten:
+                    done = await engine.generate(replace(request, tokens=tokens, num_kept=0))
             except Trouble as trouble:
                 if group.place == place:
                     self._loads[place] -= group.task.group
@@ -276,6 +284,7 @@ class AgentRole:
             is_over = num < max_tokens or num == self._room(sample)
             ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
             sample.append(Part(done.segment, done.routes if group.want_routes else None, ended))
+            group.kept[sample.number] = place, sample.num_tokens
 
         await self._patiently("engine", ask)
 

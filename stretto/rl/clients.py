@@ -36,6 +36,10 @@ class Unavailable(Trouble):
     """Nobody is there to do it: an engine that died and is being started again, which takes as long as it takes."""
 
 
+class Forgotten(Trouble):
+    """The engine has not the tokens that it is believed to have: it was started again, or had too many. Send them all."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """A chunk of one sample. Written by the agent loop."""
@@ -43,7 +47,7 @@ class GenerateRequest:
     id: str
     """Unique among the requests in flight of all agents."""
     tokens: np.ndarray
-    """int32 [T], everything so far."""
+    """int32 [T], everything so far but what the engine has."""
     max_tokens: int
     temperature: float
     seed: int
@@ -51,6 +55,8 @@ class GenerateRequest:
     stop_ids: tuple[int, ...]
     """These end the turn, and nothing else does; the one that did is part of the tokens."""
     want_routes: bool = True
+    num_kept: int = 0
+    """Leading tokens that the engine has: it was sent them under this id, or returned them."""
     routes_from: int = 0
     """Rows before this position are known, and are not sent again."""
     deadline_s: float = 600.0
@@ -108,6 +114,9 @@ class RewardClient(Protocol):
     async def score(self, request: RewardRequest) -> Verdict: ...
 
 
+_TROUBLES = {each.__name__: each for each in (Unavailable, Forgotten)}
+
+
 class RemoteEngine:
     """An `EngineRole` behind a handle."""
 
@@ -120,9 +129,9 @@ class RemoteEngine:
         try:
             done: Generated = await self._caller.call(self._handle, "generate", request, deadline_s=deadline_s)
         except RuntimeFailure as failure:  # a `UserError` passes
-            is_role_error = isinstance(failure, RoleError) and failure.kind == Unavailable.__name__
-            is_absent = is_role_error or isinstance(failure, RoleDied)
-            raise (Unavailable if is_absent else Trouble)(str(failure)) from failure
+            kind = failure.kind if isinstance(failure, RoleError) else ""
+            trouble = _TROUBLES.get(kind, Unavailable if isinstance(failure, RoleDied) else Trouble)
+            raise trouble(str(failure)) from failure
         return done
 
 

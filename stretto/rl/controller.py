@@ -121,7 +121,6 @@ class Controller:
         self.discarded: Counter[str] = Counter()
         """Sampled tokens not trained on, by an ending's name or ``late``."""
         self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state
-        self._next_step = self.version  # of those before it and not trained yet, the trainer has the batches
         self._engines: dict[str, int] = {}
         self._engine_floor = 0
         self._unneeded: list[str] = []
@@ -181,14 +180,13 @@ class Controller:
             self._lose(entry, why, counts)
 
     def next_batch(self) -> tuple[GroupRef, ...] | None:
-        """The groups of the next step, by ordinal; None: not yet. The next may be taken while others are trained."""
-        step = self._next_step
+        """The groups of the next step, by ordinal; None: not yet."""
+        step = self.version
         if step not in self.state.batches:  # a resumed run makes steps after its snapshot again, from the same groups
             chosen = self._choose(step)
             if chosen is None:
                 return None
             self.ledger.record("batch", durable=True, step=step, ordinals=[ref.ordinal for ref in chosen])
-        self._next_step += 1
         return self._batch(step)
 
     def trained(self, step: int) -> None:
@@ -231,7 +229,7 @@ class Controller:
     def counts(self) -> dict[str, float]:
         """For the log: how many are where, and how many ended how."""
         alive = self.state.alive.values()
-        num_training = sum(len(ordinals) for step, ordinals in self.state.batches.items() if step < self._next_step)
+        num_training = len(self.state.batches.get(self.version, ()))
         return {
             "alive": len(alive),
             "in_flight": sum(entry.deadline_s is not None for entry in alive),

@@ -1,9 +1,9 @@
 """The driver: hands groups out, gives the trainer its batches, has engines change weights. It sees metadata only.
 
-Everything happens on one asyncio loop. Groups are tasks of their own; the trainer takes one step at a time; each event
-ends in `Driver._hand_out`; only what happens without telling anybody, a death or a lease that runs out, is polled for. A
-dead trainer ends the attempt (`stretto.rl.launch.TrainerLost`): weights, optimiser and ledger go back to the last snapshot
-together, with new roles.
+Everything happens on one asyncio loop. Groups are tasks of their own; the trainer takes one step at a time, and publishes
+the weights that it made while it is at the next; each event ends in `Driver._hand_out`; only what happens without telling
+anybody, a death or a lease that runs out, is polled for. A dead trainer ends the attempt (`stretto.rl.launch.TrainerLost`):
+weights, optimiser and ledger go back to the last snapshot together, with new roles.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Driver:
         self._watchdog = Watchdog(recipe.failures.stuck_s)
         self._groups: set[asyncio.Task[None]] = set()
         self._reporting: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._num_uniform = self._failed_before = (
@@ -65,20 +66,17 @@ class Driver:
         guarding = asyncio.create_task(self._guard())
         try:
             self._engines.publish(self._weights)
-            while not self._engines.are_current and self._failure is None:
-                await self._change()
-            if self._failure is not None:
-                raise self._failure
+            await self._engines_are_current()
             yield self
         finally:
             await self._engines.close()  # first: an engine that moves on has groups handed out
-            tasks = [*self._groups, guarding, *filter(None, [self._reporting])]
+            tasks = [*self._groups, guarding, *filter(None, [self._reporting, self._publishing])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(self) -> None:
-        """Train until the recipe's last step.
+        """Train until the recipe's last step; then all engines have its weights.
 
         Raises:
             TrainerLost: the trainer died.
@@ -86,6 +84,14 @@ class Driver:
         """
         while self._controller.version < self._recipe.train.steps:
             await self._train(await self._next_batch())
+        await self._published()
+        await self._engines_are_current()
+
+    async def _engines_are_current(self) -> None:
+        while not self._engines.are_current and self._failure is None:
+            await self._change()
+        if self._failure is not None:
+            raise self._failure
 
     async def _next_batch(self) -> tuple[GroupRef, ...]:
         started_s = time.time()
@@ -111,8 +117,10 @@ class Driver:
         self._controller.trained(step)
         self._num_uniform, self._last_loss = 0, ""
         self._failed_before = self._controller.state.endings.get(Ending.FAILED, 0)
-        with self._trace.span("trainer", "publish", version=step + 1):
-            self._engines.publish(await self._roles.call_trainer("publish"))
+        with self._trace.span("trainer", "publish", version=step + 1):  # what of it the next step has to wait for
+            await self._published()
+            await self._roles.call_trainer("copy_weights")
+        self._publishing = asyncio.create_task(self._publish(step + 1))
         self._hand_out()
         if self._reporting is not None:
             await self._reporting
@@ -128,6 +136,21 @@ class Driver:
                 self._controller.covered(self._cuts[0])
             await self._reporting
 
+    async def _publish(self, version: int) -> None:
+        """Beside the next step, which what goes wrong here ends the run before."""
+        try:
+            with self._trace.span("weights", "publish", version=version):
+                self._engines.publish(await self._roles.call_trainer("publish"))
+        except Exception as error:
+            self._fail(error)
+
+    async def _published(self) -> None:
+        """Versions come out in their order, and no more than one waits for that. Raises what went wrong."""
+        if self._publishing is not None:
+            await self._publishing
+        if self._failure is not None:
+            raise self._failure
+
     async def _report(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
         await asyncio.to_thread(discard, self._controller.unneeded())
         self._observe(report, refs)
@@ -140,6 +163,16 @@ class Driver:
             task.add_done_callback(self._groups.discard)
 
     async def _group(self, handout: Handout) -> None:
+        """An attempt at a group, to whatever end."""
+        try:
+            await self._attempt(handout)
+        except Exception as error:  # a user's mistake, or ours: nothing would wait for it otherwise
+            self._fail(error)
+        finally:
+            self._watchdog.done("agents", handout.task.ordinal)
+        self._changed.set()
+
+    async def _attempt(self, handout: Handout) -> None:
         task, attempt = handout.task, handout.attempt
         self._watchdog.waits("agents", "an agent", task.ordinal)
         deadline_s = self._recipe.failures.lease_s + CALL_SLACK_S
@@ -163,11 +196,6 @@ class Driver:
             self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
             self._lose(handout, failure.message if isinstance(failure, RoleError) else str(failure))
-        except Exception as error:  # a user's mistake, or ours: nothing would wait for it otherwise
-            self._fail(error)
-        finally:
-            self._watchdog.done("agents", task.ordinal)
-        self._changed.set()
 
     def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
         """Where that is the rule, the run would ask for ever."""

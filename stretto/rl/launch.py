@@ -64,8 +64,8 @@ class Job:
     start: Path
     """Checkpoint folder of the policy to begin with."""
     resume: bool = False
-    device: str = "cpu"
-    """Of engines and trainer."""
+    devices: tuple[str, ...] = ("cpu",)
+    """That it may use; `spread` says who has which."""
     wandb_project: str | None = None
 
 
@@ -133,6 +133,14 @@ class Factories:
     """From engines and verifiers to the factory of an agent."""
 
 
+def spread(devices: Sequence[str], num_engines: int) -> tuple[str, list[str]]:
+    """The trainer's device, and each engine's: of several the trainer has the first to itself, and engines take turns on the
+    others."""
+    trainer, *others = devices
+    others = others or [trainer]
+    return trainer, [others[number % len(others)] for number in range(num_engines)]
+
+
 def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Factories:
     """The factories of the roles of ``job``."""
     recipe, deadline_s = job.recipe, job.recipe.runtime.rewards.deadline_s
@@ -145,20 +153,24 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
         some = SourceTables({name: tables.sources[name] for name in names}, tables.sandbox)
         return partial(RewardRole, some, deadline_s)
 
-    engines = [partial(_engine, job, f"engine-{number}") for number in range(recipe.rollout.engines)]
-    return Factories(partial(_trainer, job), engines, reward, agent)
+    own, others = spread(job.devices, recipe.rollout.engines)
+    engines = [partial(_engine, job, f"engine-{number}", device) for number, device in enumerate(others)]
+    return Factories(partial(_trainer, job, own), engines, reward, agent)
 
 
-def _trainer(job: Job) -> Any:
-    from stretto.rl.trainer import TrainerRole  # torch, where the role lives
+def _trainer(job: Job, device: str) -> Any:
+    import torch  # here, where the role lives
 
-    return TrainerRole(job.recipe, job.folder, job.start)
+    from stretto.model.parallel import Ranks
+    from stretto.rl.trainer import TrainerRole
+
+    return TrainerRole(job.recipe, job.folder, job.start, ranks=Ranks(0, 1, torch.device(device)))
 
 
-def _engine(job: Job, name: str) -> Any:
+def _engine(job: Job, name: str, device: str) -> Any:
     from stretto.rl.rollout import EngineRole, open_rollout_engine  # torch, as above
 
-    return EngineRole(partial(open_rollout_engine, job.recipe, job.start, job.device), name=name, waits=True)
+    return EngineRole(partial(open_rollout_engine, job.recipe, job.start, device), name=name, waits=True)
 
 
 class TrainerLost(RuntimeError):  # noqa: N818 - data for whoever starts the run again

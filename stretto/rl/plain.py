@@ -7,12 +7,14 @@ asynchronous run is held against it, so nothing here is shared with that but the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task
+from stretto.base.trajectory import Task, WeightVersion
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients
 from stretto.rl.launch import SourceTables
@@ -22,6 +24,7 @@ from stretto.rl.recipe import RlRecipe, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
+from stretto.rl.weights import fetch
 from stretto.text.tokenizer import load_tokenizer
 
 _PATIENCE = 50
@@ -34,13 +37,15 @@ async def run_plainly(
     start: Path,
     checkpoint: Path,
     report: Callable[[StepReport], None] = lambda report: None,
+    taken_over: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
 ) -> list[StepReport]:
-    """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``.
+    """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``. Of a
+    version the engine takes over what ``taken_over`` returns.
     Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    engine = EngineRole(partial(open_rollout_engine, recipe, start, "cpu"))
+    engine = EngineRole(partial(open_rollout_engine, recipe, start, "cpu"), taken_over)
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
         agent = AgentRole(recipe, folder, load_tokenizer(start), tables, lambda caller: clients)
@@ -90,7 +95,8 @@ async def run_synchronously(
 
 
 async def _activate(trainer: TrainerRole, engines: Sequence[EngineRole]) -> None:
-    version = await asyncio.to_thread(trainer.publish)
+    await asyncio.to_thread(trainer.copy_weights)
+    version = await trainer.publish()
     assert version is not None, "the plain loop knows one rank"
     for engine in engines:
         await engine.activate(version)

@@ -26,8 +26,8 @@ Precision = Literal["fp32", "bf16", "fp8"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
 """Folders of a run, beside `stretto.base.paths.CHECKPOINT`: trainer states, published versions, finished groups, token logs,
 and a start that the run made itself."""
-RECIPE_FILE, START_FILE, LOCK_FILE = "recipe.json", "start.json", ".lock"
-"""What it follows, which checkpoint it began with, and who runs it now."""
+RECIPE_FILE, START_FILE = "recipe.json", "start.json"
+"""What it follows, and which checkpoint it began with."""
 JOURNAL_FILE, OLD_JOURNAL_FILE = "groups.sqlite", "groups.jsonl"
 STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """What it tells, beside the files of `stretto.base.track`."""

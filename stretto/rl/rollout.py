@@ -17,9 +17,12 @@ from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
-from stretto.rl.clients import Generated, GenerateRequest, Trouble, Unavailable
+from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble, Unavailable
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.weights import fetch
+
+_KEPT_TOKENS = 1 << 24
+"""Of all samples that an engine may be asked to go on with: 64 MiB."""
 
 
 def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
@@ -72,11 +75,15 @@ class EngineRole:
             self._is_ready.set()
         self._activating = asyncio.Lock()
         self._prefills: dict[bytes, asyncio.Event] = {}
+        self._kept: dict[str, np.ndarray] = {}
+        """Tokens int32 of requests that may be gone on with, by id, the last used last."""
+        self._num_kept = 0
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Sample at most ``max_tokens`` after ``tokens``. Cancelled or out of time, it leaves nothing in the engine.
 
         Raises:
+            Forgotten: there are no such tokens as are to be kept already.
             Unavailable: the engine is dead.
             Trouble: it is full, out of time, or its output is no number.
             UserError: the request is impossible for this network.
@@ -126,13 +133,30 @@ class EngineRole:
         """Stop; what is in flight fails with `Trouble`."""
         self._service.close()
 
+    def _whole(self, request: GenerateRequest) -> np.ndarray:
+        """All tokens that the request goes on from."""
+        if not request.num_kept:
+            return request.tokens
+        kept = self._kept.get(request.id, request.tokens[:0])
+        if len(kept) < request.num_kept:  # there may be more than the agent ever heard of
+            raise Forgotten(f"{self.name}: request {request.id}: {len(kept)} of {request.num_kept} tokens are here")
+        return np.concatenate([kept[: request.num_kept], request.tokens])
+
+    def _keep(self, id: str, tokens: np.ndarray) -> None:
+        """Of the longest unused ones nothing, where they are too many."""
+        self._num_kept += len(tokens) - len(self._kept.pop(id, ()))
+        self._kept[id] = tokens
+        while self._num_kept > _KEPT_TOKENS:
+            self._num_kept -= len(self._kept.pop(next(iter(self._kept))))
+
     async def _generate(self, request: GenerateRequest) -> Generated:
-        key = request.tokens.tobytes()
+        tokens = self._whole(request)
+        key = tokens.tobytes()
         # A group's samples ask for their prompt at the same moment: one computes it, the others wait for its pages.
         if leader := self._prefills.get(key):
             await leader.wait()
         is_computed = asyncio.Event()
-        is_long = len(request.tokens) > self._page_size
+        is_long = len(tokens) > self._page_size
         is_leader = is_long and self._prefills.setdefault(key, is_computed) is is_computed
         sampling = Sampling(
             temperature=request.temperature,
@@ -142,14 +166,16 @@ class EngineRole:
             ignore_eos=True,
         )
         name = f"{request.id}#{next(self._numbers)}"  # one that is being given up may still have the other name
-        asked = Request(name, tuple(request.tokens.tolist()), sampling, self._phases, request.want_routes)
+        asked = Request(name, tuple(tokens.tolist()), sampling, self._phases, request.want_routes)
         started_s = time.time()
         try:
             async with self._service.submit(asked) as stream:
                 async for event in stream:
                     is_computed.set()
                     if isinstance(event, Completion):
-                        return _generated(event, request, started_s)
+                        done = _generated(event, request, started_s)
+                        self._keep(request.id, np.concatenate([tokens, done.segment.tokens]))
+                        return done
             raise AssertionError(f"{name}: the stream ended without a completion")
         finally:
             is_computed.set()

@@ -6,16 +6,14 @@ The main path: `run_rl` → `_attempt` → `stretto.rl.driver.Driver` → the ro
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
+from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
 from stretto.base.track import read_metrics
 from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
@@ -26,7 +24,6 @@ from stretto.rl.recipe import (
     GROUPS,
     JOURNAL_FILE,
     LAYOUT,
-    LOCK_FILE,
     LOGS,
     OLD_JOURNAL_FILE,
     RECIPE_FILE,
@@ -92,6 +89,8 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
                             with suppress(RuntimeFailure):  # dead already
                                 await runtime.kill(handle, hard=True)
                         resumes = (folder / JOURNAL_FILE).exists()
+    for name in (GROUPS, LOGS):  # no step will be made again, and what was in flight is cancelled
+        remove(folder / name)
     write_trace(folder)
     held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
     return Result(folder / CHECKPOINT, held_out[0], held_out[-1])
@@ -108,6 +107,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
         if resumes:
             await asyncio.to_thread(sweep, job.folder, ledger)
         controller = Controller(_limits(recipe), prompts.task, ledger)
+        await roles.call_trainer("copy_weights")
         weights = await roles.call_trainer("publish")
         async with log.attempt(roles, controller, is_first=not resumes):
             async with Driver(recipe, roles, controller, weights, trace, log.stepped).at_work() as driver:
@@ -135,30 +135,6 @@ def _limits(recipe: RlRecipe) -> Limits:
         max_attempts=recipe.failures.max_attempts,
         num_steps=train.steps,
     )
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends.
-    Raises UserError: somebody does, or the folder cannot be written."""
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("w")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}; choose another folder with --out") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{folder}: another process is running it; wait for its end, or choose another folder with --out"
-            ) from None
-        try:
-            yield
-        finally:
-            if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:  # refused before anything began
-                remove(folder)
 
 
 def has_begun(folder: Path, resume: bool) -> bool:

@@ -10,6 +10,7 @@ balance state, E experts.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,6 +157,8 @@ class TrainerRole:
         self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
         self.version = self._num_tokens = 0
         """Of the weights: steps completed."""
+        self._copied: tuple[int, Mapping[str, Tensor]]
+        """A version and its weights."""
 
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
@@ -197,18 +200,23 @@ class TrainerRole:
         }
         return StepReport(self.version, num_samples, num_tokens, scalars)
 
-    def publish(self) -> WeightVersion | None:
-        """The weights as they are, in the run's folder of them; None on all ranks but the first.
-        Raises UserError: the disk is full."""
-        state = full_state(self._model)
-        if not self._ranks.is_first:
-            return None
+    def copy_weights(self) -> None:
+        """Keep the weights as they are for `publish`."""
+        state = {name: tensor.clone() for name, tensor in full_state(self._model).items()}
+        self._copied = self.version, state
+
+    async def publish(self) -> WeightVersion | None:
+        """Write what `copy_weights` kept to the run's folder of weights, beside whatever step is made meanwhile; None on all
+        ranks but the first. Raises UserError: the disk is full."""
+        return await asyncio.to_thread(self._write_version, *self._copied) if self._ranks.is_first else None
+
+    def _write_version(self, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
         if self._recipe.precision.rollout == "bf16":
             # what an engine in bf16 rounds them to anyway: half the bytes. Router, norms and head stay in fp32 there.
             state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
         elif self._recipe.precision.rollout == "fp8":
             state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
-        version = publish(self._run / WEIGHTS, self.version, state)
+        version = publish(self._run / WEIGHTS, number, state)
         retire(self._run / WEIGHTS, KEEP_VERSIONS)
         return version
 

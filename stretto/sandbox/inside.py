@@ -6,7 +6,8 @@ so when a program has ended, or must, everything else in the namespace is killed
 and reaped. Nothing a program can write to reaches the keeper but its two output pipes.
 
 A program that reads its own memory finds what the keeper had in it when it forked; earlier programs' text may be among
-the freed blocks. So nothing that is secret from programs may be sent to a sandbox.
+the freed blocks. So nothing that is secret from programs may be sent to a sandbox. The word by which the driver knows the
+reply to a job follows the job and is read after the fork: no program ever holds the one that counts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -28,8 +30,6 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,33 +45,46 @@ MAIN = "main.py"
 """What tracebacks call the program."""
 _CPU_GRACE_S = 1
 """Between the signal that a program may catch and the one that it may not."""
-_FIRST_FD, _END_FD = 3, 256
-"""The keeper's own limit on descriptors is the second."""
-_PIECE = 1 << 16
+_CONTROL_FD, _MAX_FDS = 3, 256
+"""The keeper's socket; its own limit on descriptors."""
+_MAX_REPORT = 1000
+"""Bytes of what kept a program from starting."""
+PIECE = 1 << 16
+"""Bytes read at once."""
+HEAD = 4
+"""Bytes that begin a message: the length of its header."""
 
 
-def send(connection: Connection, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    """Write one message, a line of JSON and then bytes; raises OSError where the other side is gone."""
+def send(control: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    """Write one message: header as JSON, then bytes of the ``sizes`` that it names. Raises OSError: nobody reads it."""
     text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
-    connection.send_bytes(b"".join((text, b"\n", *blobs)))
+    control.sendall(b"".join((len(text).to_bytes(HEAD, "big"), text, *blobs)))
 
 
-def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]] | None:
-    """The next message, waited for; None where the other side is gone, in the midst of a message too."""
+def receive(control: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None:
+    """The driver's next message, waited for and believed; None where it is gone, in the midst of a message too."""
     try:
-        text, _, rest = connection.recv_bytes().partition(b"\n")
+        header = json.loads(_read(control, int.from_bytes(_read(control, HEAD), "big")))
+        return header, [_read(control, size) for size in header.pop("sizes")]
     except (EOFError, OSError):
         return None
-    header = json.loads(text)
-    ends = [0, *accumulate(header.pop("sizes"))]
-    return header, [rest[start:end] for start, end in pairwise(ends)]
+
+
+def _read(control: socket.socket, size: int) -> bytes:
+    buffer = bytearray()
+    while len(buffer) < size:
+        piece = control.recv(size - len(buffer))
+        if not piece:
+            raise EOFError
+        buffer += piece
+    return bytes(buffer)
 
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
     """This process, once it is shut in, and what holds for every program of it."""
 
-    control: Connection
+    control: socket.socket
     room: walls.Room
     has_namespaces: bool
     program_id: int | None
@@ -80,12 +93,17 @@ class Keeper:
     """Of system calls; empty without namespaces, where each program's is its own."""
     scratch: str
     """Without namespaces: folder in which work folders are made."""
+    group: Sequence[int]
+    """Descriptors of the control group of programs, to enter it and to end all that is in it; empty: there is none."""
 
 
 def main(fd: int) -> None:
     """Obey the driver at the other end of the socket ``fd`` until it is closed."""
-    os.set_inheritable(fd, False)
-    control = Connection(fd)
+    if fd != _CONTROL_FD:  # it has a number of the driver's, who may hold thousands
+        os.dup2(fd, _CONTROL_FD)
+    os.set_inheritable(_CONTROL_FD, False)
+    walls.close_from(_CONTROL_FD + 1)
+    control = socket.socket(fileno=_CONTROL_FD)
     message = receive(control)
     if message is None:
         return
@@ -99,18 +117,19 @@ def main(fd: int) -> None:
     send(control, facts)
     gc.freeze()  # or the collector writes to every page, and so copies it, in every fork
     while (message := receive(control)) is not None:
-        if "outcome" not in message[0]:  # or else it stops a program that ended meanwhile
+        if "stop" not in message[0]:  # or else it stops a program that ended meanwhile
             send(control, *run(keeper, *message))
 
 
-def _settle(control: Connection, plan: dict[str, Any]) -> Keeper:
+def _settle(control: socket.socket, plan: dict[str, Any]) -> Keeper:
     """Import what programs will want, then shut the door."""
     for name in WARM.split():
         importlib.import_module(name)
     room = walls.Room(**plan["room"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_END_FD, _END_FD))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FDS, _MAX_FDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace is deaf to what it does not handle
+    group = socket.recv_fds(control, 1, 2)[1] if plan["has_group"] else []
     has_namespaces, program_id = plan["has_namespaces"], plan["outer_id"]
     if has_namespaces:
         program_id = walls.PROGRAM_ID if walls.enter(room, plan["is_inside"], plan["outer_id"]) else None
@@ -121,7 +140,7 @@ def _settle(control: Connection, plan: dict[str, Any]) -> Keeper:
     sys.path[:] = [path for path in sys.path if any(f"{path}/".startswith(f"{each}/") for each in room.shown)]
     has_filter = has_namespaces and walls.can_filter()
     calls = walls.build_filter(is_alone=True, own_pid=0) if has_filter else b""
-    return Keeper(control, room, has_namespaces, program_id, calls, plan["scratch"])
+    return Keeper(control, room, has_namespaces, program_id, calls, plan["scratch"], group)
 
 
 def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
@@ -134,22 +153,26 @@ def run(keeper: Keeper, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[s
         _become_program(keeper, job, blobs, pipes, work)
     for name, (read, write) in pipes.items():
         os.close(read if name == "stdin" else write)
+    message = receive(keeper.control)
+    if message is None:
+        os._exit(0)
+    nonce = message[0]["nonce"]
     ends = {name: write if name == "stdin" else read for name, (read, write) in pipes.items()}
     watch = Watch(keeper.control, job, blobs[0], ends | {"process": os.pidfd_open(child)})
-    watch.until_end(start, job["wall_s"])
-    status, used = _end_all(child, keeper.has_namespaces)
+    watch.until_end()
+    code, used = _end_all(keeper, child)
     error = watch.drain()
     if not keeper.has_namespaces:
         _clear(work, keeper.program_id)
     used |= {f"is_{name}_cut": name in watch.cut for name in watch.outputs} | {"wall_s": time.monotonic() - start}
-    reply = {"broken": watch.broken, "error": error, "status": status, "used": used}
+    reply = {"nonce": nonce, "broken": watch.broken, "error": error, "code": code, "used": used}
     return reply, [bytes(output) for output in watch.outputs.values()]
 
 
 class Watch:
-    """Over one program: feeds, reads and times it."""
+    """Over one program: feeds and reads it. What it uses is for the driver to watch, who can see that."""
 
-    def __init__(self, control: Connection, job: dict[str, Any], stdin: bytes, ends: dict[str, int]) -> None:
+    def __init__(self, control: socket.socket, job: dict[str, Any], stdin: bytes, ends: dict[str, int]) -> None:
         """
         Args:
             ends: our ends of its pipes, and a descriptor of its ``process``.
@@ -160,10 +183,10 @@ class Watch:
         self.cut: set[str] = set()
         """Outputs that were longer than the limit."""
         self.selector = selectors.DefaultSelector()
-        self.broken: dict[str, str] | None = None
-        """Why the program must be ended: outcome and text."""
+        self.broken: str | None = None
+        """Why the program must be ended: an output of this name is too long, or the driver wants it to ``stop``."""
 
-    def until_end(self, start: float, wall_s: float) -> None:
+    def until_end(self) -> None:
         """Wait for the first process to end or for a reason to end it."""
         os.set_blocking(self.ends["stdin"], False)
         self.selector.register(self.ends["stdin"], selectors.EVENT_WRITE, "stdin")
@@ -172,11 +195,7 @@ class Watch:
             self.selector.register(self.ends[name], selectors.EVENT_READ, name)
         has_ended = False
         while not has_ended and self.broken is None:
-            wait = start + wall_s - time.monotonic()
-            if wait <= 0:
-                self.broken = {"outcome": "timeout", "why": f"ran longer than {wall_s:g} s"}
-                break
-            for key, _ in self.selector.select(wait):
+            for key, _ in self.selector.select():
                 has_ended |= key.data == "process"
                 self._serve(key.data)
 
@@ -185,7 +204,7 @@ class Watch:
         for name in self.outputs:
             while name in self.ends and name not in self.cut:
                 self._serve(name)
-        report = os.read(self.ends["report"], _PIECE).decode()
+        report = os.read(self.ends["report"], PIECE).decode("utf-8", "replace")
         for name in list(self.ends):
             self._close(name)
         self.selector.close()
@@ -193,13 +212,12 @@ class Watch:
 
     def _serve(self, name: str) -> None:
         if name == "control":
-            message = receive(self.control)
-            if message is None:  # the driver is gone, and with it who would want to know
+            if receive(self.control) is None:  # the driver is gone, and with it who would want to know
                 os._exit(0)
-            self.broken = message[0]
+            self.broken = "stop"
         elif name == "stdin":
             try:
-                num_written = os.write(self.ends[name], self.unsent[:_PIECE])
+                num_written = os.write(self.ends[name], self.unsent[:PIECE])
                 self.unsent = self.unsent[num_written:]
             except BlockingIOError:
                 return
@@ -208,12 +226,12 @@ class Watch:
             if not self.unsent:
                 self._close(name)
         elif name in self.outputs:
-            output, piece = self.outputs[name], os.read(self.ends[name], _PIECE)
+            output, piece = self.outputs[name], os.read(self.ends[name], PIECE)
             output += piece
             if len(output) > self.limit:
                 del output[self.limit :]
                 self.cut.add(name)
-                self.broken = {"outcome": "crash", "why": f"wrote more than {self.limit} bytes to {name}"}
+                self.broken = name
             if not piece:
                 self._close(name)
 
@@ -224,8 +242,8 @@ class Watch:
         os.close(fd)
 
 
-def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
-    """Kill and reap everything a program started; how the program itself ended, and what they all used.
+def _end_all(keeper: Keeper, child: int) -> tuple[int, dict[str, Any]]:
+    """Kill and reap everything a program started; the program's own exit code (less than 0: a signal), what they all used.
 
     The dead program holds its id until it is reaped, so its group cannot be another's. A kill reaches every process of
     a namespace or group before one of them can fork again.
@@ -233,7 +251,9 @@ def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
     ending: int | None = None
     cpu_s, max_rss_bytes = 0.0, 0
     with contextlib.suppress(ProcessLookupError):  # nobody is left
-        if has_namespaces:
+        if keeper.group:
+            os.write(keeper.group[1], b"1")
+        if keeper.has_namespaces:
             os.kill(-1, signal.SIGKILL)  # all but us
         else:
             os.killpg(child, signal.SIGKILL)
@@ -242,12 +262,12 @@ def _end_all(child: int, has_namespaces: bool) -> tuple[int, dict[str, Any]]:
             dead, status, used = os.wait4(-1, 0)
         except ChildProcessError:
             assert ending is not None, f"program {child} was not ours to reap"
-            return ending, {"cpu_s": cpu_s, "max_rss_bytes": max_rss_bytes}
+            return os.waitstatus_to_exitcode(ending), {"cpu_s": cpu_s, "max_rss_bytes": max_rss_bytes}
         if dead == child:
             ending = status
         cpu_s += used.ru_utime + used.ru_stime
         max_rss_bytes = max(max_rss_bytes, used.ru_maxrss << 10)
-        if not has_namespaces:
+        if not keeper.has_namespaces:
             for orphan in children(os.getpid()):  # of those who left the group, where nothing kept them in it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(orphan, signal.SIGKILL)
@@ -279,25 +299,34 @@ def _clear(work: str, program_id: int | None) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    """Empty a folder whose owner may have nested it deeper than a path can name: every subfolder is first moved up."""
+    """Empty a folder whose owner may have nested it deeper than a path can name or descriptors can follow: step by step,
+    down and up. Nobody is left who could move a folder meanwhile."""
     os.chdir(folder)
-    num_moved = 0
-    while names := os.listdir("."):
-        for name in names:
-            if not os.path.isdir(name) or os.path.islink(name):
-                os.unlink(name)
-                continue
+    waiting = [_remove_files()]
+    while True:
+        if waiting[-1]:
+            name = waiting[-1][-1]
             os.chmod(name, 0o700)
-            for inner in os.listdir(name):
-                path = f"{name}/{inner}"
-                if os.path.isdir(path) and not os.path.islink(path):
-                    os.chmod(path, 0o700)  # a folder is moved only by who may write to it
-                    while os.path.lexists(f".moved{num_moved}"):
-                        num_moved += 1
-                    os.rename(path, f".moved{num_moved}")
-                else:
-                    os.unlink(path)
-            os.rmdir(name)
+            os.chdir(name)
+            waiting.append(_remove_files())
+        elif len(waiting) > 1:
+            waiting.pop()
+            os.chdir("..")
+            os.rmdir(waiting[-1].pop())
+        else:
+            return
+
+
+def _remove_files() -> list[str]:
+    """Empty the current folder of all but its subfolders; their names."""
+    folders = []
+    with os.scandir(".") as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name)
+    return folders
 
 
 def _become_program(
@@ -305,8 +334,10 @@ def _become_program(
 ) -> NoReturn:
     """In the fork: give up what we may do, then run Python text or another file. What keeps us from it is written to
     the pipe ``report``, which no program inherits."""
-    _, report = pipes["report"]
+    report = pipes["report"][1]
     try:
+        if keeper.group:
+            os.write(keeper.group[0], b"0")  # whoever writes
         if keeper.has_namespaces:
             os.setsid()
             walls.unshare(walls.CLONE_NEWNS)
@@ -317,8 +348,9 @@ def _become_program(
             os.setpgid(0, 0)
         for target, fd in enumerate((pipes["stdin"][0], pipes["stdout"][1], pipes["stderr"][1])):
             os.dup2(fd, target)
-        os.closerange(_FIRST_FD, report)
-        os.closerange(report + 1, _END_FD)
+        os.dup2(report, keeper.control.detach(), inheritable=False)  # what was the socket is the report
+        report = _CONTROL_FD
+        walls.close_from(report + 1)
         if keeper.program_id is not None:
             os.chown(work, keeper.program_id, keeper.program_id)
         _set_user(keeper.program_id)
@@ -341,7 +373,7 @@ def _become_program(
             os.execve(keeper.room.python if argv[0] == "python" else argv[0], argv, os.environ)
         os.close(report)
     except BaseException as error:
-        os.write(report, f"{type(error).__name__}: {error}".encode())
+        os.write(report, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_REPORT])
         os._exit(1)
     code = 1
     try:

@@ -13,30 +13,38 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import queue
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
+from pydantic import Field, ValidationError
+
+from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.sandbox import walls
-from stretto.sandbox.inside import children, receive, send
+from stretto.sandbox import cgroup, walls
+from stretto.sandbox.inside import HEAD, PIECE, children, send
 from stretto.sandbox.outcome import Finished, Isolation, Level, Limits, Outcome
 
 START_S = 30.0
 """For a keeper to say that it is ready."""
 LATE_S = 10.0
-"""After the program's wall time, for the keeper to answer; to kill and reap."""
+"""After the program's time, for the keeper to answer; to kill and reap."""
 WATCH_S = 0.05
 """Between looks at what a program's processes use; one that ends sooner is never looked at."""
+PATIENCE = 4
+"""Times its limit of wall or processor seconds, whichever is longer, that a program may be there in all, waiting included."""
+_MAX_HEADER = 1 << 14
+"""Bytes of what a keeper says beside a program's outputs."""
 _CODE = Path(__file__).resolve().parent
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -54,6 +62,41 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 class KeeperError(Exception):
     """A keeper that this machine does not give, or that is gone; the text is why."""
+
+
+class _Message(Config, strict=True):
+    sizes: tuple[Annotated[int, Field(ge=0)], ...]
+    """Of the bytes that follow."""
+
+
+class _Greeting(_Message):
+    problem: str = ""
+    """Why there is no keeper."""
+    own_uid: bool = False
+    has_filter: bool = False
+    has_landlock: bool = False
+
+
+class _Used(Config, strict=True):
+    wall_s: float = Field(ge=0, allow_inf_nan=False)
+    cpu_s: float = Field(ge=0, allow_inf_nan=False)
+    max_rss_bytes: int = Field(ge=0)
+    is_stdout_cut: bool
+    is_stderr_cut: bool
+
+
+class _Reply(_Message):
+    nonce: str
+    """Of the job that it answers."""
+    broken: Literal["stdout", "stderr", "stop"] | None
+    """Why the program was ended, if it was: the output that became too long, or our order."""
+    error: str
+    """Why it was not started, if it was not."""
+    code: int = Field(ge=-64, le=255)
+    used: _Used
+
+
+MessageT = TypeVar("MessageT", bound=_Message)
 
 
 class Sandbox:
@@ -85,13 +128,14 @@ class Sandbox:
         self.workers = workers
         self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()))
         self._numbers = itertools.count(1)
+        self._groups, self._polled = _delegated()
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()
         """One entry a worker that is not busy; None: its keeper is yet to be started."""
         for _ in range(workers - 1):
             self._idle.put(None)
         first, missing = self._find_level(level)
         self._idle.put(first)
-        self.isolation = replace(first.isolation, missing=missing)
+        self.isolation = replace(first.isolation, polled=self._polled, missing=missing)
         """What programs of this sandbox are kept in."""
         if strict and not self.isolation.is_full:
             self.close()
@@ -105,13 +149,16 @@ class Sandbox:
                 return self._start(level), tuple(missing)
             except KeeperError as problem:
                 missing.append(f"no {level.name.lower()}: {problem}")
+        if self._groups is not None:  # perhaps it was the cgroup's fault
+            self._groups, self._polled = None, missing[0]
+            return self._find_level(wanted)
         raise UserError(f"sandbox: isolation: {'; '.join(missing)}; allow user namespaces or install bubblewrap")
 
     def _start(self, level: Level) -> Keeper:
         """Start a keeper and see it run a program right."""
         if level == Level.LIMITS:
             _check_readable(self._room)
-        keeper = Keeper(level, self._room, next(self._numbers))
+        keeper = Keeper(level, self._room, next(self._numbers), self._groups)
         try:
             finished = keeper.run(b"print(6 * 7)", None, b"", {}, Limits(wall_s=30.0))
             if finished.stdout != b"42\n":
@@ -150,10 +197,12 @@ class Sandbox:
             if keeper is None:
                 keeper = self._start(self.isolation.level)
             return keeper.run(source, argv, _bytes(stdin), contents, limits or self.limits)
-        except KeeperError as error:
-            if keeper is not None:
+        except BaseException as error:
+            if keeper is not None:  # whatever it is doing, nobody listens any more
                 keeper.close()
                 keeper = None
+            if not isinstance(error, KeeperError):
+                raise
             return Finished(Outcome.INFRA, f"the sandbox's keeper is gone: {error}")
         finally:
             self._idle.put(keeper)
@@ -186,11 +235,12 @@ def _bytes(text: str | bytes) -> bytes:
 class Keeper:
     """One keeper process at one level of isolation; runs one program at a time."""
 
-    def __init__(self, level: Level, room: walls.Room, number: int) -> None:
+    def __init__(self, level: Level, room: walls.Room, number: int, groups: Path | None) -> None:
         """Start it and wait until it has shut itself in.
 
         Args:
             number: of this keeper among those of this process; its programs' user id depends on it.
+            groups: control group to make one for its programs in; None: their memory is polled.
 
         Raises:
             KeeperError: the machine does not give this level.
@@ -202,8 +252,12 @@ class Keeper:
         self._folder = tempfile.TemporaryDirectory(prefix="stretto-sandbox-") if level == Level.LIMITS else None
         if self._folder is not None:
             os.chmod(self._folder.name, 0o711)  # programs of another user pass through, and list nothing
+        try:
+            self._group = None if groups is None else cgroup.Group(groups)
+        except cgroup.GroupError as error:
+            raise KeeperError(str(error)) from None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
-        self._connection, theirs = multiprocessing.Pipe()
+        self._socket, theirs = socket.socketpair()
         root = walls.KEEPER if is_inside else str(_CODE.parents[1])
         boot = f"import sys; sys.path.insert(0, {root!r}); from stretto.sandbox.inside import main; main({theirs.fileno()})"
         command = [room.python, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", boot]
@@ -226,28 +280,29 @@ class Keeper:
             "is_inside": is_inside,
             "outer_id": _outer_id(number),
             "scratch": self._folder.name if self._folder else "",
+            "has_group": self._group is not None,
         }
         try:
-            self.isolation = Isolation(level, **self._introduce(plan))
+            greeting = self._introduce(plan)
         except KeeperError:
             self.close()
             raise
+        self.isolation = Isolation(level, greeting.has_filter, greeting.has_landlock, greeting.own_uid)
         self.pid = self._process.pid
         """Of the keeper, as this process sees it."""
         while level > Level.LIMITS and (inner := children(self.pid)):
             self.pid = inner[-1]  # bubblewrap and those who wait outside have one child each
         self._spare_tasks = self._count_spare_tasks()
 
-    def _introduce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
-        message = None
+    def _introduce(self, plan: Mapping[str, Any]) -> _Greeting:
         with contextlib.suppress(OSError):  # it died before it read, and its own words say why
-            send(self._connection, plan)
-            if not self._connection.poll(START_S):
-                raise KeeperError(f"not ready after {START_S:g} s")
-            message = receive(self._connection)
-        if message is None or "problem" in message[0]:
-            raise KeeperError(message[0]["problem"] if message else self._last_words())
-        return message[0]
+            self._send(plan)
+            if self._group is not None:
+                socket.send_fds(self._socket, [b"0"], [self._group.entry, self._group.end])
+        greeting = self._receive(_Greeting, time.monotonic() + START_S)
+        if greeting.problem:
+            raise KeeperError(greeting.problem)
+        return greeting
 
     def _count_spare_tasks(self) -> int:
         """What to add to the limit on processes, which counts all of a user's."""
@@ -273,40 +328,64 @@ class Keeper:
         """
         nproc = limits.processes + self._spare_tasks
         job = asdict(limits) | {"argv": argv, "files": list(files), "nproc": nproc}
-        start = time.monotonic()
+        nonce = secrets.token_hex(16)
+        if self._group is not None:
+            self._group.limit(limits.memory_bytes + limits.file_bytes, limits.processes)
+        watch = _Watch(self.pid, limits, self._group)
         try:
-            send(self._connection, job, [stdin, source, *files.values()])
-            reply, (stdout, stderr) = self._await(start + limits.wall_s + LATE_S, limits)
+            self._send(job, [stdin, source, *files.values()])
+            self._send({"nonce": nonce})
+            reply = self._receive(_Reply, watch.start + watch.longest_s + LATE_S, lambda: self._look(watch))
+            if reply.nonce != nonce or len(reply.sizes) != 2 or max(reply.sizes) > limits.output_bytes:
+                raise KeeperError("it gave an answer to something else")
+            stdout, stderr = (self._read(size, time.monotonic() + LATE_S) for size in reply.sizes)
         except OSError as error:
-            raise KeeperError(f"{error.strerror}: {self._last_words()}") from None
-        code = os.waitstatus_to_exitcode(reply["status"])
-        outcome, why = _judge(reply, code, limits, stderr)
-        exit_code, number = (code, None) if code >= 0 else (None, -code)
-        return Finished(outcome, why, exit_code, number, stdout, stderr, **reply["used"])
+            raise KeeperError(f"{error.strerror or error}: {self._last_words()}") from None
+        outcome, why = _judge(reply, watch.order or watch.kernels_order(), limits, stderr)
+        exit_code, number = (reply.code, None) if reply.code >= 0 else (None, -reply.code)
+        return Finished(outcome, why, exit_code, number, stdout, stderr, **reply.used.model_dump())
 
-    def _await(self, deadline: float, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-        was_stopped = False
-        while not self._connection.poll(WATCH_S):
+    def _look(self, watch: _Watch) -> None:
+        if watch.order is None and watch.must_end():
+            self._send({"stop": True})
+
+    def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        self._socket.settimeout(LATE_S)
+        send(self._socket, header, blobs)
+
+    def _receive(self, kind: type[MessageT], deadline: float, look: Callable[[], None] = lambda: None) -> MessageT:
+        """The header of the keeper's next message. It is believed only as far as ``kind`` checks it: a program that
+        reached the socket may have written it.
+
+        Raises:
+            KeeperError: there is none by the deadline, or one that no keeper writes.
+        """
+        size = int.from_bytes(self._read(HEAD, deadline, look), "big")
+        if size > _MAX_HEADER:
+            raise KeeperError(f"it spoke of a message of {size} bytes")
+        try:
+            return kind.model_validate_json(self._read(size, deadline, look))
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise KeeperError(f"its message is malformed: {problem['msg']}") from None
+
+    def _read(self, size: int, deadline: float, look: Callable[[], None] = lambda: None) -> bytes:
+        """So many bytes; calls ``look`` every so often while there are none."""
+        self._socket.settimeout(WATCH_S)
+        buffer = bytearray()
+        while len(buffer) < size:
             if time.monotonic() > deadline:
-                raise KeeperError(f"no answer {LATE_S:g} s after the program's time was up")
-            if not was_stopped and (excess := self._find_excess(limits)):
-                outcome, why = excess
-                send(self._connection, {"outcome": outcome.value, "why": why})
-                was_stopped = True
-        reply = receive(self._connection)
-        if reply is None:
-            raise KeeperError(self._last_words())
-        return reply
-
-    def _find_excess(self, limits: Limits) -> tuple[Outcome, str] | None:
-        used = usage(self.pid)
-        if used.cpu_s > limits.cpu_s:
-            return Outcome.TIMEOUT, f"used more than {limits.cpu_s:g} processor seconds"
-        if used.num_tasks > limits.processes:
-            return Outcome.CRASH, f"ran more than {limits.processes} processes and threads"
-        if used.rss_bytes > limits.memory_bytes and _shared_fairly(self.pid) > limits.memory_bytes:
-            return Outcome.CRASH, f"used more than {limits.memory_bytes} bytes of memory"
-        return None
+                raise KeeperError("it did not answer in time")
+            try:
+                piece = self._socket.recv(min(size - len(buffer), PIECE))
+            except TimeoutError:
+                look()
+                self._socket.settimeout(WATCH_S)
+                continue
+            if not piece:
+                raise KeeperError(self._last_words())
+            buffer += piece
+        return bytes(buffer)
 
     def _last_words(self) -> str:
         """Last line of what the process wrote to its standard error, once it has ended."""
@@ -318,7 +397,7 @@ class Keeper:
 
     def close(self) -> None:
         """Let it go: the keeper ends when the socket does, and with it all it runs."""
-        self._connection.close()
+        self._socket.close()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -327,24 +406,93 @@ class Keeper:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
         self._errors.close()
+        if self._group is not None:
+            self._group.close()
         if self._folder is not None:
             self._folder.cleanup()
 
 
-def _judge(reply: Mapping[str, Any], code: int, limits: Limits, stderr: bytes) -> tuple[Outcome, str]:
+class _Watch:
+    """The driver's eye on one program: what its processes use together, which only a group's limits are about."""
+
+    def __init__(self, pid: int, limits: Limits, group: cgroup.Group | None) -> None:
+        """``pid``: of the keeper."""
+        self._pid, self._limits, self._group = pid, limits, group
+        self._earlier = (group.cpu_s, group.num_killed) if group else (0.0, 0)
+        self.start = time.monotonic()
+        self.longest_s = PATIENCE * max(limits.wall_s, limits.cpu_s)
+        self.order: tuple[Outcome, str] | None = None
+        """Why we ended the program, if we did."""
+        self._waits: dict[int, int] = {}
+        self._waited_s = 0.0
+
+    def must_end(self) -> bool:
+        """Whether the program is to be stopped; if so, ``order`` says why from now on."""
+        limits, group = self._limits, self._group
+        used = Usage(0, group.cpu_s - self._earlier[0], 0) if group else usage(self._pid)
+        elapsed_s = time.monotonic() - self.start
+        self._look_at_waits(elapsed_s)
+        if used.cpu_s > limits.cpu_s:
+            self.order = Outcome.TIMEOUT, f"used more than {limits.cpu_s:g} processor seconds"
+        elif used.num_tasks > limits.processes:
+            self.order = Outcome.CRASH, f"ran more than {limits.processes} processes and threads"
+        elif used.rss_bytes > limits.memory_bytes and _shared_fairly(self._pid) > limits.memory_bytes:
+            self.order = self._too_large()
+        elif elapsed_s - self._waited_s > limits.wall_s:
+            self.order = Outcome.TIMEOUT, f"ran longer than {limits.wall_s:g} s"
+        elif elapsed_s > self.longest_s:
+            waited = f"it waited {self._waited_s:.1f} of {elapsed_s:.1f} s for a processor"
+            self.order = Outcome.INFRA, f"the machine is too busy for the program: {waited}"
+        return self.order is not None
+
+    def kernels_order(self) -> tuple[Outcome, str] | None:
+        """Why the kernel ended the program, if it did for the group's sake."""
+        return self._too_large() if self._group and self._group.num_killed > self._earlier[1] else None
+
+    def _too_large(self) -> tuple[Outcome, str]:
+        return Outcome.CRASH, f"used more than {self._limits.memory_bytes} bytes of memory"
+
+    def _look_at_waits(self, elapsed_s: float) -> None:
+        """Add what the program was kept waiting since the last look: as long as the thread that waited longest.
+
+        Not their sum, by which a program of many threads could hide that it sleeps. Nor can it pass for one that the
+        machine fails: where its threads wait for each other its processor seconds run out first.
+        """
+        waits = waiting(self._pid)
+        longest_ns = max((ns - self._waits.get(thread, 0) for thread, ns in waits.items()), default=0)
+        self._waits = waits
+        self._waited_s = min(self._waited_s + max(0, longest_ns) / 1e9, elapsed_s)
+
+
+def _judge(reply: _Reply, order: tuple[Outcome, str] | None, limits: Limits, stderr: bytes) -> tuple[Outcome, str]:
     """What a keeper's reply means. A break that the keeper or we ordered goes before how the program ended."""
-    if reply["error"]:
-        return Outcome.INFRA, f"the program could not be started: {reply['error']}"
-    if reply["broken"] is not None:
-        return Outcome(reply["broken"]["outcome"]), reply["broken"]["why"]
-    if code == 0:
+    if reply.error:
+        return Outcome.INFRA, f"the program could not be started: {one_line(reply.error)}"
+    if order is not None and (reply.broken == "stop" or reply.code == -signal.SIGKILL):
+        return order
+    if reply.broken:
+        return Outcome.CRASH, f"wrote more than {limits.output_bytes} bytes to {reply.broken}"
+    if reply.code == 0:
         return Outcome.OK, ""
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and reply["used"]["cpu_s"] >= limits.cpu_s):
+    if reply.code == -signal.SIGXCPU or (reply.code == -signal.SIGKILL and reply.used.cpu_s >= limits.cpu_s):
         return Outcome.TIMEOUT, f"used more than {limits.cpu_s:g} processor seconds"
-    if code < 0:
-        return Outcome.CRASH, f"ended by signal {-code} ({signal.strsignal(-code)})"
-    last_line = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
-    return Outcome.CRASH, f"exit code {code}" + (f": {last_line}" if last_line else "")
+    if reply.code < 0:
+        return Outcome.CRASH, f"ended by signal {-reply.code} ({signal.strsignal(-reply.code)})"
+    last_line = one_line(stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:200])
+    return Outcome.CRASH, f"exit code {reply.code}" + (f": {last_line}" if last_line else "")
+
+
+def one_line(text: str) -> str:
+    """Of a program's own words, what can be shown on a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _delegated() -> tuple[Path | None, str]:
+    """The control group in which we may make others; or why there is none."""
+    try:
+        return cgroup.delegated(), ""
+    except cgroup.GroupError as problem:
+        return None, str(problem)
 
 
 def _outer_id(number: int) -> int | None:
@@ -399,6 +547,17 @@ def usage(pid: int) -> Usage:
             num_tasks += int(fields[17])
             rss += int(fields[21]) * _PAGE
     return Usage(rss, ticks / _TICKS, num_tasks)
+
+
+def waiting(pid: int) -> dict[int, int]:
+    """By thread of ``pid`` and its descendants: nanoseconds that it was ready to run, and another one ran."""
+    waits: dict[int, int] = {}
+    for each in (pid, *descendants(pid)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for thread in os.listdir(f"/proc/{each}/task"):
+                if fields := _read(f"/proc/{each}/task/{thread}/schedstat").split():
+                    waits[int(thread)] = int(fields[1])  # ran, waited, number of slices
+    return waits
 
 
 def _shared_fairly(pid: int) -> int:

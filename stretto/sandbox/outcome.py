@@ -14,11 +14,13 @@ class Limits:
     """What one program may use. Written by the caller."""
 
     wall_s: float = 5.0
-    """From its start to the end of its first process; whatever else it started ends then too."""
+    """From its start to the end of its first process, less the time that it waits for a processor which others use;
+    whatever else it started ends then too."""
     cpu_s: float = 5.0
     """Processor seconds of all its processes together."""
     memory_bytes: int = 512 << 20
-    """Address space of one process, and resident memory of all of them."""
+    """Address space of one process, and resident memory of all of them. A cgroup counts files in the work folder too,
+    so there the limit of all is this and ``file_bytes``."""
     output_bytes: int = 1 << 20
     """Of standard output, and of standard error."""
     processes: int = 32
@@ -43,7 +45,7 @@ class Finished:
 
     outcome: Outcome
     """OK: it exited with 0. CRASH: any other exit, a signal, a broken limit. TIMEOUT: out of wall or processor seconds.
-    INFRA: we failed it. Never WRONG, which is for the task to say."""
+    INFRA: we failed it, or the machine is too busy to tell. Never WRONG, which is for the task to say."""
     why: str
     """One line; empty where the outcome is OK."""
     exit_code: int | None = None
@@ -96,6 +98,8 @@ class Isolation:
     """Files are kept from the program by Landlock; not needed where there are namespaces."""
     own_uid: bool
     """Programs run under a user id that nothing else on the machine has."""
+    polled: str = ""
+    """Why memory and processes are only looked at every so often; empty: a cgroup limits them."""
     missing: tuple[str, ...] = ()
     """Why each better level is not to be had, one line each."""
 
@@ -112,4 +116,5 @@ class Isolation:
             walls = f"user, pid, network, mount, ipc and uts namespaces, read-only root ({maker})"
         extras = "seccomp filter" if self.has_filter else "no seccomp filter"
         extras += ", Landlock" * self.has_landlock + ", own user id" * self.own_uid
-        return "; ".join((f"sandbox: {walls}", extras, *self.missing))
+        memory = f"memory polled: {self.polled}" if self.polled else "memory limited by a cgroup"
+        return "; ".join((f"sandbox: {walls}", extras, memory, *self.missing))

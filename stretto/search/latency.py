@@ -1,9 +1,7 @@
 """The latency table: what a layer costs on this machine, by (experts kept, k), and what any Subnet costs as their sum.
 
-Whole extracted networks are timed and the cost of one layer is solved for by least squares. Timing single blocks in a loop
-would find their weights in the cache, where a decoding network never has them.
-
-Shape letters: B rows, T positions, D hidden, V vocabulary.
+Whole extracted networks are timed in the engine, which is what will serve them, and the cost of one layer is solved for by
+least squares. Timing single blocks in a loop would find their weights in the cache, where a decoding network never has them.
 """
 
 from __future__ import annotations
@@ -15,18 +13,20 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
 from stretto.base.track import progress
+from stretto.engine.engine import Engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import without_layers
 from stretto.model.elastic import extract
 from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, Subnet, droppable_layers, fixed_layers
-from stretto.model.transformer import Context, Transformer
+from stretto.model.transformer import Transformer
+from stretto.ops.native import Library, load
 
 
 class Workload(Config):
@@ -43,7 +43,17 @@ class Workload(Config):
         return f"{self.phase} of {self.batch} x {self.context}"
 
 
-DECODE = Workload(phase="decode", batch=1, context=1)
+DECODE = Workload(phase="decode", batch=1, context=64)
+"""One sequence alone, a little way into its answer."""
+
+
+def usual_workloads(config: ModelConfig) -> tuple[Workload, Workload]:
+    """Decoding and prefilling one sequence, shorter where the network's positions are few."""
+    longest = config.max_positions
+    return (
+        DECODE.replace(context=min(DECODE.context, longest // 2)),
+        Workload(phase="prefill", batch=1, context=min(256, longest - 1)),
+    )
 
 
 class Machine(Config):
@@ -138,13 +148,18 @@ def require_match(table: LatencyTable, model: Transformer, source: str) -> None:
 
 
 def this_machine(model: Transformer) -> Machine:
-    first = next(model.parameters())
+    device = model.head_VD.device
     return Machine(
-        device=device_name(first.device),
+        device=device_name(device),
         num_threads=torch.get_num_threads(),
         torch_version=torch.__version__,
-        dtype=str(first.dtype).removeprefix("torch."),
+        dtype=str(serving_dtype(device)).removeprefix("torch."),
     )
+
+
+def serving_dtype(device: torch.device) -> torch.dtype:
+    """What a network is served in where nobody asks for another, and so what a table is measured in."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _cell_ms(costs: dict[tuple[int, int], float], experts: int, top_k: int) -> float:
@@ -176,6 +191,7 @@ def speed_shape(config: ModelConfig) -> dict[str, int | float | bool | str | tup
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10
+PAGE_SIZE = 16
 MAX_SLOWDOWN = 1.25
 """A sample counts as disturbed when a matmul beside it ran this much slower than the fastest one of the run (ours)."""
 MATMUL_SIZE = 512
@@ -186,25 +202,47 @@ TimeFn = Callable[[Transformer, Workload], float]
 """Seconds of one step of an ordinary (extracted) network under a workload, warm."""
 
 
-@torch.inference_mode()
-def forward_seconds(model: Transformer, workload: Workload) -> float:
-    """Seconds of a forward pass with the head at the last position of each row: the fastest of a few, after a warm-up.
+def engine_seconds(device: torch.device) -> TimeFn:
+    """Times steps of the engine as it serves: compiled kernels where there are, cache, sampling and all."""
+    library = load() if device.type == "cpu" else None
 
-    There is no cache: a decode step reads all weights that one token a row reads, and none of its context.
+    def seconds(model: Transformer, workload: Workload) -> float:
+        return step_seconds(model, workload, library)
+
+    return seconds
+
+
+def step_seconds(model: Transformer, workload: Workload, library: Library | None) -> float:
+    """Seconds of one step of the engine, the fastest of a few, after a warm-up. A decoding step's rows have
+    ``workload.context`` tokens in the cache, and a few more each time; a prefill computes them all, and one token of each row.
     """
-    head_VD = model.head_VD
-    length = 1 if workload.phase == "decode" else workload.context
+    num_steps = WARM_UP_STEPS + TIMED_STEPS
+    room = model.config.max_positions - workload.context
+    num_new = min(num_steps + 1, room) if workload.phase == "decode" else 1
+    longest = workload.context + num_new
+    pages = -(-longest // PAGE_SIZE) + 1
+    config = EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=workload.batch * pages + 1,
+        max_batch=workload.batch,
+        max_len=longest,
+        max_step_tokens=workload.batch * workload.context,
+        prefix_cache=False,
+    )
+    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
     generator = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(model.config.vocab_size, (workload.batch, length), generator=generator).to(head_VD.device)
-    subnet, ctx = model.config.full(), Context.plain(ids_BT)
-    taken_s = []
-    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
-        _synchronise(head_VD.device)
-        start = time.perf_counter()
-        hidden_BTD = model(ids_BT, subnet, ctx).hidden_BTD
-        F.linear(hidden_BTD[:, -1], head_VD)
-        _synchronise(head_VD.device)
-        taken_s.append(time.perf_counter() - start)
+    sampling = Sampling(temperature=0, max_tokens=num_new, ignore_eos=True)
+    taken_s: list[float] = []
+    while len(taken_s) < num_steps:
+        for row in range(workload.batch):
+            ids = torch.randint(model.config.vocab_size, (workload.context,), generator=generator).tolist()
+            engine.add(Request(f"timing-{row}", tuple(ids), sampling, Phases(model.config.full())), stream=False)
+        if workload.phase == "decode":
+            engine.step()  # all prompts
+        while engine.has_work:
+            start = time.perf_counter()
+            engine.step()  # returns tokens, so the device is done
+            taken_s.append(time.perf_counter() - start)
     return min(taken_s[WARM_UP_STEPS:])
 
 
@@ -215,18 +253,18 @@ def measure(
     workloads: Sequence[Workload] = (DECODE,),
     *,
     num_rounds: int = 7,
-    time_fn: TimeFn = forward_seconds,
+    time_fn: TimeFn | None = None,
 ) -> LatencyTable:
-    """Measure the table of ``model`` in its own dtype, on the device that holds it.
+    """Measure the table of ``model`` in the dtype it will be served in, on the device that holds it.
 
     Each combination of ``experts`` and ``top_ks`` is timed at full and at least depth. The networks take turns, so that
     a slow spell of the machine meets all of them, and the fastest of their samples counts. Each sample stands between
     two runs of a fixed matmul, which tell how many were disturbed.
 
     Args:
-        time_fn: times one network.
+        time_fn: times one network; None: the engine's steps (`engine_seconds`).
     """
-    config = model.config
+    config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
     pairs = sorted({(num, min(k, num)) for num in {*experts, config.num_experts} for k in {*top_ks, config.top_k}})
     depths = sorted({len(fixed_layers(config.num_layers)), config.num_layers})
     subnets = [config.subnet(depth, num, k) for num, k in pairs for depth in depths]
@@ -268,11 +306,12 @@ def check(
     subnets: Sequence[Subnet],
     *,
     num_rounds: int = 7,
-    time_fn: TimeFn = forward_seconds,
+    time_fn: TimeFn | None = None,
 ) -> list[Check]:
     """Measure ``subnets`` as they are and set the table's prediction beside it, for every workload of the table."""
     require_match(table, model, "latency table")
     workloads = [timing.workload for timing in table.timings]
+    time_fn = time_fn or engine_seconds(model.head_VD.device)
     measured = _Samples(model, time_fn).fastest_ms("check latency", subnets, workloads, num_rounds)
     return [
         Check(
@@ -290,8 +329,9 @@ class _Samples:
     """Timed samples, each between two runs of the same matmul that say how busy the machine was."""
 
     def __init__(self, model: Transformer, time_fn: TimeFn):
-        self._model, self._time_fn = model, time_fn
-        self._square = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=next(model.parameters()).device)
+        device = model.head_VD.device
+        self._model, self._time_fn, self._dtype = model, time_fn, serving_dtype(device)
+        self._square = torch.ones(MATMUL_SIZE, MATMUL_SIZE, device=device)
         for _ in range(WARM_UP_STEPS):
             self._calibrate()
         self.num_samples = self.num_disturbed = self.num_uncertain = 0
@@ -308,7 +348,8 @@ class _Samples:
         with progress(title, num_rounds * len(subnets) * len(workloads)) as advance:
             for _ in range(num_rounds):
                 for index, subnet in enumerate(subnets):
-                    network = extract(self._model, subnet)  # anew each round: all at once would not fit in memory
+                    # anew each round: all at once would not fit in memory
+                    network = extract(self._model, subnet).to(self._dtype)
                     for workload in workloads:
                         taken_s = self._time_fn(network, workload)
                         after_s = self._calibrate()

@@ -1,13 +1,16 @@
 """The search: the best Subnet within limits on memory, compute and measured latency at once.
 
-Additive sensitivities predict the loss of every candidate; NSGA-II spreads candidates along the front of predicted loss
-against cost; the best are evaluated truly, a few may be healed, and only then one is chosen.
+Additive sensitivities predict the loss of every candidate: of all there are while they can be counted, else of those
+that NSGA-II spreads along the front of predicted loss against cost. The best are evaluated truly, a few may be healed, and
+only then one is chosen.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Literal, Self
 
@@ -157,6 +160,8 @@ def _interpolate(values: Mapping[int, float], at: int) -> float:
     return float(np.interp(at, known, [values[num] for num in known]))
 
 
+ENUMERATED = 20_000
+"""Spaces of at most so many choices are predicted whole, in seconds; larger ones are evolved."""
 Third = Literal["active", "latency"]
 """The third objective beside loss and total parameters."""
 
@@ -164,9 +169,9 @@ Third = Literal["active", "latency"]
 class Limits(Config):
     """What a chosen Subnet must stay within, all at once; None sets no limit."""
 
-    max_total: float | None = Field(default=None, gt=0)
+    max_total: float | None = Field(default=None, gt=0, le=1)
     """Total parameters (memory) over the full network's."""
-    max_active: float | None = Field(default=None, gt=0)
+    max_active: float | None = Field(default=None, gt=0, le=1)
     """Active parameters (compute) over the full network's."""
     max_latency_ms: float | None = Field(default=None, gt=0)
     """Milliseconds a step on the machine of the latency table."""
@@ -275,6 +280,29 @@ class SearchSpace(Config):
         falling = [layer for layer in reversed(order) if layer in self.droppable]
         return [tuple(sorted(falling[:num])) for num in range(len(falling) + 1)]
 
+    def num_choices(self, config: ModelConfig) -> int:
+        """How many `every` goes through."""
+        drops = len(self.droppable) + 1 if self.layers == "nested" else 2 ** len(self.droppable)
+        widths = 1 if self.widths == "uniform" else config.num_moe_layers
+        return drops * len(self.experts) ** widths * len(self.top_k)
+
+    def every(self, config: ModelConfig) -> Iterator[Subnet]:
+        """All that the space holds; some choices make the same Subnet."""
+        drops: Iterable[tuple[int, ...]] = self.drops(config.layer_ranking)
+        if self.layers == "free":
+            drops = (
+                left for num in range(len(self.droppable) + 1) for left in itertools.combinations(self.droppable, num)
+            )
+        rows = config.num_moe_layers
+        for dropped in drops:
+            if self.widths == "uniform":
+                widths: Iterable[tuple[int, ...]] = ((num,) * rows for num in self.experts)
+            else:
+                widths = itertools.product(self.experts, repeat=rows)
+            for experts in widths:
+                for k in self.top_k:
+                    yield self.subnet(config, dropped, experts, k)
+
     def grid(self, config: ModelConfig, order: Sequence[int] | None = None) -> Iterator[Subnet]:
         """Every Subnet with equal widths whose layers follow ``order``; None: the network's nested order.
 
@@ -285,6 +313,15 @@ class SearchSpace(Config):
                 for k in self.top_k:
                     if k <= num:
                         yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
+
+
+def reachable_limits(config: ModelConfig) -> Limits:
+    """Limits to begin with: half-way between the full network and the least that a search can reach, in whole per cent."""
+    full = count(config, config.full())
+    sizes = [count(config, subnet) for subnet in SearchSpace.of(config).grid(config)]
+    total = min(size.total_params for size in sizes) / full.total_params
+    active = min(size.active_params for size in sizes) / full.active_params
+    return Limits(max_total=math.ceil(50 * (1 + total)) / 100, max_active=math.ceil(50 * (1 + active)) / 100)
 
 
 def require_feasible(candidates: Sequence[Candidate], limits: Limits) -> None:
@@ -372,31 +409,30 @@ def score_grids(scorer: Scorer, space: SearchSpace) -> None:
             scorer.score(subnet)
 
 
-def evolve(
-    scorer: Scorer,
-    space: SearchSpace,
-    limits: Limits,
-    third: Third,
-    *,
-    num_trials: int,
-    population: int,
-    seed: int,
-) -> None:
-    """Score ``num_trials`` proposals of NSGA-II; the first generation is the best of what ``scorer`` knows already.
+def enumerate_all(scorer: Scorer, space: SearchSpace) -> None:
+    """Score everything there is."""
+    with progress("predict all sizes", space.num_choices(scorer.config)) as advance:
+        for subnet in space.every(scorer.config):
+            scorer.score(subnet)
+            advance(1)
+
+
+def evolve(scorer: Scorer, space: SearchSpace, limits: Limits, third: Third, options: SearchOptions) -> None:
+    """Score ``options.num_trials`` proposals of NSGA-II; the first generation is the best of what ``scorer`` knows already.
 
     The same seed proposes the same candidates.
     """
     config = scorer.config
     start = sorted(scorer.all(), key=lambda one: (not one.fits(limits), one.predicted_nll))
     with _quiet_optuna():
-        sampler = optuna.samplers.NSGAIISampler(population_size=population, seed=seed)
+        sampler = optuna.samplers.NSGAIISampler(population_size=options.population, seed=options.seed)
         study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
-        for candidate in start[:population]:
+        for candidate in start[: options.population]:
             genes = _encode(config, space, candidate.subnet)
             if genes is not None:
                 study.enqueue_trial(genes)
-        with progress("search", num_trials) as advance:
-            for _ in range(num_trials):
+        with progress("search", options.num_trials) as advance:
+            for _ in range(options.num_trials):
                 trial = study.ask()
                 candidate = scorer.score(_decode(config, space, trial))
                 for name, over in candidate.excess(limits).items():
@@ -458,8 +494,10 @@ def _quiet_optuna() -> Iterator[None]:
 class SearchOptions(Config):
     """How hard to look."""
 
+    enumerated: int = ENUMERATED
+    """A space of at most so many choices is predicted whole."""
     num_trials: int = 1000
-    """Candidates that NSGA-II proposes; only predicted, so thousands take seconds."""
+    """Of a larger one: candidates that NSGA-II proposes; only predicted, so thousands take seconds."""
     population: int = 40
     num_evaluated: int = 16
     """Best predicted candidates within the limits that are evaluated truly."""
@@ -499,6 +537,8 @@ class SearchResult(Config):
     sensitivities: Sensitivities
     num_predicted: int
     """Different candidates whose loss was predicted."""
+    is_complete: bool = False
+    """Those are all that the space holds."""
     num_tokens: int
     """Held-out tokens of each evaluation."""
     candidates: tuple[Candidate, ...]
@@ -524,7 +564,7 @@ class SearchResult(Config):
         rank = self.correlations
         return [
             f"chosen: {', '.join(parts)}, {loss}",
-            f"{self.num_predicted:,} candidates predicted, {len(self.candidates)} evaluated ({within} within the limits)",
+            f"{'all ' * self.is_complete}{self.num_predicted:,} candidates predicted, {len(self.candidates)} evaluated ({within} within the limits)",
             f"rank correlation: predicted and evaluated {_shown(rank.predicted_true)}"
             f" (within the limits {_shown(rank.predicted_true_within)}),"
             f" before and after healing {_shown(rank.before_after_healing)}",
@@ -571,10 +611,12 @@ def search(
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():
         scorer.score(check_subnet(config, subnet), name)
-    score_grids(scorer, space)
-    evolve(
-        scorer, space, limits, third, num_trials=options.num_trials, population=options.population, seed=options.seed
-    )
+    num_choices = space.num_choices(config)
+    if num_choices <= options.enumerated:
+        enumerate_all(scorer, space)
+    else:
+        score_grids(scorer, space)
+        evolve(scorer, space, limits, third, options)
     candidates, num_tokens = _evaluate(
         model, _shortlist(scorer.all(), set(space.grid(config)), limits, options, third), batches
     )
@@ -590,6 +632,7 @@ def search(
         workload=workload,
         sensitivities=sensitivities,
         num_predicted=len(scorer.all()),
+        is_complete=num_choices <= options.enumerated,
         num_tokens=num_tokens,
         candidates=tuple(candidates),
         front=pareto_front([candidate.objectives(third) for candidate in candidates]),
@@ -613,12 +656,15 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 def pareto_front(points: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Indices of the points that no other point beats (nowhere larger, somewhere smaller), in order."""
-    values = np.asarray(points, dtype=np.float64)
-    return tuple(
-        index
-        for index, own in enumerate(values)
-        if not ((values <= own).all(axis=1) & (values < own).any(axis=1)).any()
-    )
+    front = np.empty((0, len(points[0]) if points else 0))
+    kept = []
+    # in this order no point is beaten by one that comes after it, so each need only be held against the front so far
+    for index in sorted(range(len(points)), key=lambda index: tuple(points[index])):
+        own = np.asarray(points[index], dtype=np.float64)
+        if not ((front <= own).all(axis=1) & (front < own).any(axis=1)).any():
+            front = np.vstack([front, own])
+            kept.append(index)
+    return tuple(sorted(kept))
 
 
 def _shortlist(

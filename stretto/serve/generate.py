@@ -376,7 +376,9 @@ def is_cut(done: Completion) -> bool:
 
 
 def raise_for(completion: Completion) -> None:
-    """Raises `ApiError` where a choice ended by no wish of the client."""
+    """Raises `UserError` where a choice could not go on for what the client asked, `ApiError` where for what it did not."""
+    if completion.is_refused:
+        raise UserError(completion.error or "this request cannot be finished")
     if completion.finish_reason == "error":
         raise ApiError(500, completion.error or "the engine could not finish this request")
     if completion.finish_reason == "abort":

@@ -4,6 +4,9 @@ What a test expects never enters the sandbox. A test ``assert call == literal`` 
 call and writes down its value, the comparison is made here. So leaving before the tests, an object that equals
 everything, and a look into the program's own text gain nothing. Of any other assertion the whole condition is what is
 evaluated, and ``True`` what is expected: only as strong as the assertion.
+
+A prompt shows the first tests only, and the others decide: an answer that has the values it was shown by heart is worth
+nothing. Published MBPP scores come from prompts with all three tests (``shown = 3``) and three solved problems before.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import Field
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
@@ -54,8 +59,11 @@ class CodeArgs(Range):
 
     path: Path | None = None
     """Of the JSONL file. None: a handful of problems that come with the package."""
+    shown: int = Field(default=1, ge=0)
+    """Tests that the prompt shows, at most: an example, which carries the function's name. With none it gives the name."""
     reward: Literal["all", "share"] = "all"
-    """1 for all tests or 0; or the share of tests passed, right being all of them still."""
+    """1 for all tests or 0; or the share passed of those that were not shown (of all, where all were), right being all
+    of them still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,8 @@ class Check:
 
 
 class CodeSource(TaskSource):
-    """The prompt: the task, then its tests (they carry the function's name). The answer: the last fenced block, which
-    need not be closed, or the whole text where there is none."""
+    """The prompt: the task, then the first of its tests. The answer: the last fenced block, which need not be closed, or
+    the whole text where there is none."""
 
     args_kind = CodeArgs
     args: CodeArgs
@@ -91,14 +99,20 @@ class CodeSource(TaskSource):
     def problem(self, item: int) -> Problem:
         record = self._records[item]
         tests, setup = record["test_list"], record.get("test_setup_code", "")
-        shown = "\n".join(tests)
-        question = f"{record['text']}\nYour code must pass these tests:\n```python\n{shown}\n```"
+        shown = "\n".join(tests[: self.args.shown])
+        if len(tests) <= self.args.shown:
+            rest = f"Your code must pass these tests:\n```python\n{shown}\n```"
+        elif shown:
+            rest = f"Your code must pass tests like these:\n```python\n{shown}\n```"
+        else:
+            rest = f"Name it {_function(tests[0], record['code'])}."
+        question = f"{record['text']}\n{rest}"
         gold = "```python\n{}\n```".format(record["code"].replace("\r\n", "\n").strip())
         return Problem.of(item, question, gold, "plain", tests=list(tests), setup=setup)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         code, is_marked = find_code(answer.text)
-        parts = {"marked": float(is_marked), "passed": 0.0}
+        parts = {"marked": float(is_marked), "passed": 0.0, "unseen": 0.0}
         if not code.strip():
             return Score.of(False, parts, "no code")
         tests = list(map(_take_apart, problem.payload["tests"]))
@@ -107,11 +121,12 @@ class CodeSource(TaskSource):
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
         written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # of a test written twice, the last
         values = [written.get(str(number)) for number in range(len(tests))]
-        num_passed = sum(_equals(value, test.expected) for value, test in zip(values, tests, strict=True))
-        parts["passed"] = num_passed / len(tests)
-        if num_passed == len(tests):
+        passed = [_equals(value, test.expected) for value, test in zip(values, tests, strict=True)]
+        num_passed, unseen = sum(passed), passed[self.args.shown :] or passed
+        parts |= {"passed": num_passed / len(tests), "unseen": sum(unseen) / len(unseen)}
+        if all(passed):
             return Score(1.0, Outcome.OK, parts, "", done.cpu_s)
-        reward = parts["passed"] if self.args.reward == "share" else 0.0
+        reward = parts["unseen"] if self.args.reward == "share" else 0.0
         # All values written and some wrong: refused. Else the program never came so far, for the sandbox's reason.
         outcome = Outcome.WRONG if done.outcome is Outcome.OK or None not in values else done.outcome
         detail = done.why or f"{num_passed} of {len(tests)} tests passed"
@@ -140,6 +155,13 @@ def _take_apart(assertion: str) -> Check:
         except ValueError:
             pass  # what is expected is itself an expression
     return Check(f"bool({ast.unparse(condition)})", True)
+
+
+def _function(assertion: str, code: str) -> str:
+    """Name of what the assertion calls and the solution defines."""
+    defined = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    called = [node.id for node in ast.walk(ast.parse(assertion)) if isinstance(node, ast.Name) and node.id in defined]
+    return called[0] if called else ", ".join(sorted(defined))
 
 
 def _program(code: str, setup: str, tests: Sequence[Check]) -> str:

@@ -28,7 +28,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, replacing, write_json, write_text
+from stretto.base.paths import read_json, write_json, write_text
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -124,8 +124,7 @@ class Tokenizer:
     def save(self, folder: Path | str) -> None:
         """Write into ``folder`` the files that transformers' AutoTokenizer loads."""
         folder = Path(folder)
-        with replacing(folder / "tokenizer.json") as temporary:
-            self.rust.save(str(temporary))
+        write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))  # Rust's own would hide what the disk said
         write_json(folder / "tokenizer_config.json", dict(self.config))
         write_json(folder / "special_tokens_map.json", {n: self.config[n] for n in _NAMED_TOKENS if self.config.get(n)})
         if self.chat_template:

@@ -10,15 +10,17 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from stretto.base.config import check_unchanged
+from stretto.base.config import check_unchanged, differences
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress
@@ -27,16 +29,28 @@ from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance
 from stretto.model.families import Family
-from stretto.model.parallel import Ranks, compute_dtype, device_name, full_state, shard
-from stretto.model.spec import SubnetChoice, count
-from stretto.model.transformer import Transformer, build
+from stretto.model.parallel import Ranks, device_name, full_state, placed
+from stretto.model.spec import ModelConfig, SubnetChoice, count
+from stretto.model.transformer import Transformer, initial_state
+from stretto.ops.logprob import IGNORED
+from stretto.ops.tuning import threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
+from stretto.train.pace import Pace, find_pace
 from stretto.train.recipe import HealRecipe, Recipe
-from stretto.train.sampler import MicroPlan, Sampler
-from stretto.train.snapshot import LAYOUT, SnapshotMeta, Snapshots, read_meta
-from stretto.train.step import Distil, MicroBatch, StepResult, metered, optimisation_step, row_widths
+from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
+from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, read_meta
+from stretto.train.step import (
+    Distil,
+    MicroBatch,
+    NonFiniteError,
+    StepResult,
+    TaughtRows,
+    metered,
+    optimisation_step,
+    row_widths,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +79,12 @@ class Trained:
     meter: Meter
     run_id: str
     tokens_by_kind: dict[str, int]
+    pace: Pace
+    changes: tuple[Change, ...]
+    """What resumes told the run otherwise than it began."""
 
 
+@threads_kept()
 def pretrain(recipe: Recipe, job: Job) -> Trained:
     """Train ``recipe`` and return the maximum network.
 
@@ -74,10 +92,9 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
         UserError: a resume without a snapshot or under another recipe or data.
         NonFiniteError: a loss or gradient was not finite; the last snapshot is good.
     """
-    train, elastic = recipe.train, recipe.elastic
-    model = build(recipe.network(), train.seed, job.ranks.device)
+    train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
-    training = _Training("pretrain", recipe, job, model, elastic.anchors, rank_at)
+    training = _Training("pretrain", recipe, job, config, initial_state(config, train.seed), elastic.anchors, rank_at)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
@@ -85,20 +102,24 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
         full = config.full()
         micro = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
         teacher = Distil(training.model, full, elastic.anchor_ce_weight, elastic.joint)
-        taught = [each.is_anchor or (elastic.joint and each.subnet != full) for each in micro]
+        smaller = [each.subnet != full or each.num_narrow_rows > 0 for each in micro]
+        taught = [
+            each.is_anchor or (elastic.joint and is_smaller) for each, is_smaller in zip(micro, smaller, strict=True)
+        ]
         passes = [(each, teacher if is_taught else None) for each, is_taught in zip(micro, taught, strict=True)]
         return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
     return training.run(plan)
 
 
+@threads_kept()
 def heal(recipe: HealRecipe, job: Job, model: Transformer, teacher: Transformer | None) -> Trained:
-    """Train ``model`` in place with a fresh optimiser; ``teacher`` is the frozen parent, run in full.
+    """Train a copy of ``model`` with a fresh optimiser; ``teacher`` is the frozen parent, run in full.
 
     The loss is CE where there is no teacher or ``ce_weight`` is 1, otherwise a blend with KL(teacher ‖ model). Errors are
     those of `pretrain`.
     """
-    training = _Training("heal", recipe, job, model.to(job.ranks.device), {}, set())
+    training = _Training("heal", recipe, job, model.config, model.state_dict().items(), {}, set())
     lesson = None
     if teacher is not None and recipe.ce_weight < 1.0:
         teacher = teacher.to(job.ranks.device).requires_grad_(False)
@@ -146,11 +167,12 @@ class _Training:
         stage: str,
         recipe: Recipe | HealRecipe,
         job: Job,
-        model: Transformer,
+        config: ModelConfig,
+        state: Iterable[tuple[str, Tensor]],
         presets: Mapping[str, SubnetChoice],
         rank_at: Set[int],
     ):
-        """Ready for the next step.
+        """Ready for the next step of a network of ``config`` that begins with ``state``.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
@@ -163,18 +185,22 @@ class _Training:
         self.stage, self.train, self.optim, self.job, self.ranks = stage, train, recipe.optim, job, ranks
         self.presets, self.rank_at = presets, rank_at
         self.recipe = recipe.model_dump(mode="json")
-        self.dtype = compute_dtype(train.dtype, ranks.device)
         self.snapshots = Snapshots(job.run / "snapshots", train.keep_snapshots)
-        self.model = shard(model, ranks, self.dtype)
-        self.optimizers = build_optimizers(recipe.optim, self.model)
         self.run_id, self.step = new_run_id(), 0
         self.meter = Meter(stage, device_name(ranks.device), ranks.world)
         self.tokens_by_kind: Counter[str] = Counter()
         self.window = _Window()
-        if job.resume:
-            self._resume()
+        self.changes: tuple[Change, ...] = ()
+        meta = self._begun() if job.resume else None
+        self.pace = self._pace(config, meta)
+        self.dtype = self.pace.torch_dtype
+        self.model = placed(config, state, ranks, self.dtype)
+        self.optimizers = build_optimizers(recipe.optim, self.model)
+        if meta is not None:
+            self._resume(meta)
 
-    def _resume(self) -> None:
+    def _begun(self) -> SnapshotMeta:
+        """What the newest snapshot says of the run so far, which the recipe must go on with."""
         job, path = self.job, self.snapshots.latest()
         if path is None:
             raise UserError(f"{job.run}: --resume: there is no snapshot in it; start the run without --resume")
@@ -183,17 +209,47 @@ class _Training:
             raise UserError(
                 f"{job.run}: data: changed since this run started; use the same data, or start a new run folder"
             )
-        check_unchanged(meta.recipe, self.recipe, job.run, LAYOUT)
-        self.snapshots.load(path, self.model, self.optimizers, self.ranks)
+        check_unchanged(meta.recipe, self.recipe, job.run, (*LAYOUT, *STEERING))
+        if meta.step > self.train.steps:
+            raise UserError(
+                f"{job.run}: train.steps: {self.train.steps} is less than the {meta.step} steps that are done; raise it"
+            )
+        return meta
+
+    def _pace(self, config: ModelConfig, meta: SnapshotMeta | None) -> Pace:
+        """The one that the run has, else what is found; the loader is left where it is."""
+        if meta is not None and meta.pace is not None:
+            meta.pace.follow()
+            return meta.pace
+        loader, first_state = self.job.loader, self.job.loader.state()
+
+        def next_batch() -> MicroBatch:
+            batch = EvalBatch.of(loader.next(), self.ranks.device)
+            ctx = replace(batch.ctx, recompute=self.train.recompute)
+            return MicroBatch("full", batch.ids_BT, batch.targets_BT, ctx, config.full(), 1)
+
+        pace = find_pace(self.train.dtype, config, next_batch, self.ranks)
+        loader.restore(first_state)
+        return pace
+
+    def _resume(self, meta: SnapshotMeta) -> None:
+        self.snapshots.load(self.snapshots.path(meta.step), self.model, self.optimizers, self.ranks)
         self.model.config = self.model.config.replace(layer_order=meta.layer_order)
-        job.loader.restore(meta.loader)
+        self.job.loader.restore(meta.loader)
         self.run_id, self.step, self.tokens_by_kind = meta.run_id, meta.step, Counter(meta.tokens_by_kind)
         self.meter = Meter(self.stage, meta.receipt.device, self.ranks.world, spent=meta.receipt)
+        changed = differences(meta.recipe, self.recipe).items()
+        self.changes = meta.changes + tuple(
+            Change(step=meta.step, field=field, before=before, after=after)
+            for field, (before, after) in changed
+            if field in STEERING
+        )
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
         """Train to the end of the recipe; ends on a snapshot.
 
-        Ctrl-C lets the step end, writes a snapshot and is raised then; a second one is raised at once.
+        Ctrl-C and SIGTERM let the step end and a snapshot be written; then the one is raised and the other ends the process
+        with its usual code. A second one acts at once.
         """
         train, ranks, tracker = self.train, self.ranks, self.job.tracker
         if train.compile:
@@ -202,7 +258,7 @@ class _Training:
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
         bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
         try:
-            with bar as advance, _interrupts() as interrupted:
+            with bar as advance, _interrupts() as came:
                 advance(self.step)
                 while self.step < train.steps:
                     with self.meter:
@@ -210,19 +266,32 @@ class _Training:
                     if self.step in self.rank_at and self.job.held_out:
                         self._rank_layers()
                     self._report(result, log)
-                    advance(1, f"loss {result.nll:.3f}")
-                    # ranks see the signal at different times, and a snapshot needs them all at the same step
-                    if ranks.sum(torch.tensor(int(interrupted()), device=ranks.device)):
+                    advance(1, "skipped" if result is None else f"loss {result.nll:.3f}")
+                    # ranks see a signal at different times, and a snapshot needs them all at the same step
+                    ends = ranks.sum(
+                        torch.tensor(
+                            [number in came for number in (signal.SIGINT, signal.SIGTERM)], device=ranks.device
+                        ).long()
+                    )
+                    if ends.any():
                         self._save()
-                        raise KeyboardInterrupt
+                        raise KeyboardInterrupt if ends[0] else SystemExit(128 + signal.SIGTERM)
             self._save()
         finally:
             if log is not None:
                 log.close()
-        return Trained(self.model, self.meter, self.run_id, dict(self.tokens_by_kind))
+        return Trained(
+            self.model, self.meter, self.run_id, dict(self.tokens_by_kind), pace=self.pace, changes=self.changes
+        )
 
-    def _step(self, plan: Plan) -> StepResult:
+    def _step(self, plan: Plan) -> StepResult | None:
+        """One step; None where the recipe passes it over."""
         train, ranks = self.train, self.ranks
+        if self.step + 1 in train.skip_steps:
+            for _ in plan.passes:
+                self.job.loader.next()
+            self.step += 1
+            return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
         for micro, distil in plan.passes:
@@ -231,16 +300,24 @@ class _Training:
             widths = row_widths(micro.widths, ranks.rows(train.micro_rows), ranks.device)
             ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
             num = loaded.global_target_tokens
+            if distil is not None and distil.learns and micro.widths is not None and micro.subnet == distil.subnet:
+                distil = replace(distil, rows=self._narrow_rows(micro.widths, batch.targets_BT))
             batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, distil))
-        result = optimisation_step(
-            self.model,
-            self.optimizers,
-            batches,
-            ranks,
-            clip_norm=self.optim.clip_norm,
-            balance_rate=plan.balance_rate,
-            dtype=self.dtype,
-        )
+        try:
+            result = optimisation_step(
+                self.model,
+                self.optimizers,
+                batches,
+                ranks,
+                clip_norm=self.optim.clip_norm,
+                balance_rate=plan.balance_rate,
+                dtype=self.dtype,
+            )
+        except NonFiniteError as error:
+            done = self.step + 1
+            raise NonFiniteError(
+                f"step {done}: {error}; or pass it over with --set train.skip_steps=[{done}]"
+            ) from None
         self.step += 1
         self.tokens_by_kind.update(result.tokens_by_kind)
         self.meter.add(flops=result.flops, tokens=result.num_tokens)
@@ -251,17 +328,28 @@ class _Training:
         window.num_narrow_rows += sum(micro.num_narrow_rows for micro, _ in plan.passes)
         return result
 
+    def _narrow_rows(self, widths: WidthPlan, targets_BT: Tensor) -> TaughtRows:
+        """The rows that use fewer experts: in the others the trained Subnet, the full network, is its teacher itself."""
+        ranks, narrow_B = self.ranks, np.logical_not(widths.allowed_BE.all(axis=1))
+        mine_B = torch.from_numpy(narrow_B[ranks.rows(len(narrow_B))]).to(ranks.device)
+        num_targets = ranks.sum((targets_BT[mine_B] != IGNORED).sum())
+        return TaughtRows(mine_B, int(narrow_B.sum()), int(num_targets))
+
+    def _autocast(self) -> torch.autocast:
+        """Measurements compute as training does: sharded weights are gathered in its dtype."""
+        return torch.autocast(self.ranks.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
     def _rank_layers(self) -> None:
         """Measure the layer order anew, and count what that costs."""
-        with self.meter, metered(self.model, self.meter, self.ranks.world):
+        with self.meter, metered(self.model, self.meter, self.ranks.world), self._autocast():
             order = self.ranks.agree(rank_layers(self.model, self.job.held_out).order)  # each rank saw rows of its own
         self.model.config = self.model.config.replace(layer_order=order)
 
-    def _report(self, result: StepResult, log: Tracker | None) -> None:
+    def _report(self, result: StepResult | None, log: Tracker | None) -> None:
         train, step = self.train, self.step
         last = step == train.steps
         scalars: dict[str, float] = {}
-        if step % train.log_every == 0 or last:
+        if result is not None and (step % train.log_every == 0 or last):
             scalars |= self.window.scalars()
             scalars |= {
                 "optim/lr": learning_rate(self.optim, step - 1, train.steps),
@@ -276,7 +364,8 @@ class _Training:
             self.window = _Window()
         losses: dict[str, float] = {}
         if self.job.held_out and (step % train.eval_every == 0 or last):
-            found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
+            with self._autocast():
+                found = held_out_losses(self.model, self.presets, self.job.held_out, self.ranks)
             losses = {f"loss/{name}": loss for name, loss in found.items()}
         if log is not None and (scalars or losses):
             log.log(step, scalars | losses, line=False)
@@ -298,31 +387,34 @@ class _Training:
             tokens_by_kind=dict(self.tokens_by_kind),
             recipe=self.recipe,
             data_hash=self.job.data_hash,
+            pace=self.pace,
+            changes=self.changes,
         )
         self.snapshots.save(self.model, self.optimizers, meta, self.ranks)
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back and tell whether it came: inside a step, the weights and the loader do not belong together.
+def _interrupts() -> Iterator[Set[int]]:
+    """Hold Ctrl-C and SIGTERM back and tell which came: inside a step, the weights and the loader do not belong together.
 
-    A second one is raised at once. Python hands signals to the main thread only; elsewhere nothing is held back.
+    A second one acts at once. Python hands signals to the main thread only; elsewhere nothing is held back.
     """
+    came: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield came
         return
-    came = False
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
-    def hold(*_: object) -> None:
-        nonlocal came
-        came = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def hold(number: int, _: object) -> None:
+        came.add(number)
+        signal.signal(number, usual[number])
 
-    before = signal.signal(signal.SIGINT, hold)
+    before = {number: signal.signal(number, hold) for number in usual}
     try:
-        yield lambda: came
+        yield came
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_trained(

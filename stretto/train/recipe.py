@@ -75,7 +75,8 @@ class TrainConfig(Config):
     run may change it."""
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; ``auto`` is bf16 autocast where the device multiplies it in hardware."""
+    """Compute dtype; ``auto`` is bf16 autocast on a GPU with units for it, and on a CPU what a second of this run's own work is
+    faster in. A resumed run keeps what its first life took."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, one more forward."""
     compile: bool = False
@@ -86,6 +87,8 @@ class TrainConfig(Config):
     snapshot_every: int = Field(default=200, gt=0)
     keep_snapshots: int = Field(default=2, gt=0)
     log_every: int = Field(default=10, gt=0)
+    skip_steps: tuple[int, ...] = ()
+    """Steps, by their number in the log, whose rows are read and not trained on: the way past rows that make a loss infinite."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

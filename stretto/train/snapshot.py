@@ -24,10 +24,31 @@ from stretto.base.paths import read_json, remove
 from stretto.base.records import Receipt
 from stretto.model.parallel import Ranks
 from stretto.model.transformer import Transformer
+from stretto.train.pace import Pace
 
 META = "meta.json"
 LAYOUT = ("train.ep",)
 """Fields of a recipe that say where things are computed, not what: a resumed run may change them."""
+STEERING = (
+    "optim.lr",
+    "train.steps",
+    "train.skip_steps",
+    "train.eval_every",
+    "train.log_every",
+    "train.snapshot_every",
+    "train.keep_snapshots",
+)
+"""Fields that a resumed run may change beside: they steer what is still to come, and `SnapshotMeta.changes` tells of it."""
+
+
+class Change(Config):
+    """A field of the recipe that a resume changed."""
+
+    step: int
+    """Steps completed by then."""
+    field: str
+    before: Any
+    after: Any
 
 
 class SnapshotMeta(Config):
@@ -44,6 +65,10 @@ class SnapshotMeta(Config):
     """Target tokens each kind of micro-batch has trained on: the mixture actually drawn."""
     recipe: dict[str, Any]
     data_hash: str
+    pace: Pace | None = None
+    """How the run computes; None in snapshots of a version that did not say."""
+    changes: tuple[Change, ...] = ()
+    """What resumes told the run otherwise than it began, in order."""
 
 
 @dataclass(frozen=True, slots=True)

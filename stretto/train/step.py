@@ -28,7 +28,7 @@ from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
-from stretto.ops.logprob import Teacher, head_loss
+from stretto.ops.logprob import IGNORED, Teacher, head_loss
 from stretto.train.sampler import WidthPlan
 
 
@@ -43,6 +43,20 @@ class Distil:
     """Weight of cross-entropy in the loss; the rest is KL(teacher ‖ student)."""
     learns: bool = False
     """The teacher is the trained model and learns the same tokens, by cross-entropy (the sandwich rule, 1903.05134)."""
+    rows: TaughtRows | None = None
+    """Which rows it teaches, and learns; None: all. The others' loss is cross-entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtRows:
+    """Some rows of a micro-batch: those on which the trained Subnet is not its teacher itself."""
+
+    taught_B: Tensor
+    """Of this rank, bool."""
+    num_rows: int
+    """Over all ranks."""
+    num_target_tokens: int
+    """Over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +155,16 @@ def optimisation_step(
     streams_N: list[Mapping[str, Tensor]] = []
     flops = 0
     for batch in batches:
-        assert batch.distil is None or batch.objective is None, (
-            "a pass has one loss: its objective's, or the blend with a teacher"
-        )
-        autocast = torch.autocast(ranks.device.type, dtype=dtype, enabled=dtype != torch.float32)
         # a share of the global mean: gradients are added up over ranks, not averaged
         share = 1.0 if batch.objective is not None else 1.0 / total_tokens
-        for kind, measured, own_counts in _passes(model, batch, autocast):
-            (measured.loss * share).backward()
-            nll_by_kind[kind] += measured.nll_N.sum()
-            tokens_by_kind[kind] += batch.num_target_tokens
-            for row, counts_WE in own_counts.items():
+        for taken in forward_backward(model, batch, dtype, share):
+            nll_by_kind[taken.kind] += taken.measured.nll_N.sum()
+            tokens_by_kind[taken.kind] += taken.num_target_tokens
+            for row, counts_WE in taken.counts.items():
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
-                streams_N.append(measured.streams_N)
-        flops += _executed_flops(model.config, batch) * ranks.world
+                streams_N.append(taken.measured.streams_N)
+        flops += _executed_flops(model.config, batch, ranks.world)
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -164,7 +173,7 @@ def optimisation_step(
     bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
     if bad or not math.isfinite(grad_norm):
         where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        raise NonFiniteError(f"{where} is not finite; lower optim.lr or look at the batch, then continue with --resume")
+        raise NonFiniteError(f"{where} is not finite; lower optim.lr, then continue with --resume")
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -180,62 +189,117 @@ def optimisation_step(
     )
 
 
-def _passes(
-    model: Transformer, batch: MicroBatch, autocast: torch.autocast
-) -> Iterator[tuple[str, Measured, dict[int, Tensor]]]:
-    """The trained passes of ``batch``: label, what was measured, slots each expert got by MoE row.
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A trained pass of a micro-batch; written by `forward_backward`."""
 
-    Each is to be differentiated before the next one is asked for, so that one pass's activations are alive at a time.
-    """
-    targets_N, distil = batch.targets_BT.flatten(), batch.distil
-    teacher, ce_weight = None, 1.0
+    kind: str
+    measured: Measured
+    counts: dict[int, Tensor]
+    """Slots each expert got, by MoE row, [W, E]."""
+    num_target_tokens: int
+    """Over all ranks."""
+
+
+def forward_backward(model: Transformer, batch: MicroBatch, dtype: torch.dtype, share: float = 1.0) -> list[Pass]:
+    """Add ``share`` times the gradient of ``batch`` to the parameters' own; one pass's activations are alive at a time."""
+    assert batch.distil is None or batch.objective is None, (
+        "a pass has one loss: its objective's, or the blend with a teacher"
+    )
+    autocast = torch.autocast(batch.ids_BT.device.type, dtype=dtype, enabled=dtype != torch.float32)
+    done = []
+    for taken in _passes(model, batch, autocast):
+        (taken.measured.loss * share).backward()
+        done.append(replace(taken, measured=replace(taken.measured, loss=taken.measured.loss.detach())))
+    return done
+
+
+def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> Iterator[Pass]:
+    """The trained passes of ``batch``; each is to be differentiated before the next one is asked for."""
+    targets_N, distil, num = batch.targets_BT.flatten(), batch.distil, batch.num_target_tokens
+    teacher, ce_weight, taught_N = None, 1.0, None
     if distil is not None and (distil.learns or distil.ce_weight < 1.0):
-        plain = replace(batch.ctx, widths=None, routing=None)
+        lesson = batch if distil.rows is None else _taught_part(batch, distil.rows)
         with autocast, torch.set_grad_enabled(distil.learns):
-            taught = distil.model(batch.ids_BT, distil.subnet, plain)
+            taught = distil.model(lesson.ids_BT, distil.subnet, replace(lesson.ctx, widths=None, routing=None))
             hidden_ND = taught.hidden_BTD.flatten(0, 1)
             if distil.learns:
-                loss, nll_N = head_loss(hidden_ND, distil.model.head_VD, targets_N)
+                measured = Measured(*head_loss(hidden_ND, distil.model.head_VD, lesson.targets_BT.flatten()))
         if distil.learns:
-            yield "full", Measured(loss, nll_N), taught.counts
+            yield Pass("full", measured, taught.counts, lesson.num_target_tokens)
         if distil.ce_weight < 1.0:
             teacher, ce_weight = Teacher(hidden_ND.detach(), distil.model.head_VD), distil.ce_weight
+            taught_N = None if distil.rows is None else distil.rows.taught_B.repeat_interleave(batch.ids_BT.shape[1])
     with autocast:
         output = model(batch.ids_BT, batch.subnet, batch.ctx)
         hidden_ND = output.hidden_BTD.flatten(0, 1)
         if batch.objective is not None:
             measured = batch.objective(hidden_ND, model.head_VD, targets_N)
-        else:
+        elif taught_N is None:
             measured = Measured(*head_loss(hidden_ND, model.head_VD, targets_N, teacher, ce_weight))
-    yield batch.kind, measured, output.counts
+        else:
+            measured = _partly_taught(hidden_ND, model.head_VD, targets_N, taught_N, teacher, ce_weight)
+    yield Pass(batch.kind, measured, output.counts, num)
 
 
-def _executed_flops(config: ModelConfig, batch: MicroBatch) -> int:
-    """FLOPs of this rank's passes: trained ones forward and backward, a teacher's forward."""
-    passes = 4 if batch.ctx.recompute else 3
-    flops, distil = passes * _forward_flops(config, batch.subnet, batch.ids_BT), batch.distil
+def _taught_part(batch: MicroBatch, rows: TaughtRows) -> MicroBatch:
+    """The ``rows`` of ``batch`` as a batch; a rank that has none computes its first one, without targets, beside the others."""
+    chosen_B, targets_BT = rows.taught_B, batch.targets_BT
+    if not chosen_B.any():
+        chosen_B = torch.zeros_like(chosen_B).index_fill_(0, chosen_B.new_zeros(1, dtype=torch.int64), True)
+        targets_BT = torch.full_like(targets_BT, IGNORED)
+    assert batch.ctx.shared_BT2 is None, "rows with a shared beginning are not taught in part"
+    documents_BT = None if batch.ctx.documents_BT is None else batch.ctx.documents_BT[chosen_B]
+    ctx = replace(batch.ctx, positions_BT=batch.ctx.positions_BT[chosen_B], documents_BT=documents_BT, widths=None)
+    return replace(
+        batch,
+        ids_BT=batch.ids_BT[chosen_B],
+        targets_BT=targets_BT[chosen_B],
+        ctx=ctx,
+        num_target_tokens=rows.num_target_tokens,
+    )
+
+
+def _partly_taught(
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, taught_N: Tensor, teacher: Teacher | None, ce_weight: float
+) -> Measured:
+    """The blend with ``teacher``, which holds the tokens ``taught_N`` alone, and the cross-entropy of the others."""
+    nll_N = torch.zeros_like(targets_N, dtype=torch.float32)
+    loss, nll_N[~taught_N] = head_loss(hidden_ND[~taught_N], head_VD, targets_N[~taught_N])
+    if taught_N.any():
+        blend, nll_N[taught_N] = head_loss(hidden_ND[taught_N], head_VD, targets_N[taught_N], teacher, ce_weight)
+        loss = loss + blend
+    return Measured(loss, nll_N)
+
+
+def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
+    """FLOPs of the passes of all ranks: trained ones forward and backward, a teacher's forward."""
+    num_passes = 4 if batch.ctx.recompute else 3
+    num_rows, length = batch.ids_BT.shape
+    flops, distil = num_passes * _forward_flops(config, batch.subnet, num_rows * world, length), batch.distil
     if distil is not None and (distil.learns or distil.ce_weight < 1.0):
-        flops += (passes if distil.learns else 1) * _forward_flops(distil.model.config, distil.subnet, batch.ids_BT)
+        taught = num_rows * world if distil.rows is None else distil.rows.num_rows
+        forward = _forward_flops(distil.model.config, distil.subnet, taught, length)
+        flops += (num_passes if distil.learns else 1) * forward
     return flops
 
 
-def _forward_flops(config: ModelConfig, subnet: Subnet, ids_BT: Tensor) -> int:
+def _forward_flops(config: ModelConfig, subnet: Subnet, num_rows: int, length: int) -> int:
     """A masked Subnet runs its router over all experts, and masked attention computes every score."""
-    rows, length = ids_BT.shape
-    return count(config, executed(config, subnet)).forward_flops(rows * length, length)
+    return count(config, executed(config, subnet)).forward_flops(num_rows * length, length)
 
 
 @contextmanager
 def metered(model: Transformer, meter: Meter, world: int = 1) -> Iterator[None]:
-    """Add to ``meter`` the FLOPs and positions of every forward pass of ``model`` in this block, on ``world`` ranks: what no
-    training step counts, such as rankings and searches.
+    """Add to ``meter`` the FLOPs of every forward pass of ``model`` in this block, on ``world`` ranks: what no training step
+    counts, such as rankings and searches. Its tokens are none that anything was trained on.
 
     The head is counted once a pass, whether or not it is applied.
     """
 
     def add(module: Transformer, arguments: tuple[Any, ...], output: Any) -> None:
         ids_BT, subnet, *_ = arguments
-        meter.add(flops=world * _forward_flops(module.config, subnet, ids_BT), tokens=world * ids_BT.numel())
+        meter.add(flops=_forward_flops(module.config, subnet, world * ids_BT.shape[0], ids_BT.shape[1]))
 
     hook = model.register_forward_hook(add)
     try:

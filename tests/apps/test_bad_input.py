@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from stretto.base.paths import claimed
 from tests.apps.conftest import Result, Run, refused
 
 
@@ -58,6 +62,51 @@ def test_bad_data(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     refused(pretrain(no_field), "field.jsonl", "text")
 
 
+@pytest.mark.parametrize("weight", ["0", "-1", "inf", "nan"])
+def test_a_weight_that_is_no_positive_number(
+    stretto: Run, recipe: Path, text: Path, tmp_path: Path, weight: str
+) -> None:
+    result = stretto("pretrain", recipe, "--data", f"{text}@{weight}", "--out", tmp_path / "run")
+    refused(result, f"--data {text}@{weight}: the weight after @")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_size_for_a_tokenizer_that_has_one(stretto: Run, text: Path, tmp_path: Path) -> None:
+    told = ("tokenize", "--data", text, "--vocab-size", 300)
+    assert stretto(*told, "--out", tmp_path / "one").code == 0
+    tokenizer = tmp_path / "one" / "tokenizer"
+    refused(stretto(*told, "--tokenizer", tokenizer, "--out", tmp_path / "two"), "--vocab-size", "leave")
+    assert not (tmp_path / "two").exists()
+    (tmp_path / "one" / "data.json").unlink()  # an attempt that was killed left its tokenizer
+    smaller = ("tokenize", "--data", text, "--vocab-size", 280, "--out", tmp_path / "one")
+    refused(stretto(*smaller), "has 300 tokens, more than the 280 asked for")
+
+
+def test_a_folder_in_which_another_process_runs(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(run):
+        refused(stretto("pretrain", recipe, "--data", text, "--out", run), f"process {os.getpid()} on", "running in it")
+        refused(stretto("tokenize", "--data", text, "--out", run), f"process {os.getpid()} on", "running in it")
+        assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_a_disk_that_fills_up_while_tokenising(stretto: Run, text: Path, tmp_path: Path) -> None:
+    """At any file: the tokenizer's, a shard's, the records of what is done."""
+    for kib in (0, 4, 12, 20, 48):
+        out = tmp_path / f"tokens-{kib}"
+        out.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={max(kib, 4)}k,nr_inodes={5 + kib}", "none", str(out)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a small file system is not permitted here")
+        try:
+            result = stretto("tokenize", "--data", text, "--vocab-size", 300, "--out", out)
+            refused(result, "tokens-", "No space left on device")
+            assert not (out / "data.json").exists()
+            assert [path.name for path in out.rglob("*") if path.name.endswith(".partial")] == []
+        finally:
+            subprocess.run(["umount", str(out)], check=True)
+
+
 def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -66,6 +115,21 @@ def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> 
     refused(stretto("extract", empty, "--subnet", "corner", "-o", tmp_path / "out"), "empty")
     refused(stretto("heal", empty, "-o", tmp_path / "out", "--data", empty), "empty")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (("--max-total", "0"), ("--max-total 0", "write 0.34")),
+        (("--max-total", "34"), ("--max-total 34", "for 34 % write 0.34")),
+        (("--max-active", "nan"), ("--max-active nan",)),
+        (("--max-active", "-0.5"), ("--max-active -0.5",)),
+        (("--max-latency-ms", "0"), ("--max-latency-ms 0", "milliseconds")),
+        (("--max-latency-ms", "inf"), ("--max-latency-ms inf",)),
+    ],
+)
+def test_limits_that_are_none(stretto: Run, tmp_path: Path, limit: tuple[str, str], words: tuple[str, ...]) -> None:
+    refused(stretto("search", tmp_path, *limit), *words)
 
 
 def test_resume_of_nothing(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
@@ -79,8 +143,22 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
     assert made.code == 0, made.err
 
     refused(stretto("pretrain", recipe, "--data", text, "--out", run), "--resume")
-    changed = ("--resume", "--set", "optim.lr=0.5")
-    refused(stretto("pretrain", recipe, "--data", text, "--out", run, *changed), "optim.lr")
+    changed = ("--resume", "--set", "optim.weight_decay=0.5")
+    refused(stretto("pretrain", recipe, "--data", text, "--out", run, *changed), "optim.weight_decay")
+    other = tmp_path / "other.txt"
+    other.write_text("other text")
+    resume = ("pretrain", recipe, "--out", run, "--resume")
+    refused(stretto(*resume, "--data", other), "--data: was ", str(text), str(other), "leave it out")
+    steered = stretto(*resume, "--data", text, "--set", "optim.lr=0.005", "--steps", 8)
+    assert steered.code == 0, steered.err
+    lineage = json.loads((run / "checkpoint" / "lineage.json").read_text())
+    told = [(change["step"], change["field"], change["after"]) for change in lineage["config"]["changes"]]
+    assert told == [(6, "optim.lr", 0.005), (6, "train.steps", 8)]
+    assert (
+        lineage["config"]["recipe"]["train"]["steps"]
+        == json.loads((run / "run.json").read_text())["recipe"]["train"]["steps"]
+        == 8
+    )
 
     out = tmp_path / "out"
     refused(stretto("extract", run, "--subnet", "cornr", "-o", out), "did you mean 'corner'")
@@ -100,6 +178,8 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
     nan = ("--set", "optim.lr=1e30", "--set", "optim.clip_norm=1e30")
     refused(stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan), "not finite")
     assert not healed.exists()
+    for command in ("search", "report"):
+        refused(stretto(command, tmp_path / "healed.run"), "a heal run", "the pre-training run")
 
     weights = out / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

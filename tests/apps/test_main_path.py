@@ -51,8 +51,10 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
     stages = [lineage.stage for lineage in _ancestry(healed)]
     assert stages == ["pretrain", "extract", "heal"]
     assert {"pretrain", "extract", "heal"} <= set(ok("cost", healed).split())
+    assert "All 2 together" in ok("cost", run, healed, healed, run)  # each once, however often it is named
     page = Path(ok("report", run).split("report:")[1].strip())
     assert "corner" in page.read_text()
+    assert "All 3 together" in page.read_text()  # the best was cut out into a folder beside the run
     assert json.loads((run / "search.json").read_text())["result"]["candidates"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, replacing, write_json, write_text
+from stretto.base.paths import claimed, read_json, replacing, write_json, write_text
 
 
 def test_a_file_takes_its_place_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -72,3 +72,25 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
 def test_missing_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json: no such file"):
         read_json(tmp_path / "a.json")
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from stretto.base.paths import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"in\n"
+        with (
+            pytest.raises(UserError, match=rf"run: process {other.pid} on .* is running in it"),
+            claimed(tmp_path / "run"),
+        ):
+            raise AssertionError("claimed twice")
+        other.kill()
+        other.wait()
+    with claimed(tmp_path / "run"):
+        pass
+    with pytest.raises(UserError, match="refused"), claimed(tmp_path / "new"):
+        raise UserError("refused before anything began")
+    assert not (tmp_path / "new").exists()

@@ -275,6 +275,14 @@ def test_a_family_pays_for_its_parent_once() -> None:
     assert sizes.break_even == 2
 
 
+def test_a_parent_costs_a_family_no_less_than_an_ordinary_run() -> None:
+    base = stage("pretrain", 700)  # an elastic run skips layers and experts in some steps
+    sizes = family([base, stage("corner", 60, base)], [Alone(900, "computed"), Alone(300, "computed")])
+    assert (sizes.parent_flops, sizes.parent_basis, sizes.family_flops) == (900, "computed", 960)
+    dear = family([stage("pretrain", 1000)], [Alone(900, "computed")])
+    assert (dear.parent_flops, dear.parent_basis) == (1000, "measured")
+
+
 def test_a_stage_that_two_sizes_share_counts_with_the_first() -> None:
     shared = stage("sft", 10, stage("pretrain", 1000))
     sizes = family([stage("a", 1, shared), stage("b", 2, shared)], [Alone(500, "measured"), Alone(500, "measured")])

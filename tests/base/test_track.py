@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,17 @@ def test_progress_without_a_terminal_is_two_lines() -> None:
     start, end = output(console).splitlines()
     assert start == "counting …"
     assert end.startswith("counting: done, 3 of 3 in ")
+
+
+def test_a_long_silence_is_broken_whether_or_not_anything_advances() -> None:
+    console, last = plain(), time.monotonic() + 30
+    with progress("counting", 3, console, pauses_s=(0.001, 0.002)) as advance:
+        advance(1, "loss 2.5")
+        while len(output(console).splitlines()) < 4 and time.monotonic() < last:
+            time.sleep(0.001)
+    _, *ticks, _ = output(console).splitlines()
+    assert len(ticks) >= 3
+    assert all(re.fullmatch(r"counting: 1 of 3 in [\d.]+ s, loss 2\.5", line) for line in ticks[1:]), ticks
 
 
 def test_progress_says_when_it_was_stopped() -> None:

@@ -182,7 +182,8 @@ def test_sampled_tokens_are_distributed_as_without_drafts(settings: dict[str, fl
             seq.most_drafts = 2
             sequences.append(seq)
         from_prompt(runner, sequences)
-        verified = speculator.verify(sequences, speculator.draft(sequences, draft), False)
+        distributions = speculator.draft(sequences, draft)
+        verified = speculator.decide(sequences, distributions, speculator.verify(sequences, False))
         for tokens, *_ in verified.values():
             firsts[tokens[0]] += 1
             num_accepted += len(tokens) - 1

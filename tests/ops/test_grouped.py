@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stretto.ops.grouped import _Combine, _Gather, experts, experts_reference, group_slots, grouped_swiglu
+from stretto.ops import grouped
+from stretto.ops.grouped import (
+    _Combine,
+    _Gather,
+    experts,
+    experts_reference,
+    group_multiple,
+    group_slots,
+    grouped_swiglu,
+)
 
 Close = Callable[[Tensor, Tensor, int], None]
 
@@ -45,6 +54,52 @@ def test_equals_the_reference(name: str, close: Close) -> None:
         close(ours, theirs, terms)
 
 
+@pytest.mark.parametrize("name", CHOICES)
+def test_groups_that_are_filled_up_give_what_the_others_give(
+    name: str, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs bit for bit: a product's rows are independent. Weights' gradients sum the same terms and zeros."""
+    chosen = CHOICES[name]
+    x, gates, gate_up, down = inputs = _inputs(chosen, 6)
+    expected = experts_reference(x, chosen, gates, gate_up, down)
+    upstream = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    for multiple in (1, 4, 16):
+        monkeypatch.setattr(grouped, "group_multiple", lambda *_, multiple=multiple: multiple)
+        actual = experts(x, chosen, gates, gate_up, down)
+        close(actual, expected, 8 * chosen.numel())
+        for ours, theirs in zip(torch.autograd.grad(actual, inputs, upstream), wanted, strict=True):
+            close(ours, theirs, 8 * chosen.numel())
+
+
+def test_only_bf16_on_a_cpu_is_filled_up() -> None:
+    x = torch.zeros(1)
+    assert group_multiple(x, 1000) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [group_multiple(x, mean) for mean in (1, 300, 10_000)] == [16, 32, 64]
+
+
+def test_bf16_experts_equal_those_that_are_not_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the reference in fp32, filling up makes bf16 no worse; errors of both are of the same roundings."""
+    torch.manual_seed(0)
+    chosen = torch.rand(64, 6).topk(2).indices
+    inputs = _inputs(chosen, 6, hidden=32, width=16)
+    expected = experts_reference(inputs[0], chosen, *inputs[1:])
+    upstream = torch.randn_like(expected)
+    wanted = (expected, *torch.autograd.grad(expected, inputs, upstream))
+    errors = {}
+    for name, multiple in (("filled", group_multiple), ("exact", lambda *_: 1)):
+        monkeypatch.setattr(grouped, "group_multiple", multiple)
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = experts(inputs[0], chosen, *inputs[1:])
+        found = (actual, *torch.autograd.grad(actual, inputs, upstream.to(actual.dtype)))
+        errors[name] = [
+            float((ours.detach() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, wanted, strict=True)
+        ]
+    for filled, exact in zip(errors["filled"], errors["exact"], strict=True):
+        assert filled <= 1.1 * exact <= 8 * torch.finfo(torch.bfloat16).eps, errors
+
+
 def test_an_empty_expert_has_a_gradient_of_zero() -> None:
     chosen = CHOICES["empty experts"]
     x, gates, gate_up, down = _inputs(chosen, 6)
@@ -63,8 +118,8 @@ def test_gradients_of_gathers_are_those_of_finite_differences(name: str) -> None
     (num_tokens, num_chosen), slots = chosen.shape, group_slots(chosen, 6)
     x = torch.randn(num_tokens, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(chosen.numel(), 3, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: _Gather.apply(x, slots.token_S, slots.place_S, num_chosen), (x,))
-    assert gradcheck(lambda y: _Combine.apply(y, slots.place_S, slots.token_S, num_chosen), (y,))
+    assert gradcheck(lambda x: _Gather.apply(x, slots.token_P, slots.place_S, num_chosen), (x,))
+    assert gradcheck(lambda y: _Combine.apply(y, slots.place_S, slots.token_P, num_chosen), (y,))
 
 
 def test_a_token_does_not_feel_its_neighbours(close: Close) -> None:
@@ -90,8 +145,14 @@ def test_slots_are_a_stable_sort_and_its_inverse(choices: list[list[int]]) -> No
     chosen = torch.tensor(choices)
     slots = group_slots(chosen, 5)
     flat = chosen.flatten().tolist()
-    assert slots.order_S.tolist() == sorted(range(len(flat)), key=lambda slot: flat[slot])  # sorted() is stable
-    assert slots.order_S[slots.place_S].tolist() == list(range(len(flat)))
-    assert slots.token_S.tolist() == [slot // 2 for slot in slots.order_S.tolist()]
+    assert slots.order_P.tolist() == sorted(range(len(flat)), key=lambda slot: flat[slot])  # sorted() is stable
+    assert slots.order_P[slots.place_S].tolist() == list(range(len(flat)))
+    assert slots.token_P.tolist() == [slot // 2 for slot in slots.order_P.tolist()]
     assert slots.ends_E.tolist() == [sum(choice <= expert for choice in flat) for expert in range(5)]
     assert slots.ends_E.dtype == torch.int32
+    filled = group_slots(chosen, 5, 4)
+    assert filled.order_P[filled.place_S].tolist() == list(range(len(flat)))
+    assert filled.real_P is not None
+    assert filled.order_P[filled.real_P].tolist() == slots.order_P.tolist()
+    counts = filled.ends_E.diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
+    assert counts == [-(-flat.count(expert) // 4) * 4 for expert in range(5)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +286,52 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     library = load({"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert library.handle is None and "error: no such thing" in library.reason
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> str:
+    """Writes an empty library in a moment."""
+    if not (real := shutil.which("g++")):
+        pytest.skip("no C++ compiler")
+    path = tmp_path / "quick-compiler"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = -std=c++20 ] || exit 1\nfor out; do :; done\n{real} -shared -x c++ /dev/null -o "$out"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_cache_that_cannot_be_used_is_no_reason_to_stop(
+    compiler: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    for cache, why in ((tmp_path / "file", "Not a directory"), (Path("/proc/nowhere"), "No such file")):
+        library = load({"CXX": compiler, "XDG_CACHE_HOME": str(cache)})
+        assert library.handle is None and why in library.reason and "XDG_CACHE_HOME" in library.reason
+        assert library.reason in caplog.text
+
+
+def test_only_what_nobody_else_could_write_is_loaded(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    folder = tmp_path / "stretto" / "native"
+    old = os.umask(0o002)  # as many systems have it: whatever is made may be written by a group
+    try:
+        assert load(environment).handle is not None
+    finally:
+        os.umask(old)
+    (path,) = folder.iterdir()  # nothing else is left of the compilation
+    modes = [each.stat().st_mode & 0o777 for each in (folder.parent, folder, path)]
+    assert modes == [0o755, 0o700, 0o700]
+    first = path.stat().st_ino
+    assert load(environment).handle is not None and path.stat().st_ino == first  # compiled once
+    path.chmod(0o770)
+    assert load(environment).handle is not None
+    assert path.stat().st_ino != first and path.stat().st_mode & 0o777 == 0o700  # compiled again: it may be anything
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    library = load(environment)
+    assert library.handle is None and f"{folder.parent} belongs to user" in library.reason
 
 
 NUM = 10_000

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
-from stretto.report.search import Kept, Load, expert_load, kept_grid, pareto_front, search_caption
+from stretto.report.search import Kept, Load, candidates, expert_load, kept_grid, search_caption
 from tests.report.searches import Point, searched
 
 POINTS = (
@@ -27,9 +27,9 @@ def marks(figure: Figure, marker: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for line in lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
 
 
-def test_pareto_front_shows_candidates_limits_and_the_chosen() -> None:
+def test_candidates_shows_candidates_limits_and_the_chosen() -> None:
     search = searched(POINTS, 9, max_total=0.5, max_latency_ms=2.2)
-    figure = pareto_front(search)
+    figure = candidates(search)
     axes, bar = figure.axes
     found = marks(figure, "o")
     assert {(point.total_params, point.nll) for point in POINTS} == set(found)
@@ -44,16 +44,16 @@ def test_pareto_front_shows_candidates_limits_and_the_chosen() -> None:
     assert list(stairs.get_ydata()) == [3.7, 3.4, 3.0]
 
 
-def test_pareto_front_without_a_latency_table_claims_no_latency() -> None:
+def test_candidates_without_a_latency_table_claims_no_latency() -> None:
     search = searched(tuple(replace(point, latency_ms=None) for point in POINTS), 9)
-    figure = pareto_front(search)
+    figure = candidates(search)
     assert len(figure.axes) == 1
     assert "latency" not in figure.axes[0].get_title(loc="left")
 
 
-def test_pareto_front_leaves_out_the_hopeless_and_counts_them() -> None:
+def test_candidates_leaves_out_the_hopeless_and_counts_them() -> None:
     search = searched((*POINTS, Point(100, 100, 8.0, 8.0, latency_ms=0.5, on_front=True)), 9)
-    figure = pareto_front(search)
+    figure = candidates(search)
     assert figure.axes[0].get_ylim()[1] < 4.0
     assert any("1 above the frame" in text for text in texts(figure))
 

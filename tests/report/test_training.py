@@ -78,7 +78,7 @@ def data() -> ReportData:
         environment="a CPU, commit abc",
         prompt="def f",
         pretraining=Curve("full", losses, 2048.0),
-        healing=(Curve("corner", ({"step": 5, "loss/full": 3.3},), 2048.0),),
+        healing=(Curve("corner", ({"step": 0, "loss/full": 3.4}, {"step": 5, "loss/full": 3.3}), 2048.0),),
         search=searched(points, 1834, 0.34, 0.5, 2.0, 0.87),
         kept=Kept((True, False), ((True, False), (False, False))),
         loads=(Load("full", (0, 1), ((0.5, 0.5), (0.25, 0.75))),),
@@ -182,33 +182,61 @@ def test_same_data_gives_the_same_bytes(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_network_alone_gets_sentences_instead_of_pictures(tmp_path: Path) -> None:
-    page = write_page(report_page(ReportData("bare", (Size("full", "1 layer", 10, 10, 20, 4),))), tmp_path)
-    assert list(page.parent.glob("*.png")) == []
+def test_a_network_alone_gets_its_table_and_no_empty_section(tmp_path: Path) -> None:
+    page = write_page(report_page(ReportData("bare", (replace(NETWORK, nll=3.0),))), tmp_path)
+    assert list(page.parent.glob("*.png")) == [], "one evaluation is no scatter plot"
     reader = Reader(page.read_text(encoding="utf-8"))
-    assert "img" not in {tag for tag, _ in reader.tags}
+    assert [attributes["id"] for tag, attributes in reader.tags if tag == "section"] == ["sizes"]
     assert "None" not in reader.text and "nan" not in reader.text
-    for sentence in ("Latency was not measured.", "No size was healed.", "No size was evaluated.", "No search was run.",
-                     "No sub-model was chosen, so nothing was dropped.", "Expert load was not measured.",
-                     "No held-out loss was logged during training.", "No cost was measured.", "No text was generated."):  # fmt: skip
-        assert sentence in reader.text
+
+
+def test_an_evaluation_at_one_step_is_no_curve(data: ReportData) -> None:
+    rows = ({"step": 5, "loss/full": 3.3},)
+    once = replace(data, pretraining=Curve("full", rows, 10.0), healing=(Curve("corner", rows, 10.0),))
+    assert "training_curves" not in drawn(once) and "training_curves" in drawn(data)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "slug"),
+    [
+        (lambda data: replace(data, search=None), "pareto_front"),
+        (lambda data: replace(data, kept=None), "kept"),
+        (lambda data: replace(data, loads=()), "expert_load"),
+        (lambda data: replace(data, ledger=None, family=None), "cost"),
+    ],
+)
+def test_an_empty_section_vanishes(data: ReportData, lacking: Callable[[ReportData], ReportData], slug: str) -> None:
+    complete, partial = (render(report_page(each), {}) for each in (data, lacking(data)))
+    assert f'id="{slug}"' in complete and f'id="{slug}"' not in partial
 
 
 @pytest.mark.parametrize(
     ("lacking", "sentence"),
     [
-        (lambda data: replace(data, search=None), "No search was run."),
-        (lambda data: replace(data, kept=None), "No sub-model was chosen"),
         (lambda data: replace(data, sizes=tuple(replace(size, latency_ms=None) for size in data.sizes)), "Latency was not"),
         (lambda data: replace(data, sizes=tuple(replace(size, healed_nll=None) for size in data.sizes)), "No size was healed"),
-        (lambda data: replace(data, pretraining=None, healing=()), "No held-out loss was logged"),
-        (lambda data: replace(data, ledger=None, family=None), "No cost was measured."),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_said(data: ReportData, lacking: Callable[[ReportData], ReportData], sentence: str) -> None:
+def test_what_a_table_lacks_is_said(
+    data: ReportData, lacking: Callable[[ReportData], ReportData], sentence: str
+) -> None:
     complete, partial = (Reader(render(report_page(each), {})).text for each in (data, lacking(data)))
     assert sentence not in complete
     assert sentence in partial
+
+
+def test_a_caption_names_no_size_that_another_beats_on_both_axes() -> None:
+    sizes = (
+        replace(NETWORK, nll=3.0),
+        replace(HALF, healed_nll=None),
+        replace(HALF, name="odd", flops_per_token=1500, nll=3.6, healed_nll=None),
+    )
+    said = compute_caption(ReportData("run", sizes))
+    assert said.startswith("From full at 3.000 to corner at 3.400 nats per token, for 45 % of its FLOPs.")
+    assert "Beaten on both axes: odd." in said
+    worse = (replace(NETWORK, nll=3.5), replace(HALF, nll=3.4, healed_nll=None))
+    said = compute_caption(ReportData("run", worse))
+    assert "corner reaches 3.400 nats per token with the least compute of all." in said and "From full" not in said
 
 
 def test_pictures_are_drawn_from_what_is_there(data: ReportData) -> None:
@@ -291,19 +319,19 @@ def test_a_size_that_was_only_healed_is_named_so() -> None:
 
 
 def test_curves_skip_what_is_not_finite_and_name_their_ends() -> None:
-    rows = ({"step": 1, "loss/full": 5.0}, {"step": 2, "loss/full": math.nan}, {"step": 3, "loss/train": 1.0},
+    rows = ({"step": 1, "loss/full": 5.0}, {"step": 2, "loss/full": math.nan, "loss/corner": 4.7}, {"step": 3, "loss/train": 1.0},
             {"step": 4, "loss/full": 4.0, "loss/corner": 4.5})  # fmt: skip
     curve = Curve("full", rows, tokens_per_step=10.0)
     assert curve.held_out() == ("full", "corner")
     figure = training_curves(replace(BARE, pretraining=curve))
     lines = figure.axes[0].lines
-    assert [list(line.get_xdata()) for line in lines] == [[10.0, 40.0], [40.0]]
+    assert [list(line.get_xdata()) for line in lines] == [[10.0, 40.0], [20.0, 40.0]]
     assert {"full  4.000", "corner  4.500"} <= set(texts(figure))
     assert figure.axes[0].get_xlabel() == "Training tokens"
 
 
 def test_healing_alone_has_one_panel() -> None:
-    healing = (Curve("corner", ({"step": 3, "loss/full": 2.0},), 10.0),)
+    healing = (Curve("corner", ({"step": 0, "loss/full": 2.2}, {"step": 3, "loss/full": 2.0}), 10.0),)
     figure = training_curves(replace(BARE, healing=healing))
     assert [axes.get_xlabel() for axes in figure.axes] == ["Training tokens"]
 
@@ -326,12 +354,12 @@ def test_names_are_never_read_as_formulas() -> None:
     spent = Receipt(stage=bad, device="a CPU", flops=900)
     data = ReportData(
         bad,
-        (replace(NETWORK, name=bad),),
+        (replace(NETWORK, name=bad), replace(HALF, name=bad + "2")),
         search=searched(tuple(replace(point, name=bad) for point in POINTS), 9),
         loads=(Load(bad, (1,), ((0.0, 1.0, None),)),),
         ledger=Ledger((LedgerRow(bad, "own", spent),), spent, spent),
         family=Family((FamilyRow(bad, 100, Alone(700, "computed")),), 900, "computed"),
-        healing=(Curve(bad, ({"step": 3, "loss/full": 2.0},), 10.0),),
+        healing=(Curve(bad, ({"step": 1, "loss/full": 2.5}, {"step": 3, "loss/full": 2.0}), 10.0),),
     )
     found = drawn(data)
     assert set(found) == {"loss_compute", "pareto_front", "expert_load", "cost", "training_curves"}

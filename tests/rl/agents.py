@@ -89,7 +89,7 @@ class Spoken:
             self._left = self._turns.pop(0)
         self.requests.append(request)
         tokens, self._left = np.split(self._left, [min(request.max_tokens, len(self._left))])
-        self.ends.append(len(request.tokens) + len(tokens))
+        self.ends.append(request.num_kept + len(request.tokens) + len(tokens))
         rows = [[[place, len(self.requests)]] for place in range(request.routes_from, self.ends[-1] - 1)]
         routes = np.array(rows, np.uint16).reshape(-1, 1, 2)
         num = len(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import sys
@@ -21,7 +22,8 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     trainer = TrainerRole(plan, out / "run", start, ranks=ranks)
     reports = [trainer.step(some, step) for step, some in enumerate(refs)]
     trainer.save({"step": 2})
-    version = trainer.publish()
+    trainer.copy_weights()
+    version = asyncio.run(trainer.publish())
     assert (version is not None) == ranks.is_first
     state = full_state(trainer._model)
     torch.save({name: tensor.clone() for name, tensor in state.items()}, out / f"weights-{ranks.rank}.pt")

@@ -46,6 +46,8 @@ from tests.rl.agents import (
     with_engines,
 )
 
+ONE_SAMPLE = replace(TASK, group=1)
+
 # What is recorded
 
 
@@ -97,7 +99,9 @@ def test_new_weights_leave_old_tokens_as_they_were(tmp_path: Path) -> None:
 
     async def work(engine: EngineRole) -> Group:
         async def activate(num: int, request: GenerateRequest) -> None:
-            if len(request.tokens) >= 22 + 12 and engine.version == 0:  # after two chunks of some sample
+            if (
+                request.num_kept + len(request.tokens) >= 22 + 12 and engine.version == 0
+            ):  # after two chunks of some sample
                 await engine.activate(version)
 
         return await agent(tmp_path / "after", [Watched(engine, activate)], chunk_tokens=6)._within_lease(TASK, 0)
@@ -122,6 +126,25 @@ def test_new_weights_leave_old_tokens_as_they_were(tmp_path: Path) -> None:
     assert seen == {0, 1}
 
 
+def test_a_token_is_sent_to_an_engine_once_and_again_to_one_that_forgot(tmp_path: Path) -> None:
+    plain = draw(tmp_path / "plain", ONE_SAMPLE, chunk_tokens=4)
+    sent: list[tuple[int, int]] = []
+
+    async def work(engine: EngineRole) -> Group:
+        async def look(num: int, request: GenerateRequest) -> None:
+            sent.append((request.num_kept, len(request.tokens)))
+            if num == 4:  # as if it had been started again
+                engine._kept.clear()
+
+        return await agent(tmp_path / "run", [Watched(engine, look)], chunk_tokens=4)._within_lease(ONE_SAMPLE, 0)
+
+    (found,) = with_engines(work, role()).trajectories
+    assert tokens_of(found) == tokens_of(plain.trajectories[0]) and len(sent) == 7
+    ends = [len(found.segments[0].tokens) + 4 * number for number in range(6)]
+    forgot = [(ends[3], 0), (0, ends[3])]
+    assert sent == [(0, ends[0]), (ends[1], 0), (ends[2], 0), *forgot, (ends[4], 0), (ends[5], 0)]
+
+
 # Turns
 
 
@@ -138,7 +161,7 @@ def test_what_was_sampled_is_never_tokenised_again(tmp_path: Path) -> None:
     assert [segment.is_sampled for segment in done.segments] == [False, True, False, True]
     tokens = tokens_of(done)
     for request in engine.requests:
-        assert request.tokens.tolist() == tokens[: len(request.tokens)]
+        assert request.tokens.tolist() == tokens[request.num_kept :][: len(request.tokens)]
     assert (done.finish_reason, done.num_turns) == ("stop", 2)
 
 

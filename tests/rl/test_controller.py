@@ -184,20 +184,22 @@ def test_a_role_that_breaks_its_word_does_not_break_the_bound(tmp_path: Path) ->
     assert controller.max_staleness <= 1
 
 
-def test_the_next_batch_may_be_taken_while_one_is_trained(tmp_path: Path) -> None:
+def test_steps_that_were_undone_are_made_again_before_anybody_else_is_handed_out(tmp_path: Path) -> None:
     controller, _ = started(tmp_path)
-    controller.admit()
-    for ordinal in range(4):
-        controller.group_ready(ref(ordinal))
-    assert [batch(controller), batch(controller), batch(controller)] == [[0, 1], [2, 3], None]
     cut = controller.checkpoint_cut()
-    train(controller)
-    assert handed(controller) == [(4, 0), (5, 0)]
+    for _ in range(2):
+        for each in controller.admit():
+            controller.group_ready(ref(each.task.ordinal, version=controller.version))
+        controller.next_batch()
+        train(controller)
+    assert handed(controller) == [(6, 0), (7, 0)]
     again = resumed(tmp_path, cut)
-    assert [batch(again), batch(again)] == [[0, 1], [2, 3]]
-    assert handed(again) == [], "4 and 5 must wait until the first step is made again"
+    assert handed(again) == [], "6 and 7 must wait until the first step is made again"
+    assert batch(again) == batch(again) == [0, 1]
     train(again)
-    assert handed(again) == [(4, 1), (5, 1)]
+    assert batch(again) == [2, 3] and handed(again) == []
+    train(again)
+    assert handed(again) == [(6, 1), (7, 1)] and batch(again) == [4, 5]
 
 
 def test_a_resume_goes_on_with_exactly_what_was_alive(tmp_path: Path) -> None:

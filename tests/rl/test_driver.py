@@ -41,8 +41,10 @@ class World:
     on_group: Group | None = None
     """What an agent does in the place of an ordinary group."""
     on_step: Callable[[int], None] = lambda step: None
+    on_publish: Callable[[int], Awaitable[None]] = lambda version: asyncio.sleep(0)
     on_activate: Callable[[str, int], None] = lambda name, version: None
     waits: tuple[Wait, ...] = ()
+    loop: asyncio.AbstractEventLoop = field(init=False)
     runtime: LocalRuntime | None = None
     roles: Roles | None = None
 
@@ -58,9 +60,14 @@ class Trainer:
         self._world.version += 1
         return StepReport(self._world.version, 4, 20, {"reward/mean": 0.5})
 
-    def publish(self) -> WeightVersion:
-        self._world.events.append(("publish", self._world.version))
-        return weights(self._world.version)
+    def copy_weights(self) -> None:
+        self._copied = self._world.version
+
+    async def publish(self) -> WeightVersion:
+        version = self._copied
+        await self._world.on_publish(version)
+        self._world.events.append(("publish", version))
+        return weights(version)
 
     def save(self, cut: dict[str, Any]) -> None:
         assert cut["state"]["version"] == self._world.version
@@ -137,6 +144,7 @@ def drive(
         told.append((report.step, tuple(each.ordinal for each in refs)))
 
     async def run() -> None:
+        world.loop = asyncio.get_running_loop()
         async with asyncio.timeout(60), LocalRuntime() as runtime:
             with Trace(folder) as trace:
                 async with start_roles(runtime, factories, recipe, {}) as roles:
@@ -159,11 +167,18 @@ def drive(
 def test_everything_has_its_turn(tmp_path: Path) -> None:
     world = World()
     told = drive(tmp_path, world)
-    assert [event for event in world.events if event[0] in ("step", "publish", "save")] == [
-        *(("step", 0, (0, 1)), ("publish", 1)),
-        *(("step", 1, (2, 3)), ("publish", 2), ("save", 2)),
-        *(("step", 2, (4, 5)), ("publish", 3), ("save", 3)),
+    steps = [("step", step, (2 * step, 2 * step + 1)) for step in range(3)]
+    saved = [("save", 2), ("save", 3)]
+    assert [event for event in world.events if event[0] in ("step", "save")] == [
+        *steps[:2],
+        saved[0],
+        steps[2],
+        saved[1],
     ]
+    # without staleness the next step's groups wait for the weights
+    published = [("publish", version) for version in (1, 2, 3)]
+    found = [event for event in world.events if event[0] in ("step", "publish")]
+    assert found == [event for pair in zip(steps, published, strict=True) for event in pair]
     assert told == [(1, (0, 1)), (2, (2, 3)), (3, (4, 5))]
     # without staleness, each group is drawn by engines that have all steps before its own
     assert [event for event in world.events if event[0] == "group"] == [("group", n, n // 2) for n in range(6)]
@@ -179,6 +194,53 @@ def test_the_trainer_works_while_groups_are_drawn(tmp_path: Path) -> None:
     drawn = {event[1]: event[2] for event in world.events if event[0] == "group"}
     lags = [event[1] - drawn[ordinal] for event in world.events if event[0] == "step" for ordinal in event[2]]
     assert sorted(drawn) == list(range(12)) and 0 < max(lags) <= 2
+
+
+def test_weights_are_published_beside_the_next_step_in_order(tmp_path: Path) -> None:
+    world = World()
+    begun = asyncio.Event()
+
+    async def after_the_next_step_has_begun(version: int) -> None:
+        if version < 4:
+            await begun.wait()
+        begun.clear()
+
+    def step(step: int) -> None:
+        if step:
+            world.loop.call_soon_threadsafe(begun.set)
+
+    world.on_publish, world.on_step = after_the_next_step_has_begun, step
+    drive(tmp_path, world, steps=4, staleness=4)
+    assert [event[1] for event in world.events if event[0] == "publish"] == [1, 2, 3, 4]
+    assert set(world.active.values()) == {4}, "at the end all engines have the last step's"
+
+
+def test_weights_that_cannot_be_published_stop_the_run_at_the_next_step(tmp_path: Path) -> None:
+    world = World()
+
+    async def refuse(version: int) -> None:
+        await asyncio.sleep(0.05)
+        if version == 2:
+            raise UserError("weights: cannot be written: No space left on device; free some space")
+
+    world.on_publish = refuse
+    with pytest.raises(UserError, match=r"^weights: cannot be written"):
+        drive(tmp_path, world, steps=9, staleness=4)
+    assert 2 <= world.version <= 3, "the step that was begun, and none after"
+
+
+def test_a_group_that_cannot_even_be_written_down_as_lost_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(task: Task, attempt: int) -> GroupRef:
+        raise RuntimeError("its verifier is broken")
+
+    def full(controller: Controller, ordinal: int, attempt: int, why: str, counts: bool = True) -> None:
+        raise UserError("groups.sqlite: cannot be written: No space left on device; free some space")
+
+    monkeypatch.setattr(Controller, "group_failed", full)
+    with pytest.raises(UserError, match=r"^groups\.sqlite: cannot be written"):
+        drive(tmp_path, World(on_group=fail))
 
 
 def test_an_engine_that_does_not_take_its_weights_is_asked_again_and_waited_for(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.base.trajectory import Outcome
+from stretto.model.parallel import Ranks
+from stretto.rl import rollout
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
-from stretto.rl.launch import Factories, Roles, start_roles
+from stretto.rl.launch import Factories, Job, Roles, SourceTables, make_factories, spread, start_roles
 from stretto.rl.log import pool_rows, pool_scalars
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import RlRecipe, SandboxConfig
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
 from stretto.runtime.local import LocalRuntime
@@ -25,6 +28,8 @@ from tests.engine.engines import engine
 from tests.rl.agents import MODEL, TASK, tokenizer
 from tests.rl.agents import recipe as agent_recipe
 from tests.rl.judges import AT_ONCE, sources
+from tests.rl.policies import checkpoint
+from tests.rl.policies import recipe as policy_recipe
 
 
 class Idle:
@@ -65,6 +70,28 @@ def with_roles(folder: Path, work: Callable[[Roles], Awaitable[None]], score_s: 
             assert not [handle for handle in local.handles() if handle.name.startswith(pooled)]
 
     asyncio.run(run())
+
+
+def test_each_role_has_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spread(("cpu",), 2) == ("cpu", ["cpu", "cpu"])
+    assert spread(("cuda:0", "cuda:1"), 1) == ("cuda:0", ["cuda:1"])
+    assert spread(("cuda:0", "cuda:1", "cuda:2"), 3) == ("cuda:0", ["cuda:1", "cuda:2", "cuda:1"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and yet nobody asked for it
+    start = checkpoint(tmp_path / "start")
+    job = Job(policy_recipe(), tmp_path / "run", start, devices=("cpu",))
+    made = make_factories(job, SourceTables({}, SandboxConfig()), tokenizer())
+    assert made.trainer()._ranks == Ranks(0, 1, torch.device("cpu"))
+    asked = []
+    monkeypatch.setattr(
+        rollout, "open_rollout_engine", lambda recipe, start, device: asked.append(device) or engine(MODEL)
+    )
+    several = policy_recipe(rollout__engines=3)
+    made = make_factories(
+        replace(job, recipe=several, devices=("meta", "cpu:1", "cpu:2")), SourceTables({}, SandboxConfig()), tokenizer()
+    )
+    for factory in made.engines:
+        factory().close()
+    assert asked == ["cpu:1", "cpu:2", "cpu:1"] and made.trainer.args[-1] == "meta"
 
 
 def test_sources_that_are_judged_alike_share_a_pool(tmp_path: Path) -> None:

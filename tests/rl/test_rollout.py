@@ -11,7 +11,8 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.rl.clients import Generated, GenerateRequest, Trouble
+from stretto.rl import rollout
+from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble
 from stretto.rl.rollout import EngineRole
 from tests.engine.engines import FULL, full_routes, network
 from tests.rl.agents import MODEL, OTHER, role, settled, with_engines
@@ -67,6 +68,27 @@ def test_who_waits_for_a_prompt_survives_its_leader() -> None:
         found = await asyncio.gather(*asks, return_exceptions=True)
         assert isinstance(found[0], asyncio.CancelledError)
         assert [len(done.segment.tokens) for done in found[1:] if isinstance(done, Generated)] == [12, 12]
+
+    with_engines(work, role())
+
+
+def test_an_engine_keeps_the_tokens_of_what_it_may_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: EngineRole) -> None:
+        first = await engine.generate(ASK)
+        whole = await engine.generate(replace(ASK, id="b", tokens=np.array(tokens_of(ASK, first), np.int32)))
+        told = np.array([40, 41], np.int32)
+        for num_heard in (12, 5):  # an agent may not have heard all
+            kept = len(PROMPT) + num_heard
+            found = await engine.generate(replace(ASK, tokens=told, num_kept=kept))
+            tokens = np.array([*tokens_of(ASK, first)[:kept], 40, 41], np.int32)
+            plain = await engine.generate(replace(ASK, id="c", tokens=tokens))
+            assert found.segment.tokens.tolist() == plain.segment.tokens.tolist()
+        assert whole.segment.tokens.tolist() != plain.segment.tokens.tolist()
+        with pytest.raises(Forgotten, match="request d: 0 of 5 tokens are here"):
+            await engine.generate(replace(ASK, id="d", tokens=told, num_kept=5))
+        monkeypatch.setattr(rollout, "_KEPT_TOKENS", 60)
+        await engine.generate(replace(ASK, id="e"))
+        assert [*engine._kept] == ["e"] and engine._num_kept == 34, "what was not used for longest has gone"
 
     with_engines(work, role())
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
-from bench.common.run_account import Account, kolmogorov_smirnov
+from bench.common.run_account import Account, paired_difference
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
@@ -31,7 +31,7 @@ from stretto.rl.launch import Job
 from stretto.rl.ledger import GroupRef, Ledger
 from stretto.rl.log import read_status
 from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
-from stretto.rl.run import Result, claimed, run_rl, sweep, take_up
+from stretto.rl.run import Result, run_rl, sweep, take_up
 from stretto.rl.samples import log_path
 from stretto.rl.weights import fetch, publish
 
@@ -72,22 +72,6 @@ def test_a_changed_recipe_is_refused_by_its_field_before_anything_is_written(tmp
     assert take_up(read_recipe(recipe_file, RlRecipe, ["runtime.isolate=none"]), run, resume=True)
 
 
-def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from stretto.rl.run import claimed\n"
-        "with claimed(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"in\n"
-        with pytest.raises(UserError, match="another process is running it"), claimed(tmp_path / "run"):
-            raise AssertionError("claimed twice")
-        other.kill()
-        other.wait()
-    with claimed(tmp_path / "run"):
-        pass
-
-
 def test_what_a_kill_left_behind_goes_and_what_is_needed_stays(tmp_path: Path) -> None:
     groups, logs = tmp_path / "groups", tmp_path / "tokens"
     controller = Controller(limits(), task_of, Ledger.start(tmp_path / JOURNAL_FILE))
@@ -121,13 +105,13 @@ def test_weights_that_are_damaged_on_the_disk_are_refused_and_then_published_aga
     assert torch.equal(fetch(version)["a"], state["a"])
 
 
-def test_the_distance_of_two_samples_of_lengths() -> None:
+def test_lengths_that_are_biased_are_told_from_those_that_only_vary() -> None:
     rng = np.random.default_rng(0)
-    same = [kolmogorov_smirnov(rng.normal(size=400), rng.normal(size=300))[1] for _ in range(400)]
-    assert 0.01 < np.mean(np.array(same) < 0.05) < 0.09, "p is uniform where nothing differs"
-    assert kolmogorov_smirnov(rng.normal(size=400), rng.normal(0.5, size=300))[1] < 1e-4
-    distance, p = kolmogorov_smirnov([1, 2, 3, 4], [3, 4, 5, 6])
-    assert distance == 0.5 and 0.5 < p < 0.8
+    same = [paired_difference(rng.integers(-9, 10, 300) * (rng.random(300) < 0.3))[1] for _ in range(400)]
+    assert 0.02 < np.mean(np.array(same) < 0.05) < 0.09, "p is uniform where nothing differs"
+    difference, p = paired_difference(rng.integers(-9, 10, 300) * (rng.random(300) < 0.3) - (rng.random(300) < 0.2) * 3)
+    assert -1.2 < difference < -0.2 and p < 1e-3
+    assert paired_difference([0, 0, 0]) == (0.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +129,9 @@ def go_on(recipe_file: Path, run: Path, start: Path, resume: bool = False) -> Re
     """A short run in this process, so that its parts can be made to fail."""
     short = ["runtime.isolate=none", "rollout.engines=1", "train.steps=6", "train.eval_prompts=2"]
     job = Job(read_recipe(recipe_file, RlRecipe, short), run, start, resume)
-    return run_rl(job, lambda num, text: None, lambda text: None)
+    result = run_rl(job, lambda num, text: None, lambda text: None)
+    assert not {"groups", "tokens"} & {path.name for path in run.iterdir()}, "samples of a run that is over"
+    return result
 
 
 def ended(run: Path) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group
+from stretto.base.trajectory import Group, WeightVersion
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import MoeLayer, Replay, Transformer
@@ -50,10 +51,15 @@ def refs_of(step: int, folder: Path) -> list[GroupRef]:
     return stored(folder / f"groups-{step}", made)
 
 
-def weights(trainer: TrainerRole) -> dict[str, Tensor]:
-    version = trainer.publish()
+def published(trainer: TrainerRole) -> WeightVersion:
+    trainer.copy_weights()
+    version = asyncio.run(trainer.publish())
     assert version is not None
-    return fetch(version)
+    return version
+
+
+def weights(trainer: TrainerRole) -> dict[str, Tensor]:
+    return fetch(published(trainer))
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -185,8 +191,8 @@ def test_routes_of_another_network_are_one_line(tmp_path: Path, start: Path) -> 
 def test_publishing(tmp_path: Path, start: Path, rollout: str, dtype: torch.dtype) -> None:
     trainer = role(tmp_path / "run", start, precision__rollout=rollout)
     trainer.step(refs_of(0, tmp_path), 0)
-    version = trainer.publish()
-    assert version is not None and version.number == 1
+    version = published(trainer)
+    assert version.number == 1
     assert Path(version.location).parent == tmp_path / "run" / "weights"
     state = fetch(version)
     assert {state[f"blocks.1.{name}"].dtype for name in ("attention.qkv.weight", "mlp.down")} == {dtype}
@@ -194,7 +200,7 @@ def test_publishing(tmp_path: Path, start: Path, rollout: str, dtype: torch.dtyp
     assert {state[name].dtype for name in others} == {torch.float32}
     for step in range(1, 6):
         trainer.step(refs_of(step, tmp_path), step)
-        trainer.publish()
+        published(trainer)
     assert len(list((tmp_path / "run" / "weights").iterdir())) == 4
 
 

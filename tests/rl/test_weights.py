@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.runner import read_weights
+from stretto.engine.runner import read_weights, state_checksum
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops.matmul import Arithmetic
@@ -55,6 +59,25 @@ def test_the_same_number_with_other_weights_is_another_file(tmp_path: Path) -> N
     first, again, other = (publish(tmp_path, 5, state(seed)) for seed in (0, 0, 1))
     assert first == again and first.location != other.location
     assert not torch.equal(fetch(first)["embedding.weight"], fetch(other)["embedding.weight"])
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_whole_versions_only(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from stretto.rl.weights import publish\n"
+        "for number in range(10**6): publish(sys.argv[1], number, {'a': torch.full((1 << 22,), number)})"
+    )
+    for pause_s in (0.0, 0.004, 0.009, 0.015):
+        folder = tmp_path / f"{pause_s}"
+        with subprocess.Popen([sys.executable, "-c", code, folder]) as trainer:
+            while len(list(folder.glob("weights-*"))) < 3:
+                assert trainer.poll() is None
+            time.sleep(pause_s)
+            trainer.kill()
+        for path in folder.glob("weights-*"):
+            found = load_file(path)
+            assert path.stem.split("-")[2] == state_checksum(found)[:12]
+            assert set(found["a"].unique().tolist()) == {int(path.stem.split("-")[1])}
 
 
 def test_another_checksum_is_one_line(tmp_path: Path) -> None:

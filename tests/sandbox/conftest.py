@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.hostile import many_descriptors
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Level, Limits
@@ -29,7 +30,8 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     is_other_user = request.param == Level.LIMITS and os.geteuid() == 0
     python = SYSTEM_PYTHON if is_other_user and SYSTEM_PYTHON.exists() else None
     try:
-        with Sandbox(LIMITS, level=request.param, python=python) as opened:
+        # A driver holds many: a keeper's socket has a high number then.
+        with many_descriptors(300), Sandbox(LIMITS, level=request.param, python=python) as opened:
             yield opened
     except UserError as error:
         pytest.skip(str(error))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.common.hostile import HOSTILE, PREAMBLE, Bait, bait
+from bench.sandbox import OF_DESCRIPTORS, descriptors_left_open, num_escapes
 from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Outcome
@@ -60,3 +61,9 @@ def test_outside_the_same_program_does_get_there(name: str, tmp_path: object) ->
             timeout=60,
         )
         assert laid.damage(done.stdout), done
+
+
+def test_without_the_call_that_closes_descriptors_they_are_found() -> None:
+    """So the kinds that look for them can fail."""
+    with descriptors_left_open(), Sandbox(LIMITS) as sandbox:
+        assert num_escapes(sandbox) == len(OF_DESCRIPTORS)

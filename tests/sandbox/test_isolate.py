@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.sandbox import isolate
 from stretto.sandbox.inside import children
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Isolation, Level, Limits, Outcome
@@ -121,6 +126,47 @@ def test_limits_end_a_program(sandbox: Sandbox) -> None:
     assert finished.outcome in (Outcome.CRASH, Outcome.OK)  # forks that end at once may stay under the limit
 
 
+@contextmanager
+def busy(sandbox: Sandbox, num: int) -> Iterator[None]:
+    """The sandbox's one keeper has to share its processor with so many others, each as entitled as it is."""
+    (pid,) = sandbox.idle_pids
+    allowed = os.sched_getaffinity(0)
+    cpu = min(allowed)
+    spin = f"import os; os.sched_setaffinity(0, {{{cpu}}}); print(flush=True)\nwhile True: pass"
+    others = [
+        subprocess.Popen([sys.executable, "-S", "-c", spin], stdout=subprocess.PIPE, start_new_session=True)
+        for _ in range(num)
+    ]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            other.stdout.readline()
+        os.sched_setaffinity(pid, {cpu})
+        yield
+    finally:
+        os.sched_setaffinity(pid, allowed)
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+SPIN = "import time\nwhile time.process_time() < {}: pass\nprint('done')"
+
+
+def test_a_busy_machine_is_not_the_programs_fault() -> None:
+    short = replace(LIMITS, wall_s=0.3, cpu_s=0.3)
+    with Sandbox(LIMITS) as sandbox, busy(sandbox, 10):
+        right = sandbox.run(SPIN.format(0.06), limits=short)
+        starved = sandbox.run("while True: pass", limits=short)
+        asleep = sandbox.run("import time; time.sleep(600)", limits=short)
+        many = sandbox.run("import os, time\nfor _ in range(3): os.fork()\ntime.sleep(600)", limits=short)
+    assert right.wall_s > short.wall_s, "the machine was not busy"
+    assert right.outcome is Outcome.OK or (right.outcome is Outcome.INFRA and "too busy" in right.why), right
+    assert starved.outcome is Outcome.INFRA and "too busy" in starved.why, starved
+    for sleeper in (asleep, many):
+        assert (sleeper.outcome, sleeper.why) == (Outcome.TIMEOUT, "ran longer than 0.3 s"), sleeper
+
+
 def test_memory_of_a_whole_tree(sandbox: Sandbox) -> None:
     """Each process is below the limit; together they are above. Pages that forks share count once."""
     grow = "import os, time\nfor _ in range(5):\n if not os.fork(): x = bytearray(b'x') * (80 << 20); time.sleep(60)\ntime.sleep(60)"
@@ -164,6 +210,85 @@ def test_a_keeper_that_dies_is_our_fault_and_is_replaced(sandbox: Sandbox) -> No
     assert finished.outcome == Outcome.INFRA and finished.exit_code is None
     assert sandbox.run("print(1)").stdout == b"1\n"
     assert not Path(f"/proc/{pid}").exists()
+
+
+def _reply(nonce: str = "", **changes: object) -> bytes:
+    """What a keeper writes, as far as one can that does not know the nonce."""
+    used = {"wall_s": 0.1, "cpu_s": 0.1, "max_rss_bytes": 1, "is_stdout_cut": False, "is_stderr_cut": False}
+    reply = {"nonce": nonce, "broken": None, "error": "", "code": 0, "used": used, "sizes": [3, 0], **changes}
+    text = json.dumps(reply).encode()
+    return len(text).to_bytes(4, "big") + text + b"yes"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        _reply(),
+        _reply(sizes=[3, -1]),
+        _reply(sizes=[1 << 40, 0]),
+        _reply(sizes=[[], "x"]),
+        _reply(code="0"),
+        _reply(code=1 << 70),
+        _reply(used={"cpu_s": float("inf")}),
+        _reply(broken="ok"),
+        b"\0\0\0\2{}",
+        b"\0\0\0\2\xff\xff",
+        b"\0\0\x20\0" + b"[" * 0x2000,
+        b"\xff\xff\xff\xff",
+        b"\0\0\x10\0{",
+    ],
+    ids=repr,
+)
+def test_a_reply_that_no_keeper_writes_is_a_lost_keeper(
+    forged: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a keeper that answers with the text of the program, which stands for a program that got hold of its socket."""
+    code = tmp_path / "stretto" / "sandbox"
+    shutil.copytree(isolate._CODE, code)
+    text = (code / "inside.py").read_text()
+    honest = "            send(control, *run(keeper, *message))\n"
+    assert honest in text
+    taken = honest.replace("send(", "control.sendall(message[1][1]) if 'x' in message[0]['files'] else send(")
+    (code / "inside.py").write_text(text.replace(honest, taken))
+    with Sandbox(LIMITS) as sandbox:
+        with monkeypatch.context() as taken_over:
+            taken_over.setattr(isolate, "_CODE", code)
+            taken_over.setattr(isolate, "LATE_S", 0.5)
+            sandbox.close()
+            sandbox._idle.put(None)
+            finished = sandbox.run(forged, files={"x": b""}, limits=replace(LIMITS, wall_s=0.1, cpu_s=0.1))
+        assert finished.outcome is Outcome.INFRA and "keeper is gone" in finished.why, finished
+        assert (finished.stdout, finished.exit_code) == (b"", None)
+        assert sandbox.run("print(1)").stdout == b"1\n"
+
+
+def test_no_program_holds_the_word_that_its_reply_is_known_by(sandbox: Sandbox) -> None:
+    """It looks through all that it has of the keeper's for texts of that shape."""
+    source = (
+        "import gc, re\n"
+        "def texts(o, depth=4):\n"
+        " if isinstance(o, str): yield o\n"
+        " elif depth and isinstance(o, dict): yield from (t for v in list(o.values()) for t in texts(v, depth - 1))\n"
+        " elif depth and isinstance(o, (list, tuple)): yield from (t for v in o for t in texts(v, depth - 1))\n"
+        "import sys\nf = sys._getframe()\nframes = []\n"
+        "while f: frames.append(dict(f.f_locals)); f = f.f_back\n"
+        "print({t for t in texts(frames) if re.fullmatch('[0-9a-f]{32}', t)}, len(frames) > 3)"
+    )
+    sandbox.run("print(1)")
+    assert sandbox.run(source).stdout == b"set() True\n"
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_high_descriptors_are_closed(has_call: bool, tmp_path: Path) -> None:
+    """With the system call and, as before Linux 5.9, without."""
+    script = (
+        "import os, sys\nfrom stretto.sandbox import walls\n"
+        f"walls._SYS_CLOSE_RANGE = walls._SYS_CLOSE_RANGE if {has_call} else 9999\n"
+        "for _ in range(300): os.open('/dev/null', 0)\nos.dup2(0, 1000)\nwalls.close_from(5)\n"
+        "print(sorted(int(name) for name in os.listdir('/proc/self/fd'))[-3:])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[3, 4, 5]\n"  # 5: the listing's own
 
 
 def test_the_end_of_the_driver_ends_everything() -> None:

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.engine.runner import Runner
 from stretto.search import latency as timing
 from stretto.search.latency import (
     DECODE,
     LatencyTable,
     Workload,
     check,
-    forward_seconds,
     measure,
     read_table,
+    step_seconds,
     write_table,
 )
 
@@ -61,7 +62,7 @@ def test_dense_layers_are_predicted_whether_droppable_or_not(make_model, dense):
         assert table.predict_ms(config, subnet, DECODE) == pytest.approx(ms)
 
 
-def test_real_forward_passes_are_timed(make_model, monkeypatch):
+def test_real_steps_of_the_engine_are_timed(make_model, monkeypatch):
     monkeypatch.setattr(timing, "TIMED_STEPS", 1)
     model = make_model()
     table = measure(model, [3], [1], [DECODE, PREFILL], num_rounds=1)
@@ -71,13 +72,23 @@ def test_real_forward_passes_are_timed(make_model, monkeypatch):
     assert [one.workload for one in found] == [DECODE, PREFILL] and all(one.measured_ms > 0 for one in found)
 
 
-def test_forward_seconds_runs_as_many_tokens_as_the_workload_says(make_model):
-    model = make_model()
+@pytest.mark.parametrize("workload", [Workload(phase="decode", batch=3, context=20), PREFILL])
+def test_an_engine_step_has_the_rows_and_the_context_of_the_workload(make_model, monkeypatch, workload):
     seen = []
-    model.blocks[0].register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0].shape[:2]))
-    forward_seconds(model, Workload(phase="decode", batch=3, context=50))
-    forward_seconds(model, PREFILL)
-    assert set(seen) == {(3, 1), (2, 8)}
+    forward = Runner.forward
+
+    def noted(runner, chunks, want_routes):
+        seen.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
+        return forward(runner, chunks, want_routes)
+
+    monkeypatch.setattr(Runner, "forward", noted)
+    step_seconds(make_model(), workload, library=None)
+    prompts = [[(0, workload.context)] * workload.batch]
+    steps = timing.WARM_UP_STEPS + timing.TIMED_STEPS
+    if workload.phase == "prefill":
+        assert seen == prompts * steps
+    else:
+        assert seen == prompts + [[(workload.context + at, 1)] * workload.batch for at in range(steps)]
 
 
 def test_outside_the_measured_range_is_refused(make_model):
@@ -102,13 +113,19 @@ def test_another_dtype_threads_or_shape_is_refused(make_model, tmp_path):
     path = tmp_path / "latency.json"
     table = planted_table(model)
     write_table(path, table)
-    with pytest.raises(UserError, match=r"latency.json: dtype: measured with float32, now it is bfloat16"):
-        read_table(path, make_model().to(torch.bfloat16))
     with pytest.raises(UserError, match="num_layers: measured with 6, now it is 7"):
         read_table(path, make_model(num_layers=7))
     write_table(path, table.replace(machine=table.machine.replace(device="Abacus")))
     with pytest.raises(UserError, match="device: measured with Abacus"):
         read_table(path, model)
+    write_table(path, table.replace(machine=table.machine.replace(dtype="bfloat16")))
+    with pytest.raises(UserError, match=r"latency.json: dtype: measured with bfloat16, now it is float32"):
+        read_table(path, model)
+
+
+def test_a_table_holds_for_a_network_that_is_kept_in_another_dtype(make_model, tmp_path):
+    write_table(tmp_path / "latency.json", planted_table(make_model().to(torch.bfloat16)))
+    read_table(tmp_path / "latency.json", make_model())
 
 
 def test_a_new_nested_order_keeps_the_table(make_model, tmp_path):

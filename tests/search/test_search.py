@@ -21,6 +21,7 @@ from stretto.search.search import (
     measure_sensitivities,
     pareto_front,
     rank_experts,
+    reachable_limits,
     require_feasible,
     score_grids,
     search,
@@ -142,7 +143,7 @@ def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):
         if scorer.sized(subnet).fits(limits)
     )
     score_grids(scorer, space)
-    evolve(scorer, space, limits, "active", num_trials=100, population=30, seed=0)
+    evolve(scorer, space, limits, "active", SearchOptions(num_trials=100, population=30))
     assert best_within(scorer, limits) == pytest.approx(best, abs=1e-9) and best < nested
 
 
@@ -163,7 +164,7 @@ def test_nsga_improves_on_equal_widths_where_layers_differ(make_model):
     limits = Limits(max_total=0.8)
     score_grids(scorer, space)
     equal = best_within(scorer, limits)
-    evolve(scorer, space, limits, "active", num_trials=400, population=30, seed=0)
+    evolve(scorer, space, limits, "active", SearchOptions(num_trials=400, population=30))
     assert equal == pytest.approx(5.15)
     assert best_within(scorer, limits) < 2.7
 
@@ -178,7 +179,7 @@ def test_the_same_seed_proposes_the_same_candidates(make_model, layers, widths):
         scorer = Scorer(config, None, None)
         scorer.sensitivities = planted(6)
         scorer.score(config.full())
-        evolve(scorer, space, Limits(max_total=0.7), "active", num_trials=30, population=8, seed=seed)
+        evolve(scorer, space, Limits(max_total=0.7), "active", SearchOptions(num_trials=30, population=8, seed=seed))
         return scorer.all()
 
     assert run(1) == run(1) != run(2)
@@ -292,6 +293,29 @@ def test_pareto_front_keeps_equals_and_drops_the_beaten():
     assert pareto_front([]) == ()
 
 
+@given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), max_size=40))
+def test_the_front_is_what_nothing_beats(points):
+    beats = [
+        [all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in points] for own in points
+    ]
+    assert pareto_front(points) == tuple(index for index, row in enumerate(beats) if not any(row))
+
+
+@pytest.mark.parametrize("layers", ["nested", "free"])
+@pytest.mark.parametrize("widths", ["uniform", "per_layer"])
+def test_a_small_space_is_predicted_whole(make_model, batches, layers, widths):
+    model = make_model(num_layers=5, num_experts=4, top_k=2, widths=(4, 2))
+    space = SearchSpace.of(model.config, layers=layers, widths=widths).replace(experts=(2, 4))
+    choices = list(space.every(model.config))
+    assert len(choices) == space.num_choices(model.config)
+    result = search(model, batches[:1], Limits(max_total=0.9), space=space, options=FAST)
+    assert result.is_complete and result.num_predicted == len({*choices, model.config.full()})
+    evolved = search(model, batches[:1], Limits(max_total=0.9), space=space, options=FAST.replace(enumerated=0))
+    assert not evolved.is_complete
+    best = min(candidate.predicted_nll for candidate in result.candidates if candidate.fits(result.limits))
+    assert best <= min(candidate.predicted_nll for candidate in evolved.candidates if candidate.fits(result.limits))
+
+
 def test_a_dead_layer_ranks_last(make_model, batches):
     model = make_model()
     model.blocks[2].attention.out.weight.data.zero_()
@@ -363,3 +387,11 @@ def test_a_dead_expert_ranks_last(make_model, batches):
     orders = rank_experts(model, batches)
     assert [sorted(order) for order in orders] == [list(range(6))] * 6
     assert orders[3][-1] == 1
+
+
+def test_reachable_limits_can_be_met(make_model):
+    config = make_model(num_layers=7).config
+    limits = reachable_limits(config)
+    scorer = Scorer(config, None, None)
+    fitting = [subnet for subnet in SearchSpace.of(config).grid(config) if scorer.sized(subnet).fits(limits)]
+    assert fitting and config.full() not in fitting

@@ -49,6 +49,7 @@ def test_right_programs_are_right_however_they_are_written(source: CodeSource, t
 @pytest.mark.parametrize(
     "text",
     [
+        "def digit_sum(n): return 0",
         "def digit_sum(n): return 10",
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
@@ -88,7 +89,31 @@ def test_what_tests_expect_is_not_in_the_sandbox(source: CodeSource) -> None:
 def test_shares_are_paid_only_where_the_recipe_says_so(sandbox: Sandbox) -> None:
     source = CodeSource("c", CodeArgs(reward="share"), sandbox)
     score = source.score(source.problem(0), Answer("def digit_sum(n): return 10"))
-    assert (score.reward, score.outcome) == (pytest.approx(1 / 3), Outcome.WRONG)
+    assert (score.reward, score.outcome) == (pytest.approx(1 / 2), Outcome.WRONG)  # of the two that were not shown
+    assert score.parts["passed"] == pytest.approx(1 / 3)
+
+
+def test_tests_are_held_back_and_decide(sandbox: Sandbox) -> None:
+    source = CodeSource("c", CodeArgs(reward="share"), sandbox)
+    problem = source.problem(0)
+    question = problem.messages[-1]["content"]
+    tests = problem.payload["tests"]
+    assert tests[0] in question and not any(test in question for test in tests[1:])
+    by_heart = source.score(problem, Answer("def digit_sum(n): return 0"))
+    assert (by_heart.reward, by_heart.ok) == (0.0, False)
+    assert (by_heart.parts["passed"], by_heart.parts["unseen"]) == (pytest.approx(1 / 3), 0.0)
+    assert source.score(problem, Answer(RIGHT)).reward == 1.0
+
+
+def test_how_many_tests_are_shown(sandbox: Sandbox) -> None:
+    for shown in (0, 2, 3, 9):
+        source = CodeSource("c", CodeArgs(shown=shown), sandbox)
+        problem = source.problem(0)
+        question, tests = problem.messages[-1]["content"], problem.payload["tests"]
+        assert [test in question for test in tests] == [place < shown for place in range(3)]
+        assert ("digit_sum" in question) and ("must pass these tests" in question) == (shown >= 3)
+        assert source.score(problem, Answer(RIGHT)).ok and not source.score(problem, Answer("digit_sum = len")).ok
+    assert "Name it digit_sum." in CodeSource("c", CodeArgs(shown=0), sandbox).problem(0).messages[-1]["content"]
 
 
 def test_values_of_subclasses_equal_what_they_equal_in_python(source: CodeSource) -> None:

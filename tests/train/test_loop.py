@@ -213,6 +213,13 @@ def test_joint_the_full_network_learns_every_token(run: Any) -> None:
     assert 0 < sum(passes.values()) - passes["full"] < 0.5 * tokens, "smaller Subnets come in the second half only"
 
 
+def test_joint_narrowed_rows_at_full_depth_are_learnt_in_full_too(run: Any) -> None:
+    changes = {"elastic__joint": True, "elastic__anchor_share": 0.0, "elastic__anchors": {}, "model__widths": [8, 4]}
+    trained = run(**changes, elastic__depth_share=0.0, elastic__top_k_share=0.0, elastic__width_share=0.5)
+    passes, tokens = trained.tokens_by_kind, trained.meter.receipt().tokens
+    assert 1.3 * tokens < passes["full"] < 1.7 * tokens, "half of the rows are narrowed, and learnt again without that"
+
+
 def test_a_finished_run_resumes_to_its_end(run: Any, assert_same: Same) -> None:
     assert_same(run(), run(resume=True))
 
@@ -223,9 +230,13 @@ def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int]
     run()
     before = sorted((run.folder / "snapshots").rglob("*"))
     for changes, message in {
-        "optim__lr": (4e-3, r"optim\.lr: was 0\.005 when this run started, is 0\.004 now; change it back"),
+        "optim__weight_decay": (
+            0.2,
+            r"optim\.weight_decay: was 0\.1 when this run started, is 0\.2 now; change it back",
+        ),
         "elastic__anchors": ({"corner": {"layers": 5}}, r"elastic\.anchors\.corner\.experts: was 4 .* is None now"),
-        "train__steps": (13, r"train\.steps: was 12"),
+        "train__steps": (11, r"train\.steps: 11 is less than the 12 steps that are done; raise it"),
+        "train__rows": (8, r"train\.rows: was 4"),
         "model__num_layers": (7, r"model\.num_layers: was 6"),
     }.items():
         with pytest.raises(UserError, match=message[1]) as caught:
@@ -234,6 +245,47 @@ def test_what_cannot_be_resumed_is_refused(run: Any, make_tokens: Callable[[int]
     with pytest.raises(UserError, match=r"data: changed since this run started; use the same data"):
         run(resume=True, data=make_tokens(1))
     assert sorted((run.folder / "snapshots").rglob("*")) == before
+
+
+def test_a_resume_may_steer_and_tells_of_it(run: Any, reference: Trained) -> None:
+    run()
+    trained = run(resume=True, optim__lr=1e-3, train__steps=14)
+    told = [(change.step, change.field, change.before, change.after) for change in trained.changes]
+    assert told == [(12, "optim.lr", 5e-3, 1e-3), (12, "train.steps", 12, 14)]
+    assert not torch.equal(trained.model.embedding.weight, reference.model.embedding.weight)
+    again = run(resume=True, optim__lr=1e-3, train__steps=15, train__log_every=5)
+    told = [(change.step, change.field, change.after) for change in again.changes[2:]]
+    assert told == [(14, "train.log_every", 5), (14, "train.steps", 15)], "changes add up"
+    assert read_meta(run.folder / "snapshots" / "step-0000015").changes == again.changes
+
+
+def test_a_skipped_step_reads_its_rows_and_trains_on_none(make_run: Any, reference: Trained, assert_same: Same) -> None:
+    skipping = make_run("skipping")
+    trained = skipping(train__skip_steps=[3])
+    meta = read_meta(skipping.folder / "snapshots" / "step-0000012")
+    assert meta.loader["position"] == 12 * 4, "the rows after it are those of the plain run"
+    assert trained.meter.receipt().tokens < reference.meter.receipt().tokens
+    stopped = make_run(
+        "stopped"
+    )  # what the message of an infinite loss advises: go on from before it, then pass it over
+    stopped(train__steps=2)
+    assert_same(trained, stopped(resume=True, train__skip_steps=[3]))
+
+
+def test_sigterm_writes_a_snapshot_and_ends_with_its_usual_code(
+    run: Any, reference: Trained, assert_same: Same
+) -> None:
+    def observe(model: Transformer, step: int) -> dict[str, float]:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run(observe=observe)
+    assert ended.value.code == 143 and run.steps() == [4, 6]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert_same(reference, run(resume=True))
 
 
 def limit_file_size(folder: Path, num_bytes: int) -> Callable[[], None]:
@@ -289,7 +341,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_snapshot(
                 model.norm.weight[0] = torch.nan
         return {}
 
-    with pytest.raises(UserError, match=r"the loss of .* is not finite; .*--resume"):
+    with pytest.raises(
+        UserError, match=r"step \d+: the loss of .* is not finite; .*--resume; .*train\.skip_steps=\[\d+\]"
+    ):
         run(observe=observe)
     assert run.steps() == [4]
     assert_same(reference, run(resume=True))

@@ -1,7 +1,8 @@
 """The compiled CPU kernels, found beside this file: compiled at first use, loaded, and called.
 
 The library has a plain C interface, so it depends on no version of torch or Python and compiles in seconds. It is kept
-in the user's cache folder under a hash of its sources, the compiler and the processor it was compiled for.
+in a folder of the user's cache that is theirs alone, under a hash of its sources, the compiler and the processor it was
+compiled for. What another user could have written is never loaded.
 
 Shape letters: L layers, D hidden, C head width, G key/value heads, E experts, I SwiGLU width, W branches of balance state,
 R half the rotated width, T positions, N tokens, M rows of logits, V vocabulary, P pages, Z page size, K experts a token,
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -29,13 +31,13 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.paths import replacing
 from stretto.base.track import progress
 
 SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights and cache; arithmetic is fp32 for both."""
+_log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
 
 
@@ -66,6 +68,8 @@ def load(environment: Mapping[str, str] | None = None) -> Library:
             f"{VARIABLE}: the CPU kernels cannot be used: {library.reason}; install a C++ compiler "
             f"(g++ 12 or later), or set {VARIABLE}=auto to run without"
         )
+    if library.handle is None:
+        _log.warning("The compiled CPU kernels are not used, torch computes instead: %s", library.reason)
     return library
 
 
@@ -76,14 +80,34 @@ def _compiled(environment: Mapping[str, str]) -> Library:
     compiler = name and shutil.which(name)
     if not compiler:
         return Library(None, f"no C++ compiler {name!r}" if name else "no C++ compiler")
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "stretto" / f"native-{_key(compiler)}.so"
-    if not path.is_file() and (problem := _compile(compiler, path)):
-        return Library(None, problem)
     try:
+        cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache / "stretto" / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+        for each, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
+            found = each.stat()
+            if found.st_uid != os.geteuid():
+                why = f"{each} belongs to user {found.st_uid}; set XDG_CACHE_HOME to a folder of yours"
+                return Library(None, why)
+            if found.st_mode & forbidden:
+                each.chmod(found.st_mode & 0o777 & ~forbidden)
+        path = folder / f"{_key(compiler)}.so"
+        if not _is_ours(path) and (problem := _compile(compiler, path)):
+            return Library(None, problem)
         return Library(ctypes.CDLL(str(path)), "")
-    except OSError as error:
-        return Library(None, f"{path} cannot be loaded: {error}; delete it")
+    except (OSError, RuntimeError) as error:  # no home, no right to write there, a full disk, no such format
+        return Library(
+            None, f"{error}; set XDG_CACHE_HOME to a folder of yours, or delete what is in its stretto/native"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a library that nobody else can have written."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _key(compiler: str) -> str:
@@ -99,16 +123,20 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, path: Path) -> str | None:
     """Compile to ``path``; returns what went wrong, on one line."""
-    with progress("Compiling the CPU kernels (once)", total=1) as advance, tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / path.name
+    # Beside its place, to be renamed; under a name of its own, since two containers may share the folder and their ids.
+    with (
+        progress("Compiling the CPU kernels (once)", total=1) as advance,
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
+    ):
+        built = Path(building) / path.name
         command = [compiler, *_FLAGS, str(SOURCES / "decode.cpp"), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         advance(1)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             return f"{compiler} failed: {(errors or done.stderr.splitlines() or ['no message'])[0]}"
-        with replacing(path) as temporary:
-            shutil.copyfile(built, temporary)
+        built.chmod(0o700)
+        built.replace(path)
     return None
 
 

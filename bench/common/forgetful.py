@@ -1,0 +1,34 @@
+"""A mutant for `bench.kill_roles`: agents that forget what an earlier attempt had written, as if there were no token logs.
+
+It comes into an agent's process with its task set. Begun anew, a sample is another one: where an engine draws from its own
+state and not from the sample's seed, nothing else could be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.base.trajectory import Task
+from stretto.rl import agent
+from stretto.rl.samples import Sample, open_samples, remove_logs
+from stretto.tasks.strings import StringsSource
+
+_seed = agent._seed
+
+
+class Forgetful(StringsSource):
+    """Ordinary problems; the process that opens it is the mutant from then on."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        agent.open_samples, agent._seed = _emptied, _seed_of_attempt
+
+
+def _emptied(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
+    remove_logs(folder, task.ordinal)
+    return open_samples(folder, task, attempt)
+
+
+def _seed_of_attempt(sample: Sample) -> int:
+    return _seed(sample) ^ sample.attempt

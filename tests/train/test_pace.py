@@ -1,0 +1,103 @@
+"""A run's dtype and threads are what its own work is fastest in, and stay what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Context
+from stretto.ops import tuning
+from stretto.train import loop, pace
+from stretto.train.pace import Pace, find_pace
+from stretto.train.snapshot import read_meta
+from stretto.train.step import MicroBatch
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, top_k=2, expert_intermediate_size=8,
+)  # fmt: skip
+
+
+def next_batch() -> MicroBatch:
+    ids_BT = torch.randint(64, (2, 8))
+    return MicroBatch("full", ids_BT, ids_BT, Context.plain(ids_BT), CONFIG.full(), 1)
+
+
+@pytest.mark.parametrize("bf16_s", [0.5, 0.95, 2.0])
+def test_auto_takes_bf16_where_it_is_clearly_faster(bf16_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is done; the clock is the test's."""
+    seen = []
+
+    def seconds_of(work: Any) -> float:
+        work()
+        seen.append(len(seen))
+        return 1.0 if len(seen) == 1 else bf16_s
+
+    monkeypatch.setattr(pace, "seconds_of", seconds_of)
+    monkeypatch.setattr(pace, "multiplies_bf16", lambda device: True)
+    found = find_pace("auto", CONFIG, next_batch, join("cpu"))
+    assert found.dtype == ("bfloat16" if bf16_s == 0.5 else "float32")
+    assert len(seen) == 2
+
+
+def test_what_the_recipe_says_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_pace("bfloat16", CONFIG, next_batch, join("cpu")).dtype == "bfloat16"
+    assert capsys.readouterr().out == "", "nothing to find out, nothing to say"
+
+
+def test_a_resume_computes_as_before_and_times_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(train__dtype="auto", train__steps=4)
+    assert read_meta(run.folder / "snapshots" / "step-0000004").pace == first.pace
+    monkeypatch.setattr(loop, "find_pace", lambda *_: pytest.fail("timed again"))
+    assert run(train__dtype="auto", train__steps=5, resume=True).pace == first.pace
+
+
+def test_looking_for_a_pace_changes_nothing(run: Any, make_run: Any, assert_same: Any, monkeypatch: Any) -> None:
+    """Not the batches, the weights or the number of threads."""
+    monkeypatch.setattr(pace, "multiplies_bf16", lambda device: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = run(train__dtype="auto")
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(found.pace.num_threads)
+        assert_same(make_run("plain")(train__dtype="float32"), found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "tried"),
+    [
+        ({8: 1.0, 4: 1.2}, 8, [8, 4]),
+        ({8: 4.0, 4: 1.0, 2: 0.8, 1: 1.5}, 2, [8, 4, 2, 1]),
+        ({8: 1.0, 4: 0.95, 2: 0.99}, 8, [8, 4, 2]),
+    ],
+)
+def test_fewer_threads_are_tried_while_that_helps(
+    seconds: dict[int, float], best: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", num_threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = tuning.fastest_threads(lambda: seconds[num_threads[-1]])
+    assert list(found) == tried and num_threads[-1] == best
+
+
+def test_a_number_of_threads_that_a_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert list(tuning.fastest_threads(lambda: 1.0)) == [8]
+    Pace(dtype="float32", num_threads=4).follow()
+    assert set(asked) <= {8}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    Pace(dtype="float32", num_threads=4).follow()
+    assert asked[-1] == 4
