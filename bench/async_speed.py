@@ -17,7 +17,8 @@ less. How old samples are on average is another matter: it goes by the groups un
 keep the trainer busy while typical verdicts come in, and by the window for those that do not.
 
 ``--grid`` measures that: for each longest delay, in steps of the trainer, and each bound, the recipe's own among them, with
-the window that a recipe gets by default and a thread each for engine and trainer. There a time runs from the fourth step on.
+the window that a recipe gets by default and a thread each for engine and trainer. There ``--steps`` are counted once all
+groups that were handed out at first, which are on their way together, have been trained.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from stretto.rl.run import run_rl
 DELAYED = "bench.common.delayed:Delayed"
 AIM, AIM_WAIT = 2.5, 0.10
 WARM_UP = 4
-"""Steps that do not count in the grid: pipelines fill."""
+"""Steps that do not count in the grid, and as many more as the bound."""
 MEDIAN_SHARE = 0.05
 """Of the longest delay in the grid: the median one."""
 
@@ -70,7 +71,7 @@ class Outcome:
     step_s: float
     """Mean time of a trainer's step, and of what weights hold it up by."""
     steady_s: float
-    """From one step to the next, after the first `WARM_UP`."""
+    """From one step to the next, without those that do not count."""
     wait_share: float
     """Of the wall time, in which the trainer had nothing to do; the evaluation before its first step is in both."""
     num_samples: int
@@ -131,11 +132,12 @@ def play(options: argparse.Namespace, side: Side, start: Path) -> Outcome:
     wall_s = max(span.finished_s for span in steps) - first_s
     waits = [span for span in trainer if span.name == "wait"]
     ends = [span.finished_s for span in steps if span.name == "step"]
+    num_early = min(WARM_UP + side.staleness, len(ends) - 1)
     idle_s = waits[0].started_s - first_s + sum(span.seconds for span in waits)
     return Outcome(
         wall_s=wall_s,
         step_s=sum(span.seconds for span in steps) / len(rows),
-        steady_s=(ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP),
+        steady_s=(ends[-1] - ends[num_early - 1]) / (len(ends) - num_early),
         wait_share=idle_s / wall_s,
         num_samples=len(rows) * options.prompts * options.group,
         staleness_mean=fmean(row["staleness/mean"] for row in rows),
@@ -161,19 +163,21 @@ def grid(options: argparse.Namespace, start: Path) -> None:
     own = read_recipe(options.recipe, RlRecipe).staleness
     bounds = sorted({own, *options.bounds})
     plain = play(options, Side("grid-step", 0, False, own, None, 1, options.isolate), start)
+
+    def ran(tail: float, bound: int) -> Outcome:
+        told = copy.copy(options)
+        told.cut = tail * plain.step_s
+        told.median = MEDIAN_SHARE * told.cut
+        told.steps = options.steps + WARM_UP + bound
+        return play(told, Side(f"grid-{tail:g}-{bound}", 0, True, bound, None, 1, options.isolate), start)
+
     shown = table(
         f"steps a second over those of η = 0 (trainer waits, mean staleness); {options.steps} steps of {options.prompts} "
         f"prompts x {options.group} samples; a step of the trainer {plain.step_s:.2f} s; recipe's own η in brackets",
         *("longest delay, steps", *(f"[η {bound}]" if bound == own else f"η {bound}" for bound in bounds)),
     )
     for tail in options.grid:
-        told = copy.copy(options)
-        told.cut = tail * plain.step_s
-        told.median = MEDIAN_SHARE * told.cut
-        found = {
-            bound: play(told, Side(f"grid-{tail:g}-{bound}", 0, True, bound, None, 1, options.isolate), start)
-            for bound in bounds
-        }
+        found = {bound: ran(tail, bound) for bound in bounds}
         shown.add_row(f"{tail:g}", *_cells(found, found[min(found)].steady_s))
     wide_console().print(shown)
 

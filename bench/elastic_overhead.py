@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.common.measure import Sample, Step, measure, ratio, wide_console
 from bench.train_speed import OPTIM, Shape, shapes
 from stretto.base.track import progress
-from stretto.model.parallel import compute_dtype, join
+from stretto.model.parallel import join
 from stretto.model.transformer import Context, Transformer, build
 from stretto.optim.build import build_optimizers
 from stretto.train.recipe import ElasticConfig
@@ -67,7 +67,7 @@ def main() -> None:
 def _steps(model: Transformer, shape: Shape) -> Callable[[ElasticConfig, Distil | None], Step]:
     """Makes steps that share a model, its optimiser and a batch of packed documents."""
     config, ranks = shape.config, join("cpu")
-    optimizers, dtype = build_optimizers(OPTIM, model), compute_dtype("auto", ranks.device)
+    optimizers, dtype = build_optimizers(OPTIM, model), torch.float32
     ids_BT = torch.randint(config.vocab_size, (shape.rows, shape.length))
     documents_BT = (torch.arange(shape.length) * 2 // shape.length).expand_as(ids_BT)
     positions_BT = (torch.arange(shape.length) % (shape.length // 2)).expand_as(ids_BT)

@@ -67,7 +67,7 @@ def recipe(steps: int) -> Recipe:
     }  # fmt: skip
     train = {
         "steps": steps, "rows": 8, "micro_batches": 2, "seq_len": 128, "eval_every": 50, "snapshot_every": SNAPSHOT_EVERY,
-        "log_every": 1,
+        "log_every": 1, "dtype": "float32",
     }  # fmt: skip
     return Recipe.model_validate({"model": model, "elastic": elastic, "optim": {"lr": 2e-3}, "train": train})
 

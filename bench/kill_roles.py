@@ -8,8 +8,8 @@ the same recipe are killed at random points: an engine, an agent, a verifier, th
 roles are being started. Then the journal and the groups' files say what was trained.
 
 Lengths are compared sample by sample: all runs draw each from one seed, under weights that hardly move. ``--forget`` makes
-mutants of the agents (`bench.common.forgetful`): what was in flight when one dies begins anew. Long samples are in flight for
-longest, so that answers get shorter, which the lengths must show.
+mutants of the agents (`bench.common.forgetful`): samples that were in flight when one dies begin anew. Those are the long ones,
+so that answers get shorter, which the lengths must show.
 
 ``--exact`` makes staleness 0 and the operators independent of the batch: then every token of every sample must be that of
 the uninterrupted run, and the final weights its bits.

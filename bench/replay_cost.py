@@ -27,7 +27,7 @@ from bench.train_speed import OPTIM, shapes
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
-from stretto.model.parallel import compute_dtype, join
+from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Replay, build
 from stretto.ops.logprob import chosen_logprobs
@@ -85,7 +85,7 @@ def _requests(config: ModelConfig, num: int, *, routes: bool) -> list[Request]:
 def _training(config: ModelConfig, done: list[Completion], row_tokens: int) -> dict[str, Step]:
     """A step without replay and one with, of one model and batch: rows of packed completions."""
     model, ranks = build(config, seed=0), join("cpu")
-    optimizers, dtype = build_optimizers(OPTIM, model), compute_dtype("auto", ranks.device)
+    optimizers, dtype = build_optimizers(OPTIM, model), torch.float32
     set_learning_rate(optimizers, 0.0)
     per_row = row_tokens // LENGTH
     ids_BT = torch.tensor([[*one.prompt, *one.tokens] for one in done]).view(-1, row_tokens)
@@ -106,7 +106,9 @@ def _training(config: ModelConfig, done: list[Completion], row_tokens: int) -> d
             hidden_BTD = model(ids_BT, config.full(), ctx).hidden_BTD
             chosen_logprobs(hidden_BTD.flatten(0, 1), model.head_VD, ids_BT.flatten())
         batch = MicroBatch("rl", ids_BT, ids_BT, ctx, config.full(), ids_BT.numel())
-        optimisation_step(model, optimizers, [batch], ranks, clip_norm=OPTIM.clip_norm, balance_rate=0.0, dtype=dtype)
+        optimisation_step(
+            model, optimizers, [batch], ranks, clip_norm=OPTIM.clip_norm, balance_rate=0.0, dtype=torch.float32
+        )
 
     return {"off": lambda: step(plain), "R3": lambda: step(replayed())}
 

@@ -98,11 +98,14 @@ def _show(num_bytes: int, results: dict[str, dict[str, float]], options: argpars
 
 
 def _write(documents: Iterator[Document], folder: Path, limit: float) -> int:
-    """Write documents as one JSONL file until ``limit`` bytes of text; return the bytes."""
+    """Write documents as one JSONL file until ``limit`` bytes of text; return the bytes.
+
+    Empty ones are left out: ours skips them, and ``datasets`` would give each a lone end of text.
+    """
     folder.mkdir()
     num_bytes = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as handle:
-        for document in documents:
+        for document in filter(lambda document: document.text, documents):
             handle.write(json.dumps({"text": document.text}, ensure_ascii=False) + "\n")
             num_bytes += len(document.text.encode())
             if num_bytes >= limit:

@@ -1,4 +1,5 @@
-"""A mutant for `bench.kill_roles`: agents that forget what an earlier attempt had written, as if there were no token logs.
+"""A mutant for `bench.kill_roles`: agents that keep what an earlier attempt had finished and begin the rest anew, as if there
+were no token logs.
 
 It comes into an agent's process with its task set. Begun anew, a sample is another one: where an engine draws from its own
 state and not from the sample's seed, nothing else could be.
@@ -22,12 +23,19 @@ class Forgetful(StringsSource):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        agent.open_samples, agent._seed = _emptied, _seed_of_attempt
+        agent.open_samples, agent._seed = _finished, _seed_of_attempt
 
 
-def _emptied(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
+def _finished(folder: Path, task: Task, attempt: int) -> tuple[Sample, ...]:
+    before = open_samples(folder, task, attempt)
     remove_logs(folder, task.ordinal)
-    return open_samples(folder, task, attempt)
+    samples = open_samples(folder, task, attempt)
+    for old, new in zip(before, samples, strict=True):
+        if old.verdict is not None:
+            for part in old.parts:
+                new.append(part)
+            new.close(old.finish_reason, old.verdict)
+    return samples
 
 
 def _seed_of_attempt(sample: Sample) -> int:

@@ -24,6 +24,10 @@ def serve(
     source: Source,
     subnet: ServedSubnet = None,
     memory: Memory = None,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="What the cache may take: 4GB. Default: what --memory leaves, else a share of what is free."),
+    ] = None,
     latency_ms: Annotated[float | None, typer.Option(help="With --subnet auto: milliseconds a token, alone.")] = None,
     floor: Annotated[str | None, typer.Option(help="Smallest size under load; without it, none is reduced.")] = None,
     first_token_s: Annotated[
@@ -34,7 +38,18 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 8000,
     max_batch: Annotated[int, typer.Option(help="Sequences computed at once.")] = 64,
-    max_len: Annotated[int | None, typer.Option(help="Prompt and completion together, tokens.")] = None,
+    max_len: Annotated[
+        int | None, typer.Option(help="Prompt and completion together, tokens. Default: what network and cache hold.")
+    ] = None,
+    max_wait_s: Annotated[
+        float, typer.Option(help="Seconds that a request may wait for a place in the batch; then it gets 503.")
+    ] = 120.0,
+    fast_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--fast-prefill", help="On a CPU: long prompts of large networks sooner; tokens then depend on the batch."
+        ),
+    ] = False,
     api_key: Annotated[
         list[str], typer.Option(help="Ask for one of these; also STRETTO_API_KEYS, by commas.", show_default=False)
     ] = [],  # noqa: B006
@@ -45,7 +60,19 @@ def serve(
     """Serve a checkpoint at any size per request: OpenAI's API, a page to try it, metrics."""
     from stretto.apps.serve import ServeOptions, serve_command, serve_settings
 
-    options = ServeOptions(subnet, memory, latency_ms, device, dtype, max_batch, max_len, speculate)
+    options = ServeOptions(
+        subnet=subnet,
+        memory=memory,
+        cache_memory=cache_memory,
+        latency_ms=latency_ms,
+        device=device,
+        dtype=dtype,
+        max_batch=max_batch,
+        max_len=max_len,
+        max_wait_s=max_wait_s,
+        fast_prefill=fast_prefill,
+        speculate=speculate,
+    )
     settings = serve_settings(
         api_key, host=host, port=port, cors_origins=cors, floor=floor, first_token_s=first_token_s
     )

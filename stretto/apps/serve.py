@@ -26,7 +26,8 @@ from stretto.base.records import Lineage
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
-from stretto.engine.loading import OpenedEngine, cache_within, free_bytes, generation_ends, least_bytes, open_engine
+from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
+from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
@@ -67,11 +68,15 @@ class ServeOptions:
     subnet: str | None = None
     """A preset, ``best`` or ``auto`` (both cut out), or ``layers=…,experts=…,top_k=…``; None: the environment's, else full."""
     memory: str | None = None
+    cache_memory: str | None = None
+    """Of ``memory``, or of what is free; None: a share of what the weights leave."""
     latency_ms: float | None = None
     device: str = "auto"
     dtype: str | None = None
     max_batch: int = 64
     max_len: int | None = None
+    max_wait_s: float | None = None
+    fast_prefill: bool = False
     speculate: bool = False
 
 
@@ -178,9 +183,12 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     folder, device = checkpoint_folder(source), join(options.device).device
     dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
-    sizes = {"max_batch": options.max_batch, "max_len": options.max_len}
-    config = validate(EngineConfig, sizes, "--max-batch, --max-len").replace(
-        max_step_tokens=max(1024, options.max_batch), speculate=SpeculateConfig() if options.speculate else None
+    sizes = {"max_batch": options.max_batch, "max_len": options.max_len, "max_wait_s": options.max_wait_s}
+    config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s").replace(
+        cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
+        max_step_tokens=max(1024, options.max_batch),
+        fast_prefill=options.fast_prefill,
+        speculate=SpeculateConfig() if options.speculate else None,
     )
     kept, cut, presets = read_config(folder), None, read_presets(folder)
     if options.subnet == AUTO:
@@ -194,7 +202,6 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
     if cut is not None:  # served as a network of its own, which has no other size
         kept, presets = extracted_config(kept, cut), {}
-    config = cache_within(kept, config, dtype, free_bytes(device) if memory is None else memory)
     opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
     default = SubnetChoice()
     if cut is None and options.subnet is not None:
@@ -269,6 +276,9 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
     _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
     _say(f"kernels: {kernels}")
+    stats, most = opened.engine.stats(), config.max_positions
+    limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
+    _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
     _say(f"{SERVING} {url}")
 
 

@@ -126,6 +126,13 @@ class PageAllocator:
         """Chain hashes of pages that `match` has just returned."""
         return [self._hash_by_page[page] for page in pages]
 
+    def unseal(self, pages: Sequence[int]) -> None:
+        """Let none of ``pages``, which the caller holds, be found any more."""
+        for page in pages:
+            assert self._num_references[page] > 0, f"page {page} is nobody's"
+            if (digest := self._hash_by_page.pop(page, None)) is not None:
+                del self._page_by_hash[digest]
+
     def forget(self) -> None:
         """Let no page be found any more (weights changed). Pages in use stay with those who use them."""
         self._free.extend(self._idle)

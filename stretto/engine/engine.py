@@ -9,11 +9,13 @@ Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chos
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +24,13 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.engine.cache import PageAllocator
+from stretto.engine.forward_torch import KvPool
 from stretto.engine.grammar import GrammarState
-from stretto.engine.request import Completion, EngineConfig, EngineStats, Event, QueueFull, Request
+from stretto.engine.request import VERSIONS, Completion, EngineConfig, EngineStats, Event, QueueFull, Request
 from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, pages_within, read_weights
 from stretto.engine.sampling import top_log_probs
 from stretto.engine.scheduler import Scheduler
-from stretto.engine.sequence import Admission, SequenceState, StepPlan, SubnetTable
+from stretto.engine.sequence import NOT_FINITE, Admission, SequenceState, StepPlan, SubnetTable
 from stretto.engine.speculation import Draft, Speculator, Verdict, Watch, draft_candidates
 from stretto.model.spec import Subnet, check_subnet, count, executed
 from stretto.model.transformer import Transformer
@@ -70,8 +73,10 @@ class Engine:
         """
         self.model, self.tokenizer, self.config, self.weight_version = model, tokenizer, config, weight_version
         net = model.config
-        self.max_len = min(config.max_len or net.max_positions, net.max_positions)
-        num_pages = config.num_pages or pages_within(model, config, self.max_len, routes)
+        most_len = min(config.max_len or net.max_positions, net.max_positions)
+        num_pages = config.num_pages or pages_within(model, config, most_len, routes)
+        self.max_len = min(most_len, num_pages * config.page_size)
+        """Prompt and completion together that one sequence may have: the cache holds no more."""
         speculate = config.speculate
         self._subnets = SubnetTable()
         self._runner = Runner(
@@ -82,27 +87,38 @@ class Engine:
             routes=routes,
             library=library,
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
-            max_native_tokens=None if config.compiled_prefill else MAX_NATIVE_TOKENS,
+            max_native_tokens=MAX_NATIVE_TOKENS if config.fast_prefill else None,
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
         self._scheduler = Scheduler(
             self.allocator,
             max_batch=config.max_batch,
             max_step_tokens=config.max_step_tokens,
-            max_len=self.max_len,
+            max_len=most_len,
             draft_tokens=speculate.max_draft if speculate else 0,
             prefix_cache=config.prefix_cache,
             weight_version=weight_version,
         )
         self._end_ids = tuple(sorted({*end_ids, *([tokenizer.eos_id] if tokenizer else [])}))
         self._admission = Admission(
-            net, self._subnets, tokenizer, self._end_ids, max_len=self.max_len, has_routes=routes, seeds=seeds
+            net, self._subnets, tokenizer, self._end_ids, max_len=most_len, has_routes=routes, seeds=seeds
         )
         self._clock = clock
         self._open: dict[str, list[SequenceState]] = {}
         self._num_routed = 0  # sequences whose routes are wanted
         self._rates: dict[int, tuple[int, int, int]] = {}
-        self._stats = EngineStats(0, 0, num_pages, num_pages, 0, weight_version)
+        page_bytes = KvPool.bytes_per_page(net, model.embedding.weight.dtype, config.page_size, routes)
+        self._stats = EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_pages=num_pages,
+            num_free_pages=num_pages,
+            num_cached_pages=0,
+            max_len=self.max_len,
+            cache_bytes=num_pages * page_bytes,
+            is_batch_invariant=self._runner.is_batch_invariant,
+            weight_version=weight_version,
+        )
         watch = None
         if speculate is not None:
             named = [check_subnet(net, speculate.draft)] if speculate.draft else draft_candidates(net, drafts)
@@ -157,15 +173,18 @@ class Engine:
         return [self._close(seq, now_s) for seq in sequences]
 
     def step(self) -> list[Event]:
-        """Compute one step of the batch: its tokens in the order of the batch, each choice's completion after its last."""
+        """Compute one step of the batch: its tokens in the order of the batch, each choice's completion after its last.
+
+        Before them come the completions of requests that have waited too long."""
         scheduler, stats = self._scheduler, self._stats
+        late: list[Event] = self._give_up(self._clock())
         # drafts are for batches that only decode and that no waiting request could join
         is_settled = not scheduler.waiting or len(scheduler.running) >= self.config.max_batch
         draft = self._speculator.choose(scheduler.running) if is_settled else None
         scheduler.draft_tokens = 0 if draft is None else draft.num_tokens
         plan = scheduler.plan()
         if plan is None:
-            return []
+            return late
         stats.num_steps += 1
         started_s = self._clock()
         self._preempted(plan.preempted)
@@ -179,7 +198,7 @@ class Engine:
         else:
             found = self._plain(plan, want_routes)
         now_s = self._clock()
-        events: list[Event] = []
+        events = late
         for chunk, seq in zip(plan.chunks, plan.sequences, strict=True):
             num_computed = len(chunk.tokens) + len(seq.drafts)
             seq.drafts = []
@@ -211,8 +230,11 @@ class Engine:
             checksum: see `read_weights`.
 
         Raises:
-            UserError: a wrong checksum, a tensor missing, unexpected or of another shape, or the version serving now.
+            UserError: a wrong checksum, a tensor missing, unexpected or of another shape, or a version that is serving now
+                or no 64-bit integer.
         """
+        if version not in VERSIONS:
+            raise UserError(f"version: {version} is no 64-bit integer; choose a smaller number")
         if version == self.weight_version:
             raise UserError(f"version: {version} is the one that serves already; number each set of weights once")
         self._runner.load_weights(self.read_weights(source, checksum))
@@ -236,6 +258,27 @@ class Engine:
             weight_version=self.weight_version,
             kernels=dict(self._runner.kernels),
         )
+
+    def _give_up(self, now_s: float) -> list[Event]:
+        """End the requests none of whose choices found a place in time."""
+        most_s = self.config.max_wait_s
+        if most_s is None:
+            return []
+        # in order of arrival, and whoever was preempted came before all those that are new
+        fresh = (seq for seq in self._scheduler.waiting if seq.first_scheduled_s is None)
+        names = dict.fromkeys(seq.request.id for seq in takewhile(lambda seq: now_s - seq.arrived_s > most_s, fresh))
+        events: list[Event] = []
+        for name in names:
+            choices = list(self._open[name])
+            if len(choices) < choices[0].request.sampling.n or any(
+                seq.first_scheduled_s is not None for seq in choices
+            ):
+                continue  # it has begun; the rest of its choices will come
+            self._stats.num_timeouts += 1
+            for seq in choices:
+                seq.give_up(most_s)
+                events.append(self._close(seq, now_s))
+        return events
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Complete ``requests``, any number, and return their choices in order. The engine must be idle before."""
@@ -264,7 +307,8 @@ class Engine:
                 if seq.sampling.prompt_logprobs and chunk.num_logits:
                     with seq.guarded():
                         _score_prompt(seq, chunk.end, logits_MV[end_row - chunk.num_logits : end_row])
-            if chunk.num_logits and chunk.end == len(seq.tokens) and seq.begin_drafts():
+            is_last = chunk.num_logits > 0 and chunk.end == len(seq.tokens)
+            if is_last and seq.finish_reason is None and seq.begin_drafts():
                 rows.append(end_row - 1)
                 sampled.append(seq)
         if len(rows) < len(logits_MV):
@@ -365,6 +409,9 @@ def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:
     rows_MV = logits_MV[positions.start - first : positions.stop - first]
     ids_M = torch.tensor([seq.tokens[position + 1] for position in positions], device=logits_MV.device)
     logp_MV = rows_MV.log_softmax(-1)
-    seq.prompt_log_probs += logp_MV.gather(-1, ids_M[:, None]).squeeze(-1).tolist()
+    found = logp_MV.gather(-1, ids_M[:, None]).squeeze(-1).tolist()
+    seq.prompt_log_probs += found
     if seq.sampling.top_logprobs:
         seq.prompt_top += top_log_probs(logp_MV, seq.sampling.top_logprobs)
+    if not all(map(math.isfinite, found)):
+        seq.fail(NOT_FINITE)

@@ -12,6 +12,7 @@ the longest chunk, T = M·Z keys, U Subnets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +50,7 @@ class KvPool:
     ) -> KvPool:
         # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         pool = None
         if routes:
             kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
@@ -62,6 +63,13 @@ class KvPool:
         """Bytes that one page takes."""
         page = KvPool.allocate(config, 1, page_size, dtype, torch.device("meta"), routes)
         return sum(x.nbytes for x in (page.keys_LPZGC, page.values_LPZGC, page.routes_PZLK) if x is not None)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`; on a CPU, memory that is not taken before it is written: a cache may never be filled."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.forward_torch import KvPool
+from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
@@ -23,6 +24,9 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 HEADROOM = 0.1
 """Share of the weights' bytes kept free for activations and the process itself (a guess, generous)."""
+LEAST_LEN = 2048
+"""Positions that a cache must hold to be worth opening an engine with, where a network has as many (ours): a chat of some
+turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ def open_engine(
 
     Args:
         dtype: of weights and cache; None: fp32 on a CPU, bf16 elsewhere.
-        memory_bytes: what weights and cache may take; None: what is free on ``device``.
+        memory_bytes: what weights and cache may take; the cache gets all that the weights leave, unless ``config`` says how
+            large it is. None: what is free on ``device``, of which the cache gets a share (`pages_within`).
         cut: serve this Subnet as a network of its own; the rest of the weights is let go after reading.
         with_tokenizer: False: token ids only, for checkpoints that hold no tokenizer.
         library: compiled CPU kernels; None: those that the environment asks for (see `stretto.ops.native.load`).
@@ -84,6 +89,8 @@ def open_engine(
     available = free_bytes(device) if memory_bytes is None else memory_bytes
     kept = network if cut is None else extracted_config(network, cut)
     check_memory(folder, kept, presets if cut is None else {}, config, dtype, available, routes)
+    if memory_bytes is not None and config.cache_bytes is None:
+        config = config.replace(cache_bytes=memory_bytes - _weight_bytes(kept, kept.full(), dtype))
     checkpoint = read_checkpoint(folder, device=device, dtype=dtype)
     model = checkpoint.model.requires_grad_(False)
     if cut is not None:
@@ -129,19 +136,18 @@ def check_memory(
     Raises:
         UserError: with the sizes, and what would fit.
     """
-    weights, least = _weight_bytes(network, network.full(), dtype), _sequence_bytes(network, config, dtype, routes)
-    cache = min(config.cache_bytes, 2 * config.max_batch * least)  # see `pages_within`
-    if config.num_pages:
-        cache = config.num_pages * KvPool.bytes_per_page(network, dtype, config.page_size, routes)
+    weights, cache = _weight_bytes(network, network.full(), dtype), _cache_bytes(network, config, dtype, routes)
     if weights + cache <= available:
         return
     fits: list[str] = []
+    least, half = _cache_bytes(network, config.replace(num_pages=None, cache_bytes=None), dtype, routes), torch.bfloat16
     if weights + least <= available:
         fits.append(f"a cache of {_size(available - weights)}")
-    if dtype == torch.float32 and _weight_bytes(network, network.full(), torch.bfloat16) + cache // 2 <= available:
+    narrow = _weight_bytes(network, network.full(), half) + _cache_bytes(network, config, half, routes)
+    if dtype == torch.float32 and narrow <= available:
         fits.append("dtype bfloat16")
     for name, choice in presets.items():
-        if not fits and _weight_bytes(network, choice.of(network), dtype) + least <= available:
+        if len(fits) < 2 and _weight_bytes(network, choice.of(network), dtype) + least <= available:
             fits.append(f"the sub-model {name}, extracted")
     remedy = f"would fit: {' or '.join(fits)}" if fits else "nothing of this network would fit; use a smaller one"
     raise UserError(
@@ -150,44 +156,24 @@ def check_memory(
     )
 
 
-def cache_within(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, available: int) -> EngineConfig:
-    """``config`` with no larger a cache than ``available`` bytes leave beside the weights.
-
-    As it is, where not even one longest sequence would fit: `check_memory` says so.
-    """
-    left = available - _weight_bytes(network, network.full(), dtype)
-    if left < _sequence_bytes(network, config, dtype):
-        return config
-    return config.replace(cache_bytes=min(config.cache_bytes, left))
-
-
 def least_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """What the weights take with a cache of one longest sequence; with less, `check_memory` refuses."""
-    return _weight_bytes(network, network.full(), dtype) + _sequence_bytes(network, config, dtype)
+    """What the weights take with the cache that ``config`` asks for, or the least one; with less, `check_memory` refuses."""
+    return _weight_bytes(network, network.full(), dtype) + _cache_bytes(network, config, dtype, routes=True)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on ``device`` now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    # not Linux: no limit known, and the system says so itself when it is reached
-    available, path = 1 << 62, Path("/proc/meminfo")
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            available = int(rest.split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")  # what a container allows
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, max(0, int(limit.read_text()) - int(used.read_text())))
-    return available
+def _cache_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool) -> int:
+    """Of the cache that ``config`` asks for. Where it leaves that open: of the least, which holds one sequence of ``max_len``,
+    or of `LEAST_LEN` where that is open too."""
+    page_bytes = KvPool.bytes_per_page(network, dtype, config.page_size, routes)
 
+    def holding(num_tokens: int) -> int:
+        return page_bytes * -(-min(num_tokens, network.max_positions) // config.page_size)
 
-def _sequence_bytes(network: ModelConfig, config: EngineConfig, dtype: torch.dtype, routes: bool = True) -> int:
-    """Cache of one longest sequence."""
-    num_tokens = min(config.max_len or network.max_positions, network.max_positions)
-    return KvPool.bytes_per_page(network, dtype, config.page_size, routes) * -(-num_tokens // config.page_size)
+    if config.num_pages is not None:
+        return config.num_pages * page_bytes
+    if config.cache_bytes is not None:  # see `pages_within`
+        return min(config.cache_bytes, 2 * config.max_batch * holding(config.max_len or network.max_positions))
+    return holding(config.max_len or LEAST_LEN)
 
 
 def _weight_bytes(network: ModelConfig, subnet: Subnet, dtype: torch.dtype) -> int:

@@ -5,9 +5,8 @@ A request is token ids, never text: what was sampled is never tokenised again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -16,7 +15,12 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.model.spec import Subnet
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""``timeout``: it waited for a place in the batch longer than it may."""
+VERSIONS = range(-(1 << 63), 1 << 63)
+"""Numbers that weights may have."""
+MAX_IDS = 4096
+"""Token ids that one request may name in ``logit_bias`` or ``stop_ids``: each is looked at in every step, for all to wait."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing logits by them would overflow."""
 
@@ -39,13 +43,13 @@ class Sampling(Config):
     """0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Least probability kept, as a share of the most probable token's."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, 1909.05858)."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Both look at the output only, as OpenAI defines them."""
-    logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=MAX_IDS)
+    """Added to the logits of these token ids; -100 bans a token and 100 forces it, as OpenAI has it."""
     seed: int | None = None
     """None: drawn when the request is made, and told back. The same seed and request give the same tokens."""
     max_tokens: int = Field(default=16, gt=0)
@@ -53,7 +57,7 @@ class Sampling(Config):
     """End tokens and stop strings are not looked at before."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; they are not part of its text."""
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = Field(default=(), max_length=MAX_IDS)
     """Token ids that end it, beside the tokenizer's own end; the token is part of the ids, not of the text."""
     ignore_eos: bool = False
     n: int = Field(default=1, gt=0, le=128)
@@ -92,16 +96,11 @@ class Sampling(Config):
         """Refuse what the vocabulary rules out, before a request joins a batch.
 
         Raises:
-            UserError: a token id of ``logit_bias`` or ``stop_ids`` is no token, or a bias is not a finite number.
+            UserError: a token id of ``logit_bias`` or ``stop_ids`` is no token.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
             if wrong := [token for token in ids if not 0 <= token < vocab]:
                 raise UserError(f"{source}: {name}: {wrong[0]} is not a token id; they go from 0 to {vocab - 1}")
-        for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise UserError(
-                    f"{source}: logit_bias: {bias} for token {token}; use -100 to ban a token, 100 to force it"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class Completion:
     logprobs: np.ndarray
     """fp32 [T], processed log-probability of each sampled token, nats."""
     versions: np.ndarray
-    """int32 [T], weight version each token was sampled under."""
+    """int64 [T], weight version each token was sampled under."""
     text: str
     finish_reason: FinishReason
     stop: str | int | None
@@ -213,7 +212,7 @@ class Completion:
     network. The last sampled token was never computed and has no row. The dtype's largest value: no expert (the layer
     was skipped, or the token's top-k is smaller)."""
     error: str | None = None
-    """Why, for the finish reason ``error``."""
+    """Why, for the finish reasons ``error`` and ``timeout``."""
     is_refused: bool = False
     """The error is the request's own fault: its grammar cannot be followed."""
 
@@ -239,23 +238,26 @@ class EngineConfig(Config):
     """Tokens a cache page holds."""
     num_pages: int | None = Field(default=None, gt=0)
     """None: as many as ``cache_bytes`` pays for."""
-    cache_bytes: int = Field(default=1 << 30, gt=0)
+    cache_bytes: int | None = Field(default=None, gt=0)
+    """None: a share of what is free beside the weights (`stretto.engine.runner.pages_within`)."""
     max_batch: int = Field(default=64, gt=0)
     """Sequences computed at once."""
     max_step_tokens: int = Field(default=1024, gt=0)
     """Tokens of one step, over all sequences; longer prompts are computed in chunks."""
     max_len: int | None = Field(default=None, gt=0)
-    """Prompt and completion together; None: the network's positions."""
+    """Prompt and completion together; None: the network's positions, or what the cache holds where that is less."""
     max_waiting: int = Field(default=4096, gt=0)
     """Requests queued before further ones are refused."""
+    max_wait_s: float | None = Field(default=None, gt=0)
+    """Longest that a request may wait for its first step; then it ends with the reason ``timeout``. None: for ever."""
     prefix_cache: bool = True
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Of the products with weights, as the trainer's operators understand it; ``fp32`` is the weights' own dtype."""
     batch_invariant: bool = False
     """A token's logits do not depend, to the bit, on the batch, the chunking or the cache. Slow, and needs fp32 weights."""
-    compiled_prefill: bool = False
-    """On a CPU: long steps too go through the compiled kernels, whose result for a token does not depend, to the bit, on
-    the batch, the chunking or the cache. Faster for networks of a few million parameters, slower for large ones."""
+    fast_prefill: bool = False
+    """On a CPU: steps of many tokens go through torch's matrix library instead of the compiled kernels, which is faster for
+    large networks. A token's result then depends on which of the two computed it, and so on what else is in the batch."""
     speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")
@@ -279,6 +281,12 @@ class EngineStats:
     num_free_pages: int
     """Free, or cached and not in use."""
     num_cached_pages: int
+    max_len: int
+    """Prompt and completion of one request that the cache holds, tokens."""
+    cache_bytes: int
+    """Of keys, values and routes, in use or not."""
+    is_batch_invariant: bool
+    """A token's result does not depend, to the bit, on what else is computed, on chunking, caching or preemption."""
     weight_version: int
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -286,6 +294,8 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     num_preemptions: int = 0
+    num_timeouts: int = 0
+    """Requests that were given up because no place came free in time."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     busy_s: float = 0.0

@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward
 from stretto.engine.forward_torch import KvPool, TorchForward
+from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
@@ -26,19 +27,37 @@ from stretto.ops.matmul import PLAIN, Arithmetic, kernels
 from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
-"""Longest step that goes through the compiled kernels; longer ones multiply faster through torch's matrix library."""
+"""Longest step that the compiled kernels compute where prompts are to be fast; longer ones multiply faster through torch's
+matrix library."""
+CPU_SHARE, GPU_SHARE = 0.5, 0.9
+"""Of the memory that is free beside the weights, what the cache takes unless told otherwise. A machine has other work, and
+keeps the files that are read in what is left; a GPU is ours but for the activations of a step (as in vLLM)."""
 
 
 def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes: bool) -> int:
-    """Cache pages that ``config.cache_bytes`` pay for, at most twice what a full batch of longest sequences needs.
+    """Cache pages that ``config.cache_bytes`` pay for, or a share of what is free now that the weights are there; at most
+    twice what a full batch of sequences of ``max_len`` needs.
 
     Raises:
-        UserError: not even one page fits.
+        UserError: not even one page fits, or not one sequence of the ``max_len`` that the configuration asks for.
     """
-    page_bytes = KvPool.bytes_per_page(model.config, model.embedding.weight.dtype, config.page_size, routes)
-    num_pages = min(config.cache_bytes // page_bytes, 2 * config.max_batch * -(-max_len // config.page_size))
+    weight = model.embedding.weight
+    page_bytes = KvPool.bytes_per_page(model.config, weight.dtype, config.page_size, routes)
+    num_needed = -(-max_len // config.page_size)
+    budget = config.cache_bytes
+    if budget is None:
+        share = CPU_SHARE if weight.device.type == "cpu" else GPU_SHARE
+        budget = int(share * free_bytes(weight.device))
+        if config.max_len is not None:  # asked for, so the share is not what counts
+            budget = max(budget, num_needed * page_bytes)
+    num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)
     if num_pages < 1:
-        raise UserError(f"cache_bytes: {config.cache_bytes} hold no page of {page_bytes} bytes; give the cache more")
+        raise UserError(f"cache memory: {budget} bytes hold no page of {page_bytes} bytes; give the cache more")
+    if config.max_len is not None and num_pages < num_needed:
+        raise UserError(
+            f"max_len: a cache of {budget} bytes holds {num_pages * config.page_size} positions, not {max_len}; "
+            f"lower it, or give the cache {num_needed * page_bytes} bytes"
+        )
     return num_pages
 
 
@@ -66,14 +85,14 @@ class Runner:
         routes: bool,
         library: Library | None = None,
         arithmetic: Arithmetic = PLAIN,
-        max_native_tokens: int | None = MAX_NATIVE_TOKENS,
+        max_native_tokens: int | None = None,
     ):
         """
         Args:
             subnets: what the numbers in chunks stand for.
             library: compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
-            max_native_tokens: of a step that they compute; None: any, and so no token depends, to the bit, on what is
-                computed beside it.
+            max_native_tokens: of a step that they compute; None: any, so that no token depends, to the bit, on what is
+                computed beside it. The two ways round differently, above all in bf16.
         """
         device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
@@ -90,6 +109,11 @@ class Runner:
         self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a token's result does not depend, to the bit, on what is computed beside it, nor on chunks or pages."""
+        return self._arithmetic.batch_invariant or (self.native is not None and self._max_native_tokens is None)
+
+    @property
     def kernels(self) -> dict[str, str]:
         """Kind of step -> the implementation that runs it, and why where it is the slower one."""
         most = self._max_native_tokens
@@ -104,8 +128,8 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Compute ``chunks``: keys, values and (``want_routes``) routes go to the pool, replacing what was there.
 
-        A chunk may begin anywhere, also at positions computed before; what lies before it must be in the pool. No two
-        chunks may write the same place.
+        A chunk may begin anywhere, also at positions computed before; what lies before it must be in the pool, and what
+        lies behind it is forgotten. No two chunks may write the same place.
 
         Returns:
             fp32 logits [M, V], chunk by chunk in the caller's order, positions rising.
@@ -114,10 +138,26 @@ class Runner:
         for chunk in chunks:
             assert 0 <= chunk.num_logits <= len(chunk.tokens) and chunk.tokens, f"chunk {chunk}"
         assert not want_routes or self.pool.routes_PZLK is not None, "the pool has no room for routes"
+        self._clear(chunks)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
             return self.native.forward(chunks, want_routes)
         return self._torch.forward(chunks, want_routes)
+
+    def _clear(self, chunks: Sequence[Chunk]) -> None:
+        """Zero each last page that a chunk begins and does not fill, where torch may read it before it is full.
+
+        torch attends to whole pages and masks what lies beyond a token. A key or value there that is no finite number,
+        from a sequence that had the page before, would spoil the sum all the same: of everybody, until the page is full.
+        """
+        if self.native is not None and self._max_native_tokens is None:
+            return
+        size = self.pool.keys_LPZGC.shape[2]
+        begun = [chunk.pages[(chunk.end - 1) // size] for chunk in chunks if 0 < chunk.end % size <= len(chunk.tokens)]
+        if begun:
+            pages = torch.tensor(begun, device=self.pool.keys_LPZGC.device)
+            self.pool.keys_LPZGC.index_fill_(1, pages, 0.0)
+            self.pool.values_LPZGC.index_fill_(1, pages, 0.0)
 
     def read_routes(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Routes [T, L, K] of positions ``start`` to ``end`` of the sequence whose page table is ``pages``; a copy."""

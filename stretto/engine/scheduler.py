@@ -29,7 +29,7 @@ class Scheduler:
     arrive together) waits for those pages and lets later ones pass.
 
     With ``draft_tokens`` the pages of a planned sequence that decodes reach so many positions and one more beyond its
-    tokens, or to ``max_len``.
+    tokens, or to its end.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class Scheduler:
         Args:
             max_batch: sequences running at once.
             max_step_tokens: tokens of one plan, and of its verification with drafts.
-            max_len: prompt and completion together.
+            max_len: prompt and completion together; a sequence of more positions than the pages hold is refused.
             draft_tokens: most tokens drafted ahead. The attribute may be changed between plans, up to this value.
             weight_version: of the weights that fill the pages.
         """
         assert max_step_tokens > draft_tokens, f"{max_step_tokens} tokens a step cannot verify {draft_tokens} drafted"
         self.allocator, self.max_batch, self.max_step_tokens = allocator, max_batch, max_step_tokens
         self.max_len, self.prefix_cache, self.weight_version = max_len, prefix_cache, weight_version
+        self._num_positions = min(max_len, allocator.num_pages * allocator.page_size)
         self.draft_tokens = self._most_draft_tokens = draft_tokens
         # Both in order of arrival, and the scheduler's to change. Preempted sequences wait.
         self.waiting: list[SequenceState] = []
@@ -130,6 +131,9 @@ class Scheduler:
         """Take a sequence out, wherever it is. ``lost_pages`` tells where its routes still are."""
         (self.running if seq in self.running else self.waiting).remove(seq)
         self._release_followers(seq)
+        if seq.finish_reason == "error":
+            # torch multiplies what it masks, so one token that is no number spoils those before it in its chunk
+            self.allocator.unseal(seq.pages)
         self._drop_pages(seq)
 
     def weights_changed(self, version: int, *, keep_cache: bool) -> tuple[SequenceState, ...]:
@@ -151,16 +155,15 @@ class Scheduler:
         return preempted
 
     def _check_fits(self, seq: SequenceState) -> None:
-        name, num_new, drafts = f"request {seq.request.id}", seq.sampling.max_tokens, self._most_draft_tokens
+        name, num_new = f"request {seq.request.id}", seq.sampling.max_tokens
         num_pages, page_size = self.allocator.num_pages, self.allocator.page_size
         if seq.num_prompt >= self.max_len:
             raise UserError(
                 f"{name}: prompt: {seq.num_prompt} tokens leave no room for a completion in {self.max_len} positions; "
                 "shorten it"
             )
-        most = min(seq.num_prompt + num_new, self.max_len) - 1  # the token sampled last is never computed
-        end = min(most + drafts + 1, self.max_len) if drafts else most
-        if end > num_pages * page_size:
+        # the token sampled last is never computed, and drafts do not reach beyond it
+        if min(seq.num_prompt + num_new, self.max_len) - 1 > num_pages * page_size:
             raise UserError(
                 f"{name}: max_tokens: {seq.num_prompt} prompt and {num_new} new tokens do not fit in "
                 f"{num_pages} cache pages of {page_size} tokens; lower it, shorten the prompt or give "
@@ -170,7 +173,7 @@ class Scheduler:
     def _reach(self, num_tokens: int, num_pending: int) -> int:
         """Positions that the pages of a sequence have to hold before its next step."""
         if self.draft_tokens and num_pending == 1:
-            return max(num_tokens, min(num_tokens + self.draft_tokens + 1, self.max_len))
+            return max(num_tokens, min(num_tokens + self.draft_tokens + 1, self._num_positions))
         return num_tokens
 
     def _extend(self, seq: SequenceState, preempted: list[SequenceState]) -> bool:

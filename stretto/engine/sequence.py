@@ -24,6 +24,7 @@ from stretto.text.stream import Detokenizer, StopStrings
 from stretto.text.tokenizer import Tokenizer
 
 SEED_MASK = (1 << 64) - 1
+NOT_FINITE = "the network's output is not a finite number"
 _NEVER = 1 << 62
 """Position of something that has not happened yet."""
 _log = logging.getLogger(__name__)
@@ -286,7 +287,7 @@ class SequenceState:
     ) -> TokenEvent | None:
         """Record a chosen token and set the finish reason where it is the last; the event where one is wanted."""
         if not math.isfinite(logprob):
-            self.fail("the network's output is not a finite number")
+            self.fail(NOT_FINITE)
             return None
         self.tokens.append(token)
         self.log_probs.append(logprob)
@@ -370,6 +371,11 @@ class SequenceState:
             _log.exception("request %s, choice %d has failed", self.request.id, self.index)
             self.fail(f"the engine could not finish this request: {type(error).__name__}")
 
+    def give_up(self, waited_s: float) -> None:
+        """End it with reason ``timeout``: it has waited so long for its first step."""
+        self.finish_reason = "timeout"
+        self.error = f"no place in the batch came free within {waited_s:.0f} s; ask again later"
+
     def complete(self, routes: np.ndarray | None, now_s: float) -> Completion:
         """The record of a sequence that has a finish reason."""
         request, output = self.request, self.output
@@ -385,7 +391,7 @@ class SequenceState:
             prompt=request.prompt,
             tokens=tuple(output),
             logprobs=np.array(self.log_probs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
+            versions=np.array(self.versions, dtype=np.int64),
             text=self.text,
             finish_reason=self.finish_reason,
             stop=self.stop,
@@ -495,7 +501,7 @@ class Admission:
         sampling, subnets = request.sampling, self._numbers(request)
         first_seed = self._seeds() if sampling.seed is None else sampling.seed
         limit = min(len(request.prompt) + sampling.max_tokens, self._max_len)
-        end_ids = frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids)))
+        end_ids = self._ends(sampling)
         sequences = []
         for index in range(sampling.n):
             own = sampling.model_copy(update={"seed": first_seed + index, "n": 1})
@@ -516,11 +522,17 @@ class Admission:
         if low < 0 or high >= vocab:
             wrong = low if low < 0 else high
             raise UserError(f"{name}: prompt: {wrong} is not a token id; they go from 0 to {vocab - 1}")
-        request.sampling.check(vocab, name)
-        if self._tokenizer is None and request.sampling.stop:
+        sampling = request.sampling
+        sampling.check(vocab, name)
+        if sampling.min_tokens and len(self._ends(sampling)) >= vocab:
+            raise UserError(f"{name}: min_tokens: every token of the vocabulary would end it; leave one of them out")
+        if self._tokenizer is None and sampling.stop:
             raise UserError(f"{name}: stop: needs text, and this engine has no tokenizer; use stop_ids")
         if request.want_routes and not self._has_routes:
             raise UserError(f"{name}: want_routes: this engine keeps no routes; open it with routes")
+
+    def _ends(self, sampling: Sampling) -> frozenset[int]:
+        return frozenset((*sampling.stop_ids, *(() if sampling.ignore_eos else self._end_ids)))
 
     def _numbers(self, request: Request) -> tuple[int, int, int]:
         phases = request.phases

@@ -268,6 +268,8 @@ def _fill(stored: Stored, files: TensorFiles, state: Mapping[str, Tensor], folde
         if stored.ours is None or stored.is_copy:
             return
         raise UserError(f"{folder}: {stored.name}: missing from the weights; fetch the checkpoint again")
+    if stored.ours is None and files.is_empty(place.name):
+        return  # transformers stores a shared expert of no width where ``n_shared_experts`` is 0
     tensor = files.read(place.name, place.shape, place.part)
     if not from_stored(stored, tensor, state):
         remedy = "use a checkpoint without them"
@@ -421,6 +423,10 @@ class TensorFiles(ExitStack):
                 f"{path}: {name}: dtype {stored} is not supported; convert the checkpoint to one of {', '.join(_DTYPES)}"
             )
         return _DTYPES[stored]
+
+    def is_empty(self, name: str) -> bool:
+        """Whether ``name`` has no elements."""
+        return 0 in self._files[self._path_of[name]].get_slice(name).get_shape()
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
         """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another

@@ -19,7 +19,7 @@ class OptimConfig(Config):
     decay_fraction: float = Field(default=0.2, ge=0, le=1)
     """Share of all steps, at the end, in which the rate falls."""
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Rate after the last step over the peak rate: the *terminal* rate from which healing starts."""
+    """Rate after the last step over the peak rate."""
     decay_shape: Literal["linear", "sqrt"] = "linear"
     """``sqrt`` is 1 − √progress (2405.18392): falls fast first."""
 

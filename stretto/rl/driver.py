@@ -69,11 +69,9 @@ class Driver:
             await self._engines_are_current()
             yield self
         finally:
-            await self._engines.close()  # first: an engine that moves on has groups handed out
-            tasks = [*self._groups, guarding, *filter(None, [self._reporting, self._publishing])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(guarding, *filter(None, [self._reporting, self._publishing]))  # these have engines move on
+            await self._engines.close()  # and those have groups handed out
+            await _end(*self._groups)
 
     async def run(self) -> None:
         """Train until the recipe's last step; then all engines have its weights.
@@ -137,7 +135,7 @@ class Driver:
             await self._reporting
 
     async def _publish(self, version: int) -> None:
-        """Beside the next step, which what goes wrong here ends the run before."""
+        """Beside the next step; what goes wrong ends the run before the one after."""
         try:
             with self._trace.span("weights", "publish", version=version):
                 self._engines.publish(await self._roles.call_trainer("publish"))
@@ -232,6 +230,12 @@ class Driver:
         self._changed.set()
 
 
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class EngineWeights:
     """Keeps every engine at the newest weights, whichever of them die and come back meanwhile: one that was started again
     samples nothing until it was given those."""
@@ -275,9 +279,7 @@ class EngineWeights:
         return all(map(self._is_current, self._roles.engines))
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await _end(*self._tasks.values())
 
     def _is_current(self, name: str) -> bool:
         return name in self._serving and self._serving[name][0] == self._weights.number

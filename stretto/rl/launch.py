@@ -159,12 +159,9 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
 
 
 def _trainer(job: Job, device: str) -> Any:
-    import torch  # here, where the role lives
+    from stretto.rl.trainer import open_trainer  # torch, where the role lives
 
-    from stretto.model.parallel import Ranks
-    from stretto.rl.trainer import TrainerRole
-
-    return TrainerRole(job.recipe, job.folder, job.start, ranks=Ranks(0, 1, torch.device(device)))
+    return open_trainer(job.recipe, job.folder, job.start, device)
 
 
 def _engine(job: Job, name: str, device: str) -> Any:

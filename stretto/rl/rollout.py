@@ -39,7 +39,6 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
         max_step_tokens=max(1024, rollout.max_batch),
         precision=precision.rollout,
         batch_invariant=precision.batch_invariant,
-        compiled_prefill=True,
         page_size=rollout.page_size,
     )
     # without a word an engine on a GPU takes bf16
@@ -189,7 +188,12 @@ def _generated(done: Completion, request: GenerateRequest, started_s: float) -> 
     usage = done.usage
     return Generated(
         segment=Segment(
-            np.array(done.tokens, np.int32), True, done.logprobs, done.versions, started_s, finished_s=time.time()
+            np.array(done.tokens, np.int32),
+            True,
+            done.logprobs,
+            done.versions.astype(np.int32),
+            started_s,
+            finished_s=time.time(),
         ),
         # the rest need not travel, nor be kept alive
         routes=None if done.routes is None else done.routes[request.routes_from :].copy(),

@@ -131,6 +131,11 @@ def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
+def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str) -> TrainerRole:
+    """The only rank of a run, on ``device``."""
+    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)))
+
+
 class TrainerRole:
     """The policy, its optimiser, and the run's snapshots. With several ranks there is a role on each, called alike."""
 
@@ -208,7 +213,9 @@ class TrainerRole:
     async def publish(self) -> WeightVersion | None:
         """Write what `copy_weights` kept to the run's folder of weights, beside whatever step is made meanwhile; None on all
         ranks but the first. Raises UserError: the disk is full."""
-        return await asyncio.to_thread(self._write_version, *self._copied) if self._ranks.is_first else None
+        number, state = self._copied
+        del self._copied  # or a second network would lie in memory for ever
+        return await asyncio.to_thread(self._write_version, number, state) if self._ranks.is_first else None
 
     def _write_version(self, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
         if self._recipe.precision.rollout == "bf16":

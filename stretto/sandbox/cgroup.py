@@ -80,6 +80,10 @@ class Group:
 
     def __init__(self, parent: Path) -> None:
         """Raises GroupError: it cannot be made."""
+        for other in parent.glob("stretto-sandbox-*"):
+            if not Path("/proc", other.name.split("-")[2]).exists():  # its driver was killed
+                with contextlib.suppress(OSError):
+                    other.rmdir()
         self._path = parent / f"stretto-sandbox-{os.getpid()}-{secrets.token_hex(4)}"
         self._limits = (0, 0)
         try:

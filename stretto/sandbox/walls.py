@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "move_pages": (279, 239), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "fanotify_init": (300, 262),
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sync": (162, 81), "syncfs": (306, 267),
 }
 """By name, the call's number on x86_64 and on aarch64; None: there is no such call."""
 REFUSED_AMONG_OTHERS: dict[str, tuple[int | None, int | None]] = {
@@ -328,7 +328,9 @@ REFUSED_AMONG_OTHERS: dict[str, tuple[int | None, int | None]] = {
 }
 """Without a pid namespace: what would leave the process group, or reach processes that are not the program's."""
 # fmt: on
-_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+_SIGNAL_OWNERS = (0x8901, 0x8902), (8, 10, 15)
+"""Of ioctl and fcntl: who is sent a signal when a descriptor is ready, and which."""
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL, _FCNTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29), (72, 25)
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 _NEW_NAMESPACES = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
 _AF_UNIX = 1
@@ -378,16 +380,23 @@ def build_filter(is_alone: bool, own_pid: int) -> bytes:
         tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
         add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, _REFUSE, _LET_PASS)
 
+    def add_refusal(numbers: tuple[int, int], argument: int, *values: int) -> None:
+        """Refuse the call where the argument is one of the values."""
+        tests = [(_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+        add(numbers, (_LOAD, 0, 0, _ARGUMENTS + 8 * argument), *tests, _LET_PASS, _REFUSE)
+
     for numbers in (REFUSED if is_alone else REFUSED | REFUSED_AMONG_OTHERS).values():
         add(numbers, _REFUSE)
     add(_CLONE3, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # its flags lie in memory; the C library uses clone then
     add(_CLONE, (_LOAD, 0, 0, _ARGUMENTS), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _REFUSE, _LET_PASS)
-    injects = [(_EQUAL, 1, 0, _TERMINAL_INPUT[0]), (_EQUAL, 0, 1, _TERMINAL_INPUT[1])]
-    add(_IOCTL, (_LOAD, 0, 0, _ARGUMENTS + 8), *injects, _REFUSE, _LET_PASS)
+    of_ioctl, of_fcntl = ((), ()) if is_alone else _SIGNAL_OWNERS
+    add_refusal(_IOCTL, 1, *_TERMINAL_INPUT, *of_ioctl)
+    add_test(_SOCKETPAIR, 0, _AF_UNIX)  # of other families it fails, but not before the kernel has loaded them
     if is_alone:
         add_test(_SOCKET, 0, _AF_UNIX)
     else:
         add(_SOCKET, _REFUSE)
+        add_refusal(_FCNTL, 1, *of_fcntl)
         add_test(_KILL, 0, 0, own_pid)
         add_test(_TGKILL, 0, own_pid)
     add_test(_PRLIMIT, 0, 0)  # its own only: the keeper may be of the same user

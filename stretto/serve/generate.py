@@ -192,8 +192,10 @@ class Backend:
         if not 1 <= body.n <= most:
             raise FieldError("n", f"{body.n} lies outside 1..{most}")
         longest = room if max_tokens is None else max_tokens
-        if (body.min_tokens or 0) > (longest or room):
-            raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest or room}")
+        if longest < 1:
+            raise FieldError("max_tokens", f"{longest} lies outside 1..{room}")
+        if (body.min_tokens or 0) > longest:
+            raise FieldError("min_tokens", f"{body.min_tokens} is more than max_tokens, {longest}")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         if len(stops) > _MAX_STOPS or not all(stops):
             raise FieldError("stop", f"give at most {_MAX_STOPS} strings, none of them empty")
@@ -381,6 +383,8 @@ def raise_for(completion: Completion) -> None:
         raise UserError(completion.error or "this request cannot be finished")
     if completion.finish_reason == "error":
         raise ApiError(500, completion.error or "the engine could not finish this request")
+    if completion.finish_reason == "timeout":
+        raise ApiError(503, completion.error or "", code="overloaded", headers={"Retry-After": "5"})
     if completion.finish_reason == "abort":
         raise ApiError(503, "the request was aborted by the server; ask again", code="aborted")
 
@@ -422,6 +426,7 @@ class Generate:
             metrics.started(job.given)
             batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
             if job.body.stream:
+                batches = await begun(batches)
                 # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
                 # does for whole answers, too; the latter also ends streams with the process, which here drains them.
                 headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
@@ -441,6 +446,21 @@ class Generate:
                 if isinstance(event, Completion):
                     self.backend.metrics.finished(given, event)
             yield events
+
+
+async def begun(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[Event]]:
+    """The same once the first have come. A request that fails before has a status of its own: nothing is sent yet."""
+    first = await anext(batches)
+    for event in first:
+        if isinstance(event, Completion):
+            raise_for(event)
+
+    async def all_of_them() -> AsyncIterator[list[Event]]:
+        yield first
+        async for events in batches:
+            yield events
+
+    return all_of_them()
 
 
 async def merged(sources: Sequence[AsyncIterator[list[Event]]]) -> AsyncIterator[list[Event]]:

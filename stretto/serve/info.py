@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from stretto.engine.async_engine import EngineFailed
-from stretto.engine.request import EngineStats
+from stretto.engine.request import VERSIONS, EngineStats
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
@@ -54,7 +54,7 @@ class DetokenizeBody(Body):
 class LoadWeightsBody(Body):
     """POST /admin/load_weights."""
 
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=VERSIONS[-1])
     path: str
     """A checkpoint on the server's own disk."""
     keep_cache: bool = False
@@ -109,6 +109,7 @@ class Info:
                 "has_chat_template": has_template,
                 "is_chat_tuned": has_template and model.is_chat_tuned,
                 "kernels": {} if stats is None else stats.kernels,
+                "is_batch_invariant": None if stats is None else stats.is_batch_invariant,
             }
         )
 
@@ -120,7 +121,8 @@ class Info:
     async def health(self, http: HttpRequest) -> Response:
         service, gate = self._backend.service, self._backend.gate
         status = "failed" if service.error else "draining" if gate.is_draining or not service.is_accepting else "ok"
-        body = {"status": status, "model": self._model.name} | ({"error": str(service.error)} if service.error else {})
+        about = {"model": self._model.name, "max_model_len": self._model.max_len}
+        body = {"status": status} | about | ({"error": str(service.error)} if service.error else {})
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:

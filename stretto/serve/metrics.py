@@ -23,6 +23,7 @@ _COUNTERS = {
     "output_tokens": "Tokens sampled",
     "num_steps": "Steps of the engine",
     "num_preemptions": "Sequences that lost their pages and were computed again",
+    "num_timeouts": "Requests given up because no place in the batch came free in time",
     "drafted_tokens": "Tokens drafted by self-speculation",
     "accepted_tokens": "Drafted tokens that were accepted",
 }
@@ -32,6 +33,8 @@ _GAUGES = {
     "num_pages": "Pages of the cache",
     "num_free_pages": "Pages free, or cached and not in use",
     "num_cached_pages": "Pages of the prefix cache",
+    "cache_bytes": "Size of the cache",
+    "max_len": "Tokens that prompt and completion of one request may have together",
     "weight_version": "Version of the weights",
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +30,11 @@ from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_r
 _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """Enough to try a run with nothing downloaded."""
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+_MAX_LONGER = 1000
+"""Characters that a value may be longer than four times what is expected; only one that is wrong is, and reading it costs."""
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
+# Values are read by Python's own reader, which warns of oddities on standard error, in the words of whoever wrote them.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 # Appended to the answer; names are unlikely to be the answer's own. Values of subclasses (a Counter, a named tuple) are
 # written as the plain type that they are equal to.
 _HARNESS = """
@@ -170,7 +175,7 @@ def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
 
 
 def _equals(written: str | None, expected: Any) -> bool:
-    if written is None:
+    if written is None or len(written) > 4 * len(repr(expected)) + _MAX_LONGER:
         return False
     if written in ("inf", "-inf", "nan"):  # no literals
         return isinstance(expected, float) and float(written) == expected

@@ -13,7 +13,7 @@ from stretto.apps.search import SEARCH_FILE, SearchRecord
 from stretto.apps.serve import Fit, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
-from stretto.engine.loading import cache_within, least_bytes, open_engine
+from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native import Library
@@ -75,9 +75,7 @@ def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
     """With not one byte to spare; one byte less is refused with what is missing."""
     needed = needs(SMALL)
     assert fit(served_run, needed).subnet == SMALL
-    cut = extracted_config(SERVED, SMALL)
-    sizes = cache_within(cut, EngineConfig(), torch.float32, needed)
-    opened = open_engine(served_run, sizes, memory_bytes=needed, cut=SMALL, library=Library(None, "not needed"))
+    opened = open_engine(served_run, memory_bytes=needed, cut=SMALL, library=Library(None, "not needed"))
     assert opened.engine.max_len == SERVED.max_positions and opened.config.num_layers == 2
     with pytest.raises(UserError, match=rf"^--memory {needed - 1}: .* needs {needed} bytes"):
         fit(served_run, needed - 1)

@@ -110,6 +110,7 @@ def check_greedy(model: Transformer, asked: Request, done: Completion) -> None:
 
     That is what `generate_naive` does token by token, at a fraction of its time.
     """
+    assert done.error is None, done.error
     tokens = [*done.prompt, *done.tokens]
     logits_TV = logits_naive(model, tokens, subnets_by_position(tokens, len(done.prompt), asked.phases))
     assert tuple(logits_TV[len(done.prompt) - 1 : -1].argmax(-1).tolist()) == done.tokens

@@ -125,7 +125,9 @@ class Loop:
         assert chunk.num_logits == is_last
         num_accepted = 0
         if is_last and seq.is_decoding and scheduler.draft_tokens:
-            reach = min(len(seq.tokens) + scheduler.draft_tokens + 1, scheduler.max_len)
+            reach = min(
+                len(seq.tokens) + scheduler.draft_tokens + 1, scheduler.max_len, scheduler.allocator.num_pages * size
+            )
             assert len(seq.pages) * size >= reach
             num_accepted = min(self.drafts[self.num_steps % len(self.drafts)], scheduler.draft_tokens)
         self.write(seq, chunk.start, chunk.end)

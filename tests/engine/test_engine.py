@@ -3,9 +3,11 @@ its tokens, and weights that change while requests are in flight."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from stretto.base.errors import UserError
 from stretto.engine.engine import Engine
 from stretto.engine.reference import generate_naive
-from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, TokenEvent
+from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, SpeculateConfig, TokenEvent
 from stretto.engine.runner import state_checksum
 from stretto.model.checkpoint import weights_hash, write_checkpoint
 from tests.engine.engines import (
@@ -131,14 +133,52 @@ def test_an_error_of_one_request_is_its_own() -> None:
     check_idle(subject)
 
 
-def test_logits_that_are_no_numbers() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("speculate", [None, SpeculateConfig(draft=CORNER, lookup=True)])
+def test_outputs_that_are_no_numbers_fail_their_request_alone(value: float, speculate: SpeculateConfig | None) -> None:
+    """One token has such an embedding: whose prompt holds it fails; those beside it do not, nor those who get its pages,
+    nor those whose prompts begin as it did."""
     model = network()
-    model.embedding.weight[100] = float("nan")
-    subject = engine(model)
-    subject.add(request("bad", (5, 100, 6), temperature=1.0, seed=1))
+    model.embedding.weight[100] = value
+    subject = engine(model, speculate=speculate, num_pages=60)
+    good = [request(f"r{index}", prompt, max_tokens=20) for index, prompt in enumerate(prompts(8, 12, 3, 40))]
+    good = [one for one in good if 100 not in one.prompt]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"top_logprobs": 5},
+        {"prompt_logprobs": True},
+    ]
+    bad = [
+        request(f"bad{index}", (index + 3, *range(3, 33), 100, *range(3, 8 + index)), **kinds[index % len(kinds)])
+        for index in range(len(good))
+    ]
+    for pair in zip(bad, good, strict=True):
+        for one in pair:
+            subject.add(one)
     done = run(subject)
-    assert done["bad", 0].finish_reason == "error" and done["bad", 0].tokens == ()
+    for one in bad:
+        failed = done[one.id, 0]
+        assert failed.finish_reason == "error" and failed.tokens == () and "finite" in (failed.error or "")
+    for one in good:
+        check_greedy(model, one, done[one.id, 0])
     check_idle(subject)
+    alone, like_bad = engine(model, speculate=speculate), request("like", (*bad[0].prompt[:30], 9))
+    assert alone.generate(bad[:1])[0].error is not None
+    check_greedy(model, like_bad, alone.generate([like_bad])[0])
+
+
+def test_weights_that_are_no_numbers_leave_nothing_behind() -> None:
+    """After others, all goes on as if they had never been there: no page keeps what they wrote."""
+    subject, asked = engine(network(), num_pages=30), mixed(12, seed=4)
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in network().state_dict().items()}
+    subject.load_weights(
+        1, broken | {name: tensor for name, tensor in network().state_dict().items() if "rank" in name}
+    )
+    assert {one.finish_reason for one in subject.generate(asked)} == {"error"}
+    subject.load_weights(2, network().state_dict())
+    for one, completion in zip(asked, subject.generate(asked), strict=True):
+        check_greedy(MODEL, one, completion)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +191,7 @@ def test_logits_that_are_no_numbers() -> None:
         (request("x", (5,), Phases(answer=FULL, prefill=CORNER)), "left out in the phase before"),
         (request("x", (5,), stop=("a",)), "no tokenizer"),
         (request("x", (5,), logit_bias={999: 1.0}), "logit_bias"),
+        (request("x", (5,), stop_ids=tuple(range(288)), min_tokens=2), "min_tokens: every token"),
     ],
 )
 def test_refusals(asked: Request, problem: str) -> None:
@@ -173,6 +214,59 @@ def test_refuses_doubles_and_a_full_queue() -> None:
     assert set(run(subject)) == {("a", 0), ("b", 0)}
     subject.add(request("c", (5,)))
     assert subject.abort("c")[0].tokens == ()
+
+
+def test_whoever_waits_too_long_is_told() -> None:
+    """Those without a place only: neither who runs, nor who lost its pages, nor a request one of whose choices began."""
+    clock = itertools.count().__next__
+    subject = engine(max_batch=2, max_wait_s=30, num_pages=24, engine={"clock": clock})
+    subject.add(request("long", (5, 6), max_tokens=60))
+    subject.add(request("two", (7, 8), max_tokens=30, n=2))
+    subject.add(request("late", (9,), max_tokens=30, n=2))
+    done = run(subject)
+    assert {name for (name, _), one in done.items() if one.finish_reason == "timeout"} == {"late"}
+    assert [done["late", index].tokens for index in range(2)] == [(), ()]
+    assert done["late", 0].error == "no place in the batch came free within 30 s; ask again later"
+    assert len(done["two", 1].tokens) == 30 and len(done["long", 0].tokens) == 60
+    assert subject.stats().num_timeouts == 1
+    check_idle(subject)
+    crowd = [request(f"r{index}", prompt, max_tokens=40) for index, prompt in enumerate(prompts(21, 6, 10, 20))]
+    tight = engine(max_wait_s=10**6, num_pages=24)
+    assert len(tight.generate(crowd)) == 6 and tight.stats().num_preemptions > 0 and tight.stats().num_timeouts == 0
+
+
+def test_a_stream_goes_on_after_its_pages_were_lost() -> None:
+    """Every token comes once, whatever is computed again, and nothing that was recorded changes: here what is computed
+    again comes from other weights."""
+    model = network()
+    subject = engine(model, num_pages=26, max_step_tokens=16, max_batch=6)
+    asked = [
+        request(f"r{index}", prompt, SUBNETS[index % 4], routes=True, max_tokens=16, temperature=1.0, seed=index)
+        for index, prompt in enumerate(prompts(9, 16))
+    ]
+    for one in asked:
+        subject.add(one)
+    streamed: dict[str, list[TokenEvent]] = {one.id: [] for one in asked}
+    kept: dict[str, np.ndarray] = {}
+    done: dict[str, Completion] = {}
+    while subject.has_work:
+        for event in subject.step():
+            if isinstance(event, TokenEvent):
+                streamed[event.request_id].append(event)
+            else:
+                done[event.request_id] = event
+        for name, (seq,) in subject._open.items():
+            if seq.routes is not None and len(seq.routes) > len(kept.get(name, ())):
+                kept[name] = seq.routes.copy()
+                model.embedding.weight.mul_(1.01)
+    assert len(kept) >= 3 and subject.stats().num_preemptions >= 3
+    for one in asked:
+        completion = done[one.id]
+        assert tuple(event.token for event in streamed[one.id]) == completion.tokens
+        np.testing.assert_array_equal([event.logprob for event in streamed[one.id]], completion.logprobs.astype(float))
+        if one.id in kept:
+            assert completion.routes is not None
+            np.testing.assert_array_equal(completion.routes[: len(kept[one.id])], kept[one.id])
 
 
 def test_usage_counts_what_was_computed() -> None:
@@ -362,6 +456,14 @@ def test_the_prefix_cache_never_crosses_versions(keep_cache: bool) -> None:
     np.testing.assert_allclose(hit.logprobs, reference.logprobs, atol=2e-4)
 
 
+@pytest.mark.parametrize("version", [1 << 31, (1 << 63) - 1, -(1 << 63)])
+def test_large_versions(version: int) -> None:
+    subject = engine(network(), version=0)
+    subject.load_weights(version, other_weights())
+    done = subject.generate([request("x", prompts(13, 1, 20, 20)[0], max_tokens=8)])[0]
+    assert done.versions.tolist() == [version] * 8 and subject.stats().weight_version == version
+
+
 def wrong_shape(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state | {"norm.weight": torch.ones(7)}
 
@@ -401,6 +503,8 @@ def test_weights_from_a_folder(tmp_path: Path) -> None:
     assert subject.generate(asked)[0].tokens == engine(network(1)).generate(asked)[0].tokens
     with pytest.raises(UserError, match="serves already"):
         subject.load_weights(1, tmp_path / "new")
+    with pytest.raises(UserError, match="version: 9223372036854775808 is no 64-bit integer"):
+        subject.load_weights(1 << 63, tmp_path / "new")
     state = other_weights(2)
     subject.load_weights(2, state, checksum=state_checksum(state))
     assert subject.stats().weight_version == 2

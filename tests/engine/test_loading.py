@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.engine.forward_torch import KvPool
 from stretto.engine.loading import generation_ends, open_engine
+from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
+from stretto.engine.runner import pages_within
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.spec import SubnetChoice
+from stretto.model.spec import SubnetChoice, count
 from stretto.ops.native import Library
 from tests.engine.engines import CONFIG, CORNER, SIZES, engine, network, request, tokenizer
 
@@ -71,6 +74,41 @@ def test_memory_that_does_not_suffice_says_what_would_fit(run_folder: Path) -> N
         open_engine(run_folder, EngineConfig(cache_bytes=1 << 30), memory_bytes=1000, library=TORCH)
     small = EngineConfig(num_pages=40, page_size=4)
     assert open_engine(run_folder, small, memory_bytes=2 << 20, library=TORCH).engine.allocator.num_pages == 40
+
+
+def test_the_cache_takes_what_the_weights_leave(run_folder: Path) -> None:
+    """Of what is said to be there; what it cannot hold is no longer promised, and what was asked for is refused."""
+    long = CONFIG.replace(max_positions=1 << 20)
+    write_checkpoint(folder := run_folder.parent / "long", network(config=long), long)
+    sizes = {"page_size": 4, "max_batch": 8}
+    opened = open_engine(folder, EngineConfig(**sizes), memory_bytes=4 << 20, with_tokenizer=False, library=TORCH)
+    stats, page_bytes = opened.engine.stats(), KvPool.bytes_per_page(long, torch.float32, 4, routes=True)
+    assert opened.engine.max_len == stats.max_len == 4 * stats.num_pages
+    assert stats.cache_bytes == stats.num_pages * page_bytes
+    weights = 4 * count(long, long.full()).total_params
+    assert 0.8 * (4 << 20) < stats.cache_bytes + weights <= 4 << 20
+    prompt, room = (5,) * 40, stats.max_len - 40
+    (done,) = opened.engine.generate([request("x", prompt, max_tokens=room, stop_ids=(9,), logit_bias={9: 100.0})])
+    assert done.finish_reason == "stop"
+    with pytest.raises(UserError, match="do not fit in"):
+        opened.engine.add(request("y", prompt, max_tokens=room + 2))
+    fixed = EngineConfig(**sizes, cache_bytes=100 * page_bytes)
+    opened = open_engine(folder, fixed, with_tokenizer=False, library=TORCH)
+    assert opened.engine.max_len == 400
+    with pytest.raises(UserError, match=rf"^max_len: .* holds 400 positions, not 401; .* {101 * page_bytes} bytes"):
+        open_engine(folder, fixed.replace(max_len=401), with_tokenizer=False, library=TORCH)
+    with pytest.raises(UserError, match=r"memory: .*would fit: a cache of"):
+        open_engine(folder, fixed.replace(num_pages=1 << 40), with_tokenizer=False, library=TORCH)
+
+
+def test_unsaid_it_is_a_share_of_what_is_free() -> None:
+    long = CONFIG.replace(max_positions=1 << 30)
+    model = network(config=long)
+    page_bytes = KvPool.bytes_per_page(long, torch.float32, 16, routes=False)
+    free = free_bytes(torch.device("cpu"))
+    taken = pages_within(model, EngineConfig(), 1 << 30, routes=False) * page_bytes
+    assert 0.25 * free < taken < 0.75 * free, "other processes take and give memory meanwhile, but not so much"
+    assert pages_within(model, EngineConfig(max_batch=2), 100, routes=False) == 2 * 2 * 7, "no more than is of use"
 
 
 def test_ends_come_from_the_generation_settings(tmp_path: Path) -> None:

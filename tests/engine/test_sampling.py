@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.request import Sampling
+from stretto.engine.request import MAX_IDS, Sampling
 from stretto.engine.sampling import (
     Purpose,
     SamplerCache,
@@ -33,6 +35,7 @@ from tests.engine.chi_square import chi_square
 
 VOCAB = 12
 END = 0
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEAR = 1e-5
 """Cases in which a token lies this close to a threshold are left out: fp32 may put it on either side."""
 
@@ -257,12 +260,67 @@ def test_logits_are_left_as_they_were() -> None:
     [
         (Sampling(logit_bias={VOCAB: 1.0}), "request: logit_bias: 12 is not a token id; they go from 0 to 11"),
         (Sampling(stop_ids=(-1,)), "request: stop_ids: -1 is not a token id"),
-        (Sampling(logit_bias={1: math.inf}), "request: logit_bias: inf for token 1"),
     ],
 )
 def test_settings_beyond_the_vocabulary_are_refused(sampling: Sampling, message: str) -> None:
     with pytest.raises(UserError, match=message):
         sampling.check(VOCAB, "request")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {1: 1e308}},
+        {"logit_bias": {1: -100.5}},
+        {"logit_bias": dict.fromkeys(range(MAX_IDS + 1), 0.0)},
+        {"stop_ids": tuple(range(MAX_IDS + 1))},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e308},
+        {"repetition_penalty": -0.0},
+        {"temperature": 1e30},
+        {"temperature": -1e-320},
+        {"top_p": 0.0},
+        {"top_p": 1.0000001},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -1e308},
+        *({name: value} for name in FLOATS for value in (math.nan, math.inf, -math.inf)),
+        {"logit_bias": {1: math.nan}},
+    ],
+)
+def test_values_out_of_range_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Sampling(**fields)
+    assert caught.value.errors()[0]["loc"][0] == next(iter(fields))
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, -0.0, 1e-320, 1e-6, 1e-5, 1.0, 100.0]),
+        "top_p": st.sampled_from([1e-320, 1e-45, 0.5, 1.0 - 2.0**-53, 1.0]),
+        "top_k": st.sampled_from([0, 1, VOCAB, 10**30]),
+        "min_p": st.sampled_from([0.0, -0.0, 1e-320, 0.5, 1.0]),
+        "repetition_penalty": st.sampled_from([0.01, 1.0, 100.0]),
+        "presence_penalty": st.sampled_from([-2.0, 1e-320, 2.0]),
+        "frequency_penalty": st.sampled_from([-2.0, -0.0, 2.0]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 1e-320, 100.0])),
+        "min_tokens": st.sampled_from([0, 10**30]),
+        "seed": st.sampled_from([0, 2**63, 2**64 - 1, -(2**63), 10**40]),
+    },
+)
+
+
+@given(fields=SETTINGS, scale=st.sampled_from([0.0, 1.0, 1e6, 1e30]), shift=st.sampled_from([0.0, -1e6, 1e6]))
+def test_every_value_in_range_gives_a_token(fields: dict[str, Any], scale: float, shift: float) -> None:
+    """And a log-probability that is a number; the row beside it keeps its own, to the bit."""
+    row, other = Sampling(**{"seed": 1, **fields}), Sampling(seed=3, temperature=0.7, top_p=0.9)
+    logits_MV = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5)) * scale + shift
+    tokens = [[1, 1, 2, 2, 3], [4]]
+    logp_MV = process(logits_MV, [row, other], tokens, [2, 1], end_ids=(END,))
+    ids = sample(logp_MV, [row, other], [5, 1])
+    assert torch.isfinite(logp_MV[range(2), ids]).all(), (fields, logp_MV)
+    alone_1V = process(logits_MV[1:], [other], tokens[1:], [1], end_ids=(END,))
+    assert torch.equal(alone_1V[0], logp_MV[1]) and sample(alone_1V, [other], [1]) == ids[1]
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
@@ -312,6 +370,8 @@ def test_random_numbers_are_even_and_independent() -> None:
         pairs = (mine * 10).astype(int) * 10 + (other * 10).astype(int)
         off_diagonal = pairs[~np.eye(*pairs.shape, dtype=bool)]  # the transpose shares its diagonal
         chi_square(off_diagonal, np.full(100, 0.01))
+    # a release that draws other numbers answers every seed with other tokens
+    assert uniform(3, 4, 1) == 0.9225483934211178
     assert uniform(3, 4, 1) == uniform(np.array([3]), np.array([4]), 1) == uniform(3 + 2**64, 4, 1)
     assert uniform(-1, 4, 1) == uniform(np.array([-1]), 4, 1)
 

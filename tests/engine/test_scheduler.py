@@ -214,6 +214,21 @@ def test_prompt_log_probs_are_computed_for_every_prompt_token_once() -> None:
     assert plan is not None and (len(plan.chunks[0].tokens), plan.chunks[0].num_logits) == (3, 3)
 
 
+def test_pages_of_a_failure_are_not_found_again() -> None:
+    loop = make(max_step_tokens=32)
+    failed, later = sequence([0] * 9, name="a"), sequence([0] * 9, name="b")
+    loop.scheduler.add(failed)
+    loop.step()
+    assert loop.scheduler.allocator.num_cached == 2
+    failed.finish_reason = "error"
+    abort(loop, failed)
+    assert loop.scheduler.allocator.num_cached == 0
+    loop.scheduler.add(later)
+    while loop.step():
+        pass
+    assert later.num_cached == 0 and loop.finished == [later]
+
+
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_new_weights_find_nothing_of_the_old(keep_cache: bool) -> None:
     loop = make(max_step_tokens=32)

@@ -134,6 +134,11 @@ def test_chosen_log_probs_are_those_of_the_tempered_distribution(close: Close) -
     assert not logp[~kept].any() and not entropy[~kept].any()
 
 
+def test_chosen_log_probs_are_plain_unless_a_temperature_is_asked_for() -> None:
+    hidden, head, targets = _inputs()
+    assert torch.equal(chosen_logprobs(hidden, head, targets)[0], chosen_logprobs(hidden, head, targets, 1.0)[0])
+
+
 def test_chosen_log_probs_without_a_target_still_reach_the_backward_pass() -> None:
     """A rank whose rows are all padding must take part in the gradients' sum."""
     hidden, head, targets = _inputs()

@@ -298,6 +298,13 @@ def test_a_journal_is_neither_overwritten_nor_invented(tmp_path: Path) -> None:
         db.execute("DELETE FROM events")
     with pytest.raises(UserError, match="damaged: its head is missing"):
         Ledger.resume(path, None)
+    for kind in ("a", "z"):  # events of which none is a head
+        with sqlite3.connect(path) as db:
+            db.execute("INSERT INTO events VALUES (?, ?, ?)", (ord(kind), kind, "{}"))
+        with pytest.raises(UserError, match="damaged: its head is missing"):
+            Ledger.resume(path, None)
+        with sqlite3.connect(path) as db:
+            db.execute("DELETE FROM events")
     path.write_bytes(b"")
     with pytest.raises(UserError, match="damaged: no such table"):
         Ledger.resume(path, None)

@@ -15,7 +15,7 @@ from stretto.rl.log import Counts, RoleScalars, Span, Trace, read_spans, write_t
 from stretto.rl.recipe import SPANS_FILE
 from stretto.rl.reward import RewardStats
 
-ENGINE = EngineStats(3, 2, 100, 40, 10, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)
+ENGINE = EngineStats(3, 2, 100, 40, 10, 1600, 1 << 20, True, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)
 AGENT = AgentStats(
     num_samples=16, groups_finished=9, tokens_resumed=24, cached_tokens=300, computed_tokens=100,
     engine_s=20.0, queued_s=5.0, troubles={"engine": 2},

@@ -11,6 +11,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
+from stretto.ops.native import load
 from stretto.rl import rollout
 from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble
 from stretto.rl.rollout import EngineRole
@@ -58,6 +59,31 @@ def test_a_group_computes_its_prompt_once() -> None:
         assert not engine._prefills
 
     with_engines(work, role())
+
+
+def test_a_small_cache_changes_nothing_of_a_sample() -> None:
+    """Samples that lose their pages and are computed again keep tokens, log-probabilities and routes, to the bit."""
+    library = load()
+    if library.handle is None:
+        pytest.skip(library.reason)
+    asks = [replace(ASK, id=str(seed), seed=seed, max_tokens=40, tokens=PROMPT[: 6 + seed]) for seed in range(8)]
+
+    def sampled(num_pages: int) -> list[Generated]:
+        found: list[Generated] = []
+
+        async def work(engine: EngineRole) -> None:
+            found.extend(await asyncio.gather(*map(engine.generate, asks)))
+
+        with_engines(work, role(num_pages=num_pages, engine={"library": library}))
+        return found
+
+    large, small = sampled(200), sampled(30)
+    assert sum(done.num_preemptions for done in large) == 0 < sum(done.num_preemptions for done in small)
+    for one, other in zip(large, small, strict=True):
+        assert one.segment.versions.dtype == np.int32
+        for name in ("tokens", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(one.segment, name), getattr(other.segment, name))
+        np.testing.assert_array_equal(one.routes, other.routes)
 
 
 def test_who_waits_for_a_prompt_survives_its_leader() -> None:

@@ -55,6 +55,10 @@ def test_groups_go_with_their_keepers(grouped: Sandbox) -> None:
     others = set(grouped._groups.glob("stretto-sandbox-*"))
     with Sandbox(LIMITS, level=grouped.isolation.level, python=grouped._room.python) as sandbox:
         (mine,) = set(grouped._groups.glob("stretto-sandbox-*")) - others
+        left = grouped._groups / "stretto-sandbox-999999999-left"  # by a driver that was killed
+        left.mkdir()
+        with Sandbox(LIMITS, level=grouped.isolation.level, python=grouped._room.python):
+            assert mine.exists() and not left.exists()
         sandbox.run("import os\nfor _ in range(3): os.fork()")
         assert (mine / "cgroup.procs").read_text() == ""
     assert not mine.exists()

@@ -98,7 +98,8 @@ def test_info(ask: Ask, served: ServedModel, config: ModelConfig) -> None:
     for wrong in ("layers=9", "layers=-1", "layers=x", "layer=2", "experts=1&top_k=2"):
         assert ask("GET", f"/api/cost?{wrong}").status_code == 400
     assert (info["max_len"], info["vocab_size"]) == (served.max_len, config.vocab_size)
-    assert info["has_chat_template"] and info["kernels"]
+    assert info["has_chat_template"] and info["kernels"] and info["is_batch_invariant"] is False
+    assert ask("GET", "/health").json() == {"status": "ok", "model": "x", "max_model_len": served.max_len}
 
 
 def test_metrics(connect: Any) -> None:
@@ -142,6 +143,14 @@ def test_weights_are_swapped_by_the_admin_only(
             assert done.json() == {"weight_version": 8}, done.text
             after = (await client.post(PATH, json=body)).json()["choices"][0]
             assert after["token_ids"] != before["token_ids"] and after["weight_versions"] == [[8, 8]]
+
+            last = (1 << 63) - 1
+            for version, status in ((1 << 63, 400), (-1, 400), (1 << 31, 200), (last, 200)):
+                answer = await client.post("/admin/load_weights", json={**swap, "version": version}, headers=root)
+                assert answer.status_code == status, answer.text
+                assert status == 200 or answer.json()["error"]["param"] == "version"
+            again = (await client.post(PATH, json=body)).json()["choices"][0]
+            assert again["token_ids"] == after["token_ids"] and again["weight_versions"] == [[last, 8]]
 
     asyncio.run(run())
     service.close()

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,12 +15,14 @@ import pytest
 
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
+from stretto.engine.request import Sampling, SpeculateConfig
 from stretto.serve.elastic import REFUSE_WAITING, Resolver, ServedModel
 from stretto.serve.limits import ApiError
 from stretto.serve.server import ServeSettings
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]
+DOCS = Path(__file__).parents[2] / "docs"
 USER = [{"role": "user", "content": "hi"}]
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -46,7 +49,10 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 10**6}, "n", r"outside 1\.\.64"),
         ({"n": 0}, "n", "outside"),
-        ({"max_tokens": 0}, "max_tokens", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", r"0 lies outside 1\.\."),
+        ({"max_tokens": -1}, "max_tokens", r"-1 lies outside 1\.\."),
+        ({"max_tokens": -(10**30), "min_tokens": 1}, "max_tokens", "lies outside"),
+        ({"max_completion_tokens": -1}, "max_tokens", "-1 lies outside"),
         ({"max_tokens": 10**9}, "max_tokens", "do not fit into the 512"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradicts"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
@@ -54,6 +60,17 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "none of them empty"),
         ({"logit_bias": {"100000": 1}}, "logit_bias", "100000 lies outside"),
+        ({"logit_bias": {"5": 1e308}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"5": -1e999}}, "logit_bias.5", "finite"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty", r"greater than or equal to 0\.01"),
+        ({"repetition_penalty": 1e308}, "repetition_penalty", "less than or equal to 100"),
+        ({"temperature": 1e308}, "temperature", "less than or equal to 100"),
+        ({"top_p": -0.0}, "top_p", "greater than 0"),
+        ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
+        ({"presence_penalty": 1e308}, "presence_penalty", "less than or equal to 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "greater than or equal to -2"),
+        ({"top_k": -2}, "top_k", "greater than or equal to 0"),
+        ({"min_tokens": 10**40}, "min_tokens", "more than max_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "-1 lies outside"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -81,6 +98,20 @@ def test_bad_chat_bodies(ask: Ask, changes: dict[str, Any], param: str | None, p
     error = refused(ask("POST", CHAT, content=raw, headers={"content-type": "application/json"}), 400)
     assert re.search(problem, error["message"]), error
     assert param is None or error["param"] == param
+
+
+def test_the_documented_ranges_are_those() -> None:
+    """In docs/SERVING.md; rows of other tables name no field of a request."""
+    fields = Sampling.model_json_schema()["properties"]
+    fields["logit_bias"] = fields["logit_bias"]["additionalProperties"]
+    ranged = {name for name, field in fields.items() if field.get("type") == "number"}
+    rows = re.findall(r"^\| (.*) \| (-?[\d.]+) \| (-?[\d.]+) \|$", (DOCS / "SERVING.md").read_text(), re.MULTILINE)
+    found = {name: (float(low), float(high)) for names, low, high in rows for name in re.findall("`(.+?)`", names)}
+    low_names = ("minimum", "exclusiveMinimum")
+    assert found == {
+        name: (next(fields[name][low] for low in low_names if low in fields[name]), fields[name]["maximum"])
+        for name in ranged
+    }
 
 
 @pytest.mark.parametrize(
@@ -199,6 +230,50 @@ def test_a_full_queue_is_a_429(connect: Any, engine_of: Callable[..., Engine]) -
             answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(8)))
             assert {answer.status_code for answer in answers} == {200, 429}
             assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+    asyncio.run(run())
+    service.close()
+
+
+@pytest.mark.parametrize("speculate", [None, SpeculateConfig(lookup=True)])
+def test_the_context_is_what_the_cache_holds(
+    connect: Any, engine_of: Callable[..., Engine], served: ServedModel, speculate: SpeculateConfig | None
+) -> None:
+    """Not what the network could do with more memory: a chat that names no ``max_tokens`` goes to its end."""
+    engine = engine_of(num_pages=20, speculate=speculate)
+    service, small = AsyncEngine(engine).start(), dataclasses.replace(served, max_len=engine.max_len)
+
+    async def run() -> None:
+        async with connect(service=service, served=small) as client:
+            body = {"messages": USER, "ignore_eos": True}
+            answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(3)))
+            assert [each.json()["usage"]["total_tokens"] for each in answers] == [160] * 3
+            assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 160
+            assert (await client.get("/health")).json()["max_model_len"] == 160
+            text = (await client.get("/metrics")).text
+            assert "stretto_engine_max_len 160.0" in text and "stretto_engine_cache_bytes" in text
+            error = refused(await client.post(CHAT, json={**body, "max_tokens": 160}), 400)
+            assert error["code"] == "context_length_exceeded" and "160" in error["message"]
+
+    asyncio.run(run())
+    service.close()
+
+
+def test_who_waits_too_long_gets_a_503(connect: Any, engine_of: Callable[..., Engine]) -> None:
+    """Whole answers and streams alike: a stream has not begun before its first token."""
+    service = AsyncEngine(engine_of(max_batch=1, max_wait_s=0.02)).start()
+
+    async def run() -> None:
+        async with connect(service=service) as client:
+            body = {"messages": USER, "max_tokens": 200, "ignore_eos": True}
+            bodies = [{**body, "stream": place % 2 == 0} for place in range(6)]
+            answers = await asyncio.gather(*(client.post(CHAT, json=each) for each in bodies))
+            late = [answer for answer in answers if answer.status_code != 200]
+            assert len(late) == 5, [answer.status_code for answer in answers]
+            for answer in late:
+                assert refused(answer, 503)["code"] == "overloaded" and int(answer.headers["retry-after"]) >= 1
+            assert "stretto_engine_timeouts_total 5.0" in (await client.get("/metrics")).text
+            assert (await client.post(CHAT, json={**body, "max_tokens": 3})).status_code == 200
 
     asyncio.run(run())
     service.close()

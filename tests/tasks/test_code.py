@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,17 @@ def test_right_programs_are_right_however_they_are_written(source: CodeSource, t
 def test_shortcuts_are_refused(source: CodeSource, text: str) -> None:
     score = source.score(source.problem(0), Answer(text))
     assert score.reward == 0.0 and score.outcome in (Outcome.WRONG, Outcome.CRASH)
+
+
+def test_what_a_program_writes_as_a_value_is_read_with_care() -> None:
+    """Neither a long one nor one that makes Python's reader warn is worth anything; and an honest one is read."""
+    script = (
+        "from stretto.tasks.code import _equals\n"
+        "print(_equals('1if 1else ' * 50 + '1', 1), _equals('1,' * 200_000, 1), _equals('-' * 900 + '1', 1),\n"
+        " _equals('[1, 2.0]', [1, 2]), _equals(str(int(1e300)), 1e300))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False False False True True\n", "")
 
 
 def test_the_answers_own_failures_are_named(source: CodeSource, sandbox: Sandbox) -> None:

@@ -97,6 +97,12 @@ def kinds(one: Sampler, first: int, last: int) -> Counter[str]:
     return Counter(plan.kind for step in range(first, last) for plan in one.draw(step))
 
 
+def test_pairs_of_complements_never_take_more_than_half_the_rows() -> None:
+    greedy = sampler("complements", anchor_share=0.5, width_share=0.5)  # 0.5 of all is every row that is no anchor's
+    drawn = [plan for step in range(40) for plan in greedy.draw(step) if plan.widths is not None]
+    assert {plan.num_narrow_rows for plan in drawn} == {8 // 2}
+
+
 @pytest.mark.parametrize("kind", ["anchored", "complements"])
 @settings(max_examples=12)
 @given(
