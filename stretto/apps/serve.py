@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
+from stretto.base.records import Lineage
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
@@ -37,15 +39,17 @@ from stretto.model.spec import (
     SubnetChoice,
     count,
     extracted_config,
+    fixed_layers,
     named_subnets,
     parse_choice,
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
 from stretto.ops.native import Library, load
-from stretto.serve.elastic import ServedModel, environment_subnet
+from stretto.serve.dialects import Piece, Thought
+from stretto.serve.elastic import Least, ServedModel, environment_subnet
+from stretto.serve.messages import Message, Prompts
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
-from stretto.text.chat import render
 
 AUTO, BEST = "auto", "best"
 SERVING = "serving at"
@@ -53,6 +57,8 @@ SERVING = "serving at"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONTEXT, TIMED_TOKENS = 64, 24
 """Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""
+_TEXT_STAGES = {"pretrain", "extract", "heal"}
+"""Stages that train on running text, or not at all."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -91,6 +97,7 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
     """The completion of ``prompt`` on the console as it comes."""
+    check_text(prompt, "--prompt")
     opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
@@ -100,15 +107,20 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
-    """A conversation on the console; ends at end of input."""
+    """A conversation on the console; ends at end of input. A line that cannot be answered is told, and no part of it."""
+    check_text(system or "", "--system")
     opened, model = _open(source, options)
-    tokenizer, subnet = opened.tokenizer, model.default.of(model.config)
-    assert tokenizer is not None
-    if tokenizer.chat_template is None:
+    subnet = model.default.of(model.config)
+    assert opened.tokenizer is not None
+    if opened.tokenizer.chat_template is None:
         problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
         raise UserError(f"{opened.folder}: chat_template: {problem}")
-    messages = [{"role": "system", "content": system}] if system else []
+    prompts = Prompts(opened.tokenizer)
+    sampling = sampling.replace(stop_ids=prompts.turn_ends)
+    messages = [Message(role="system", content=system)] if system else []
     rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             line = input("> ")
@@ -116,14 +128,40 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             return
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
-        ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
-        answer = ""
-        for piece in _stream(opened.engine, ids, subnet, sampling):
-            _say(piece, end="")
-            answer += piece
-        _say("")
-        messages.append({"role": "assistant", "content": answer})
+        asked = [*messages, Message(role="user", content=line)]
+        try:
+            check_text(line, "this line")
+            answer = _answer(opened.engine, prompts, asked, subnet, sampling)
+        except UserError as error:
+            _say(f"not answered: {error}")
+            continue
+        messages = [*asked, answer]
+
+
+def _answer(
+    engine: Engine, prompts: Prompts, messages: Sequence[Message], subnet: Subnet, sampling: Sampling
+) -> Message:
+    """The next turn, which is also said. It is read as the server reads it: reasoning is shown, but is no content."""
+    ids = prompts.chat(messages)
+    reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
+    pieces: list[Piece] = []
+    for text in _stream(engine, ids, subnet, sampling, prompts.visible_ids):
+        _say(text, end="")
+        pieces += reader.push(text)
+    _say("")
+    pieces += reader.finish()
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return Message(role="assistant", content=content, reasoning_content=thoughts or None)
+
+
+def check_text(text: str, source: str) -> None:
+    """Raises `UserError` for what Python made of bytes that are no UTF-8 (argv and a console may hold any)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start + 1} is not UTF-8"
+        raise UserError(f"{source}: {problem}; send text in that encoding") from None
 
 
 def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
@@ -175,6 +213,9 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         default = parse_choice(options.subnet, presets)
     elif cut is None:
         default = environment_subnet(os.environ, opened.config) or default
+    least = least_trained(opened)
+    for warning in least.warnings(cut or default.of(opened.config)):
+        _warn(warning)
     return opened, ServedModel(
         name=opened.name,
         config=opened.config,
@@ -184,12 +225,15 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         default=default,
         stop_ids=generation_ends(folder, opened.config.vocab_size),
         weight_bytes=dtype.itemsize,
-        min_depth=_min_depth(opened),
+        least=least,
+        is_chat_tuned=is_chat_tuned(opened),
     )
 
 
-def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
-    engine.add(Request("console", tuple(ids), sampling, Phases(subnet)))
+def _stream(
+    engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, TokenEvent):
@@ -198,11 +242,35 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
                 raise UserError(f"the completion failed: {event.error}")
 
 
-def _min_depth(opened: OpenedEngine) -> int:
-    """Fewest layers the network was trained with, as its recipe says; 1 where no recipe is known."""
+def least_trained(opened: OpenedEngine) -> Least:
+    """The least of each axis that the network was trained with, as its recipe says; no limit where none is known."""
     recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
-    trained = (recipe.get("elastic") or {}).get("min_depth", 1)
-    return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
+    config, elastic = opened.config, recipe.get("elastic")
+    if elastic is None:
+        return Least()
+    if elastic.get("sampler") == "off":
+        return Least(config.num_layers, config.num_experts, config.top_k)
+    anchors = opened.presets.values()
+    drawn = max(elastic.get("min_depth", 1), len(fixed_layers(config.num_layers)))
+    return Least(
+        layers=min([drawn, *(len(subnet.layers) for subnet in anchors)]),
+        experts=min([*config.widths, *(min(subnet.experts) for subnet in anchors)]),
+        top_k=min([elastic.get("min_top_k", 1), *(min(subnet.top_k) for subnet in anchors)]),
+    )
+
+
+def is_chat_tuned(opened: OpenedEngine) -> bool:
+    """Whether the template may have been trained with. Of a network that began as ours, its stages tell; another brings
+    the template because it was."""
+    stages = set(_stages(opened.lineage)) if opened.lineage else set()
+    return "pretrain" not in stages or not stages <= _TEXT_STAGES
+
+
+def _stages(lineage: Lineage) -> Iterator[str]:
+    """Its own, and its parents'."""
+    yield lineage.stage
+    for parent in lineage.parents:
+        yield from _stages(parent)
 
 
 def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
@@ -216,6 +284,10 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
     _say(f"{SERVING} {url}")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"stretto: warning: {text}\n")
 
 
 def _say(text: str, end: str = "\n") -> None:

@@ -29,7 +29,8 @@ from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
 from stretto.sandbox.outcome import ToolResult
-from stretto.serve.messages import Message, Prompts, read_answer
+from stretto.serve.dialects import Said, read_answer
+from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
 from stretto.tasks.task import Problem, TaskSource, Tool
 from stretto.text.tokenizer import Tokenizer
@@ -484,6 +485,7 @@ class Dialogue:
         self.tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
         self._special = tokenizer.special_ids()
+        self._hidden = self._special - self._prompts.visible_ids
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
         """Any of them ends the model's turn; the token belongs to the turn."""
 
@@ -546,16 +548,19 @@ class Dialogue:
 
     def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
         """The tool calls in a turn, in order; one that cannot be read is text."""
-        found = read_answer(self.text(turn))[1]
-        # a name may spell half a surrogate pair, which is no UTF-8
-        return tuple(ToolCall(one.name.encode(errors="replace").decode(), _arguments(one.arguments)) for one in found)
+        return tuple(ToolCall(one.name, _arguments(one.arguments)) for one in self._said(turn).calls)
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        message: dict[str, Any] = {"role": "assistant", "content": read_answer(self.text(turn))[0]}
+        message: dict[str, Any] = {"role": "assistant", "content": self._said(turn).content}
         if calls := self.calls(turn):
             message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
         return message
+
+    def _said(self, turn: np.ndarray) -> Said:
+        """Reasoning stays in the content: a verifier looks for the answer in all that was written."""
+        visible = [token for token in turn.tolist() if token not in self._hidden]
+        return read_answer(self._prompts.reader({}, reads_thoughts=False), self.tokenizer.decode(visible))
 
     def _encoded(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)

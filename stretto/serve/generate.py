@@ -31,6 +31,7 @@ from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
 from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.model.spec import Subnet
+from stretto.serve.dialects import AnswerReader
 from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
     KNOWN_ERRORS,
@@ -42,7 +43,7 @@ from stretto.serve.limits import (
     overloaded,
     while_connected,
 )
-from stretto.serve.messages import Body, CallReader, FieldError, Prompts
+from stretto.serve.messages import Body, FieldError, Prompts
 from stretto.serve.metrics import Metrics
 from stretto.text.tokenizer import Tokenizer
 
@@ -104,8 +105,8 @@ class Job:
     requests: tuple[Request, ...]
     """One a prompt."""
     logprobs: bool
-    reads_calls: bool = False
-    """Whether ``<tool_call>`` in an answer is a call."""
+    reader: Callable[[], AnswerReader] = AnswerReader
+    """Makes a reader for a choice: what of its text is a call or reasoning."""
 
     @property
     def num_choices(self) -> int:
@@ -159,7 +160,8 @@ class Backend:
         logprobs: bool,
         turn_ends: Sequence[int] = (),
         shape: Grammar | None = None,
-        reads_calls: bool = False,
+        reader: Callable[[], AnswerReader] = AnswerReader,
+        visible_ids: frozenset[int] = frozenset(),
         **fields: Any,
     ) -> Job:
         """The engine requests of a body, one a prompt.
@@ -168,6 +170,7 @@ class Backend:
             max_tokens: None: to the end of the context.
             turn_ends: ids that end an answer, beside the model's own.
             shape: what the endpoint itself asks the answer to match.
+            reader: as of `Job`; for it, the special tokens ``visible_ids`` are part of the text.
             fields: of `Sampling`, where bodies spell them otherwise.
 
         Raises:
@@ -219,10 +222,10 @@ class Backend:
         given = self.resolver.resolve(body.model, body.elastic, rung)
         name, called = f"{prefix}-{secrets.token_hex(12)}", body.model or model.name
         requests = tuple(
-            Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes)
+            Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes, visible_ids)
             for place, ids in enumerate(prompts)
         )
-        return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
+        return Job(name, int(time.time()), called, body, given, requests, logprobs, reader)
 
 
 def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int, ...]]]:
@@ -264,8 +267,8 @@ class Answer(ABC):
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
-        self._spell = backend.spell
-        self._readers = [CallReader(job.reads_calls) for _ in range(job.num_choices)]
+        self._spell, self._least = backend.spell, backend.model.least
+        self._readers = [job.reader() for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
         self._done: list[Completion] = []
 
@@ -326,6 +329,8 @@ class Answer(ABC):
 
         given = self.job.given
         phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
+        run = [given.phases.answer, *filter(None, phases.values())]
+        warnings = list(dict.fromkeys(warning for subnet in run for warning in self._least.warnings(subnet)))
         return {
             **axes(given.phases.answer),
             "subnet": given.name,
@@ -335,6 +340,7 @@ class Answer(ABC):
             "asked": given.asked,
             "given_reason": given.reason,
             **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
+            **({"warnings": warnings} if warnings else {}),
         }
 
     def _token_fields(self, done: Completion) -> dict[str, Any]:
@@ -366,6 +372,11 @@ def sse(payload: Any, head: str = "") -> bytes:
 def finite(logprob: float) -> float:
     """JSON has no minus infinity; OpenAI writes this number for it."""
     return max(float(logprob), -9999.0)
+
+
+def is_cut(done: Completion) -> bool:
+    """Whether an answer ended before the model did: what it had begun is then no part of it."""
+    return done.finish_reason == "length" or isinstance(done.stop, str)
 
 
 def raise_for(completion: Completion) -> None:

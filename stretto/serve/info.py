@@ -19,6 +19,7 @@ from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import Body, FieldError, Message, Tool
+from stretto.text.chat import named_tokens
 
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -32,7 +33,10 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
     tools: list[Tool] = Field(default_factory=list)
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as of /v1/chat/completions."""
     parse_special: bool = True
+    """Whether spellings of special tokens in ``prompt`` are those tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,6 +80,7 @@ class Info:
             Route("/metrics", self.metrics),
             Route("/tokenize", self._gated(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._gated(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
             *([Route("/admin/load_weights", self._gated(self.load_weights), methods=["POST"])] if with_admin else []),
         ]
 
@@ -101,7 +106,8 @@ class Info:
         stats = await self._stats()
         # What a Subnet keeps of each axis is a beginning of the last three.
         same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
-        limits = {"layers": config.num_layers, "min_layers": model.min_depth}
+        has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
+        limits = {"layers": config.num_layers, "min_layers": model.least.layers}
         return JSONResponse(
             {
                 "model": model.name,
@@ -110,7 +116,8 @@ class Info:
                 "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
                 **{name: getattr(config, name) for name in same},
-                "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+                "has_chat_template": has_template,
+                "is_chat_tuned": has_template and model.is_chat_tuned,
                 "kernels": {} if stats is None else stats.kernels,
                 "is_batch_invariant": None if stats is None else stats.is_batch_invariant,
             }
@@ -137,7 +144,8 @@ class Info:
         self._backend.resolver.preset_of(body.model)
         prompts = self._backend.prompts
         if body.messages is not None:
-            ids = await asyncio.to_thread(prompts.chat, body.messages, body.tools, body.add_generation_prompt)
+            rest = body.tools, body.add_generation_prompt, body.chat_template_kwargs
+            ids = await asyncio.to_thread(prompts.chat, body.messages, *rest)
         else:
             ids = await asyncio.to_thread(prompts.text, body.prompt or "", body.parse_special)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
@@ -148,6 +156,12 @@ class Info:
         tokenizer = self._backend.prompts.tokenizer
         ids = self._backend.check_ids(body.tokens, "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, ids)})
+
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        """tokenizer_config.json with the chat template, as vLLM answers: lm-eval asks for it to tokenise here."""
+        tokenizer = self._backend.prompts.tokenizer
+        told = dict(tokenizer.config) | {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
+        return JSONResponse(told | named_tokens(tokenizer))
 
     async def load_weights(self, tree: Any) -> Response:
         body = parse_body(LoadWeightsBody, tree)

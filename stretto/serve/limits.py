@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from stretto.base.config import first_problem
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
+from stretto.serve.dialects import MAX_DEPTH, is_deep
 from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
@@ -40,9 +41,6 @@ IGNORED = (
 MAX_BODY_BYTES = 4 << 20
 MAX_HELD_BYTES = 256 << 20
 """Of all bodies that are arriving or being worked on. As Python objects they take a multiple of it."""
-MAX_DEPTH = 128
-"""Lists and objects in each other, as most parsers of JSON allow. Templates, schemas and messages are walked by functions
-that call themselves."""
 BODY_TIMEOUT_S = 30.0
 """For a body to arrive."""
 _LINGER_S = 20.0
@@ -254,10 +252,7 @@ def parse_json(raw: bytes) -> Any:
         tree = json.loads(text, parse_constant=refuse)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
-        level = [tree]
-        for _ in range(MAX_DEPTH):
-            level = [each for node in level for each in _children(node) if isinstance(each, dict | list)]
-        if level:
+        if is_deep(tree):
             raise RecursionError
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
@@ -268,10 +263,6 @@ def parse_json(raw: bytes) -> Any:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return tree
-
-
-def _children(node: Any) -> Collection[Any]:
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 def parse_body(kind: type[BodyT], tree: Any) -> BodyT:

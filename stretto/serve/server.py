@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,6 +44,7 @@ from stretto.serve.limits import (
     check_key,
 )
 from stretto.serve.metrics import Metrics
+from stretto.serve.openapi import document
 from stretto.serve.responses import read_response
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -104,13 +105,15 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
     metrics = Metrics(gate, resolver.control)
     backend = Backend(service, model, resolver, gate, metrics, settings.max_wait_s)
     static = StaticFiles(directory=PLAYGROUND, html=True)
+    with_admin = settings.admin_key is not None
     pages = ["/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())]
     routes = [
         Route("/v1/chat/completions", Generate(backend, read_chat), methods=["POST"]),
         Route("/v1/completions", Generate(backend, read_completion), methods=["POST"]),
         Route("/v1/responses", Generate(backend, read_response), methods=["POST"]),
         Route("/api/ernie-5.1/chat", Generate(backend, read_short_chat), methods=["POST"]),
-        *Info(backend).routes(with_admin=settings.admin_key is not None),
+        *Info(backend).routes(with_admin),
+        Route("/openapi.json", lambda http: JSONResponse(document(with_admin))),
         *(Route(path, static, methods=["GET"]) for path in pages),
     ]
     paths = [route.path for route in routes]
