@@ -49,7 +49,7 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
         ("--cache-memory 40KB --max-len 200", ("max_len", "holds", "not 200")),
         ("--cache-memory 2MB --memory 1MB", ("memory", "would fit: a cache of")),
         ("--memory 8XB", ("--memory 8XB", "not a size")),
-        ("--memory 1KB", ("memory", "smaller one")),
+        ("--memory 1KB", ("memory", "--subnet auto")),
         ("--memory 250KB", ("memory", "would fit", "corner")),
         ("--subnet auto --memory 10KB", ("--memory 10000", "smallest sub-model", "needs")),
         ("--subnet auto --latency-ms 0.000001", ("--latency-ms 1e-06", "ms a token here")),
