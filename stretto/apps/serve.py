@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import rich
@@ -45,7 +43,8 @@ from stretto.model.spec import (
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
-from stretto.ops.native import Library, load
+from stretto.ops.tuning import fastest_threads, thread_counts
+from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.serve.dialects import Piece, Thought
 from stretto.serve.elastic import Least, ServedModel, environment_subnet
 from stretto.serve.messages import Message, Prompts
@@ -55,8 +54,6 @@ AUTO, BEST = "auto", "best"
 SERVING = "serving at"
 """Begins the line that tells the address."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CONTEXT, TIMED_TOKENS = 64, 24
-"""Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
 """Stages that train on running text, or not at all."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -185,7 +182,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
     folder, device = checkpoint_folder(source), join(options.device).device
-    dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = DTYPES[options.dtype] if options.dtype else serving_dtype(device)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     sizes = {"max_batch": options.max_batch, "max_len": options.max_len, "max_wait_s": options.max_wait_s}
     config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s").replace(
@@ -213,6 +210,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         default = parse_choice(options.subnet, presets)
     elif cut is None:
         default = environment_subnet(os.environ, opened.config) or default
+    _take_threads(opened.engine.model)
     least = least_trained(opened)
     for warning in least.warnings(cut or default.of(opened.config)):
         _warn(warning)
@@ -228,6 +226,14 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         least=least,
         is_chat_tuned=is_chat_tuned(opened),
     )
+
+
+def _take_threads(model: Transformer) -> None:
+    """On a CPU, so many threads as decode a token fastest, the machine being as busy as it is."""
+    device = model.head_VD.device
+    if device.type == "cpu" and len(thread_counts()) > 1:
+        seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
+        fastest_threads(lambda: seconds(model, workload))
 
 
 def _stream(
@@ -345,34 +351,17 @@ def fitting_subnet(
         raise UserError(f"--memory {available}: the smallest sub-model of {source} {needs}")
     if latency_ms is None:
         return fitting[0]
-    library = load() if device.type == "cpu" else None
+    seconds, workload = engine_seconds(device), usual_workloads(network)[0]
     fastest = float("inf")
     with progress("measure sizes", len(fitting)) as advance:
         for fit in fitting:
-            step_ms = 1e3 * decode_seconds(extract(model, fit.subnet), library)
+            step_ms = 1e3 * seconds(extract(model, fit.subnet), workload)
             advance(1, f"{fit.name}: {step_ms:.2f} ms a token")
             if step_ms <= latency_ms:
                 return replace(fit, step_ms=step_ms)
             fastest = min(fastest, step_ms)
     takes = f"takes {fastest:.2f} ms a token here; allow that much"
     raise UserError(f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits {takes}")
-
-
-def decode_seconds(model: Transformer, library: Library | None) -> float:
-    """Median time of one decoded token, alone in the batch, through the engine."""
-    tokens = CONTEXT + TIMED_TOKENS + 1
-    config = EngineConfig(page_size=16, num_pages=tokens // 16 + 2, max_batch=1, max_len=tokens, prefix_cache=False)
-    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
-    ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
-    sampling = Sampling(temperature=0, max_tokens=TIMED_TOKENS, ignore_eos=True)
-    engine.add(Request("timing", tuple(ids), sampling, Phases(model.config.full())), stream=False)
-    engine.step()  # the prompt
-    seconds = []
-    while engine.has_work:
-        start = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
 
 
 def _candidates(
