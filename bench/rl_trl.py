@@ -53,7 +53,7 @@ OURS: Mapping[str, Sequence[str]] = {
     "stretto, synchronous": ("staleness=0", "rollout.threads=2", "train.threads=2"),
 }
 SAME = (
-    "loss.drop_uniform=false", "train.eval_every=1000000", "train.eval_prompts=8", "train.snapshot_every=1000000",
+    "loss.drop_uniform=false", "loss.policy=ppo", "train.eval_every=1000000", "train.eval_prompts=8", "train.snapshot_every=1000000",
 )  # fmt: skip
 """Settings that make the comparison one: TRL trains on every group, and neither evaluates nor saves meanwhile."""
 WARM_UP = 3

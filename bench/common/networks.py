@@ -20,7 +20,7 @@ from stretto.train.recipe import Recipe
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 TOKENIZER_CHARS = 200_000
 """Text a random network's tokenizer is trained on; few seconds."""
-SHAPES = ("demo", "100m")
+SHAPES = ("tiny", "demo", "100m")
 
 
 def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
@@ -28,6 +28,24 @@ def shape(name: str) -> tuple[ModelConfig, dict[str, SubnetChoice], Family]:
     if name == "demo":
         recipe = Recipe(**tomllib.loads(DEMO_RECIPE.read_text(encoding="utf-8")))
         return recipe.network(), dict(recipe.elastic.anchors), "glm4_moe"
+    if name == "tiny":  # steps of a fraction of a millisecond: what is tried is all around the network
+        config = ModelConfig(
+            vocab_size=512,
+            hidden_size=32,
+            num_layers=4,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            num_experts=8,
+            top_k=2,
+            expert_intermediate_size=16,
+            widths=(8, 4, 2),
+            max_positions=1024,
+            qk_norm=True,
+            router="softmax",
+            selection_bias=False,
+        )
+        return config, {"corner": SubnetChoice(layers=2, experts=2, top_k=1)}, "qwen3_moe"
     config = ModelConfig(
         vocab_size=16384,
         hidden_size=512,

@@ -65,10 +65,10 @@ def worst_advantage(rows: Sequence[Mapping[str, Any]], group: int) -> float:
 def our_gradient(row: Mapping[str, Any], recipe: RlRecipe, prompts: Prompts, start: Path, folder: Path) -> float:
     """Norm of our first step's gradient on the samples of ``row``: prompts, completions and rewards, groups together.
 
-    They come without log-probabilities and routes, so nothing is corrected and nothing replayed; neither does
-    anything at a staleness of 0.
+    They come without log-probabilities and routes, so the centre is what our first step recomputes, and nothing is
+    replayed; neither does anything at a staleness of 0.
     """
-    loss = recipe.loss.model_copy(update={"correction": "none"})
+    loss = recipe.loss.model_copy(update={"proximal": "recompute"})
     role = TrainerRole(recipe.model_copy(update={"loss": loss, "replay": "off"}), folder, start)
     size = prompts.group
     samples = list(zip(row["prompt_ids"], row["completion_ids"], row["rewards"], strict=True))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -51,14 +53,26 @@ class Server:
 
 
 @contextmanager
-def serving(source: Path, *flags: str) -> Iterator[Server]:
+def serving(
+    source: Path,
+    *flags: str,
+    program: Sequence[str] = ("-m", "stretto.apps.cli"),
+    environ: Mapping[str, str] | None = None,
+    log: IO[str] | None = None,
+) -> Iterator[Server]:
     """``stretto serve`` on any free port of this machine, until the block ends.
+
+    Args:
+        program: what Python runs with the command's arguments.
+        environ: set beside what this process has.
+        log: takes what the server writes to stderr; None: stderr of this process.
 
     Raises:
         UserError: it did not start.
     """
-    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
+    environment = {**os.environ, **(environ or {})}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)

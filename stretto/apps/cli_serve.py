@@ -73,9 +73,8 @@ def serve(
         fast_prefill=fast_prefill,
         speculate=speculate,
     )
-    settings = serve_settings(
-        api_key, host=host, port=port, cors_origins=cors, floor=floor, first_token_s=first_token_s
-    )
+    limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s}
+    settings = serve_settings(api_key, host=host, port=port, cors_origins=cors, **limits)
     serve_command(source, options, settings)
 
 

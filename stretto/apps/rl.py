@@ -10,6 +10,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
 from stretto.report.rl import report_rl_run
+from stretto.rl.algorithms import load_algorithm
 from stretto.rl.launch import Job
 from stretto.rl.recipe import START, RlRecipe
 from stretto.rl.run import Result, has_begun, run_rl, start_of
@@ -30,6 +31,7 @@ def rl_command(
         UserError: bad input, or a run that cannot go on.
     """
     console = rich.get_console()
+    load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it before anything is written
     if resume and not folder.is_dir():
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
     has_begun(folder, resume)

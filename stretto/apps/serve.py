@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import rich
 import torch
+import typer
 
 from stretto.apps.search import best_subnet, read_search
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
 from stretto.base.paths import checkpoint_folder
+from stretto.base.records import Lineage
 from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
@@ -36,22 +37,25 @@ from stretto.model.spec import (
     SubnetChoice,
     count,
     extracted_config,
+    fixed_layers,
     named_subnets,
     parse_choice,
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
-from stretto.ops.native import Library, load
-from stretto.serve.elastic import ServedModel, environment_subnet
+from stretto.ops.tuning import fastest_threads, thread_counts
+from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
+from stretto.serve.dialects import Piece, Thought
+from stretto.serve.elastic import Least, ServedModel, environment_subnet
+from stretto.serve.messages import Message, Prompts
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
-from stretto.text.chat import render
 
 AUTO, BEST = "auto", "best"
 SERVING = "serving at"
 """Begins the line that tells the address."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CONTEXT, TIMED_TOKENS = 64, 24
-"""Prompt and decoded tokens of a timing (ours): short enough to try a dozen sizes, long enough for a median."""
+_TEXT_STAGES = {"pretrain", "extract", "heal"}
+"""Stages that train on running text, or not at all."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -83,10 +87,14 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             host, port = listening.getsockname()[:2]
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
+            if service.error is not None:  # whoever supervises this starts it again
+                sys.stderr.write(f"stretto: {service.error}; the server ends\n")
+                raise typer.Exit(1)
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
     """The completion of ``prompt`` on the console as it comes."""
+    check_text(prompt, "--prompt")
     opened, model = _open(source, options)
     assert opened.tokenizer is not None
     ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
@@ -96,15 +104,20 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
 
 
 def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
-    """A conversation on the console; ends at end of input."""
+    """A conversation on the console; ends at end of input. A line that cannot be answered is told, and no part of it."""
+    check_text(system or "", "--system")
     opened, model = _open(source, options)
-    tokenizer, subnet = opened.tokenizer, model.default.of(model.config)
-    assert tokenizer is not None
-    if tokenizer.chat_template is None:
+    subnet = model.default.of(model.config)
+    assert opened.tokenizer is not None
+    if opened.tokenizer.chat_template is None:
         problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
         raise UserError(f"{opened.folder}: chat_template: {problem}")
-    messages = [{"role": "system", "content": system}] if system else []
+    prompts = Prompts(opened.tokenizer)
+    sampling = sampling.replace(stop_ids=prompts.turn_ends)
+    messages = [Message(role="system", content=system)] if system else []
     rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             line = input("> ")
@@ -112,14 +125,40 @@ def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system
             return
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
-        ids = tokenizer.encode_rendered(render(tokenizer.chat_template, messages, add_generation_prompt=True))
-        answer = ""
-        for piece in _stream(opened.engine, ids, subnet, sampling):
-            _say(piece, end="")
-            answer += piece
-        _say("")
-        messages.append({"role": "assistant", "content": answer})
+        asked = [*messages, Message(role="user", content=line)]
+        try:
+            check_text(line, "this line")
+            answer = _answer(opened.engine, prompts, asked, subnet, sampling)
+        except UserError as error:
+            _say(f"not answered: {error}")
+            continue
+        messages = [*asked, answer]
+
+
+def _answer(
+    engine: Engine, prompts: Prompts, messages: Sequence[Message], subnet: Subnet, sampling: Sampling
+) -> Message:
+    """The next turn, which is also said. It is read as the server reads it: reasoning is shown, but is no content."""
+    ids = prompts.chat(messages)
+    reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
+    pieces: list[Piece] = []
+    for text in _stream(engine, ids, subnet, sampling, prompts.visible_ids):
+        _say(text, end="")
+        pieces += reader.push(text)
+    _say("")
+    pieces += reader.finish()
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return Message(role="assistant", content=content, reasoning_content=thoughts or None)
+
+
+def check_text(text: str, source: str) -> None:
+    """Raises `UserError` for what Python made of bytes that are no UTF-8 (argv and a console may hold any)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start + 1} is not UTF-8"
+        raise UserError(f"{source}: {problem}; send text in that encoding") from None
 
 
 def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
@@ -143,7 +182,7 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
     folder, device = checkpoint_folder(source), join(options.device).device
-    dtype = DTYPES[options.dtype] if options.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = DTYPES[options.dtype] if options.dtype else serving_dtype(device)
     memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
     sizes = {"max_batch": options.max_batch, "max_len": options.max_len, "max_wait_s": options.max_wait_s}
     config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s").replace(
@@ -171,6 +210,10 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         default = parse_choice(options.subnet, presets)
     elif cut is None:
         default = environment_subnet(os.environ, opened.config) or default
+    _take_threads(opened.engine.model)
+    least = least_trained(opened)
+    for warning in least.warnings(cut or default.of(opened.config)):
+        _warn(warning)
     return opened, ServedModel(
         name=opened.name,
         config=opened.config,
@@ -180,12 +223,23 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         default=default,
         stop_ids=generation_ends(folder, opened.config.vocab_size),
         weight_bytes=dtype.itemsize,
-        min_depth=_min_depth(opened),
+        least=least,
+        is_chat_tuned=is_chat_tuned(opened),
     )
 
 
-def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
-    engine.add(Request("console", tuple(ids), sampling, Phases(subnet)))
+def _take_threads(model: Transformer) -> None:
+    """On a CPU, so many threads as decode a token fastest, the machine being as busy as it is."""
+    device = model.head_VD.device
+    if device.type == "cpu" and len(thread_counts()) > 1:
+        seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
+        fastest_threads(lambda: seconds(model, workload))
+
+
+def _stream(
+    engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, TokenEvent):
@@ -194,11 +248,35 @@ def _stream(engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling) 
                 raise UserError(f"the completion failed: {event.error}")
 
 
-def _min_depth(opened: OpenedEngine) -> int:
-    """Fewest layers the network was trained with, as its recipe says; 1 where no recipe is known."""
+def least_trained(opened: OpenedEngine) -> Least:
+    """The least of each axis that the network was trained with, as its recipe says; no limit where none is known."""
     recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
-    trained = (recipe.get("elastic") or {}).get("min_depth", 1)
-    return min([trained, *(len(subnet.layers) for subnet in opened.presets.values())])
+    config, elastic = opened.config, recipe.get("elastic")
+    if elastic is None:
+        return Least()
+    if elastic.get("sampler") == "off":
+        return Least(config.num_layers, config.num_experts, config.top_k)
+    anchors = opened.presets.values()
+    drawn = max(elastic.get("min_depth", 1), len(fixed_layers(config.num_layers)))
+    return Least(
+        layers=min([drawn, *(len(subnet.layers) for subnet in anchors)]),
+        experts=min([*config.widths, *(min(subnet.experts) for subnet in anchors)]),
+        top_k=min([elastic.get("min_top_k", 1), *(min(subnet.top_k) for subnet in anchors)]),
+    )
+
+
+def is_chat_tuned(opened: OpenedEngine) -> bool:
+    """Whether the template may have been trained with. Of a network that began as ours, its stages tell; another brings
+    the template because it was."""
+    stages = set(_stages(opened.lineage)) if opened.lineage else set()
+    return "pretrain" not in stages or not stages <= _TEXT_STAGES
+
+
+def _stages(lineage: Lineage) -> Iterator[str]:
+    """Its own, and its parents'."""
+    yield lineage.stage
+    for parent in lineage.parents:
+        yield from _stages(parent)
 
 
 def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
@@ -212,6 +290,10 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
     _say(f"{SERVING} {url}")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"stretto: warning: {text}\n")
 
 
 def _say(text: str, end: str = "\n") -> None:
@@ -269,34 +351,17 @@ def fitting_subnet(
         raise UserError(f"--memory {available}: the smallest sub-model of {source} {needs}")
     if latency_ms is None:
         return fitting[0]
-    library = load() if device.type == "cpu" else None
+    seconds, workload = engine_seconds(device), usual_workloads(network)[0]
     fastest = float("inf")
     with progress("measure sizes", len(fitting)) as advance:
         for fit in fitting:
-            step_ms = 1e3 * decode_seconds(extract(model, fit.subnet), library)
+            step_ms = 1e3 * seconds(extract(model, fit.subnet), workload)
             advance(1, f"{fit.name}: {step_ms:.2f} ms a token")
             if step_ms <= latency_ms:
                 return replace(fit, step_ms=step_ms)
             fastest = min(fastest, step_ms)
     takes = f"takes {fastest:.2f} ms a token here; allow that much"
     raise UserError(f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits {takes}")
-
-
-def decode_seconds(model: Transformer, library: Library | None) -> float:
-    """Median time of one decoded token, alone in the batch, through the engine."""
-    tokens = CONTEXT + TIMED_TOKENS + 1
-    config = EngineConfig(page_size=16, num_pages=tokens // 16 + 2, max_batch=1, max_len=tokens, prefix_cache=False)
-    engine = Engine(model.requires_grad_(False), None, config, routes=False, library=library)
-    ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
-    sampling = Sampling(temperature=0, max_tokens=TIMED_TOKENS, ignore_eos=True)
-    engine.add(Request("timing", tuple(ids), sampling, Phases(model.config.full())), stream=False)
-    engine.step()  # the prompt
-    seconds = []
-    while engine.has_work:
-        start = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
 
 
 def _candidates(

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stretto.base.errors import UserError, nearest
+
+_LONGEST_NAME = 80
+"""Characters of a name that a message repeats."""
 
 
 class Config(BaseModel):
@@ -54,7 +59,8 @@ def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> Confi
     try:
         return kind.model_validate(dict(tree))
     except ValidationError as error:
-        raise UserError(_explain(error, kind, source)) from None
+        problem = first_problem(error, kind, "key")
+        raise UserError(f"{source}: {problem.field or '(whole file)'}: {problem.message}") from None
 
 
 def check_unchanged(
@@ -108,23 +114,70 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def _explain(error: ValidationError, kind: type[Config], source: str) -> str:
-    """The first problem of a pydantic error as one line."""
-    problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"]]
-    field = ".".join(path) or "(whole file)"
-    if problem["type"] == "extra_forbidden":
-        known = _fields_at(kind, path[:-1])
-        return f"{source}: {field}: unknown key{nearest(path[-1], known)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{source}: {field}: {message}"
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with plain data. Written by `first_problem`."""
+
+    field: str | None
+    """Its dotted path, as the data spells it; None: the data as a whole."""
+    message: str
+    is_unknown: bool = False
+    """There is no such field."""
 
 
-def _fields_at(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    for part in path:
-        field = kind.model_fields.get(part)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        kind = annotation
-    return list(kind.model_fields)
+def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "field") -> Problem:
+    """The first problem that pydantic found in what should have been a ``kind``; ``noun``: what a field is called there."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    *above, last = found["loc"] or (None,)
+    is_unknown = found["type"] == "extra_forbidden"
+    path: list[str] = []
+    inside: list[Any] = [
+        kind
+    ]  # what the data at this place may be: several where pydantic's next step names one of them
+    for part in above if is_unknown or last is None else (*above, last):
+        if len(inside) > 1:
+            named = [each for each in inside if _label(each) in str(part).lower()]
+            inside = sorted(named, key=lambda each: len(_label(each)))[-1:]
+        elif part != "[key]":
+            path.append(_shown(str(part)))
+            inside = [member for each in inside for member in _members(_at(each, part))]
+    if not is_unknown:
+        return Problem(".".join(path) or None, found["msg"].removeprefix("Value error, "))
+    known = [field.alias or name for each in inside if _is_model(each) for name, field in each.model_fields.items()]
+    return Problem(".".join([*path, _shown(str(last))]), f"unknown {noun}{nearest(str(last), known)}", True)
+
+
+def _at(annotation: Any, part: int | str) -> Any:
+    """The type of what lies at ``part`` in a value of a type; `Any` where nothing is known of it."""
+    if _is_model(annotation):
+        named = [field for name, field in annotation.model_fields.items() if part in (name, field.alias)]
+        return named[0].annotation if named else Any
+    arguments = get_args(annotation)
+    return arguments[-1 if get_origin(annotation) is dict else 0] if arguments else Any
+
+
+def _members(annotation: Any) -> list[Any]:
+    """What a union is made of, None left out: it has no step in pydantic's paths."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _members(arguments[0])
+    if origin in (Union, UnionType):
+        return [member for each in arguments if each is not NoneType for member in _members(each)]
+    return [annotation]
+
+
+def _label(annotation: Any) -> str:
+    """As pydantic's paths name a member of a union, in lower case: ``list[int]``."""
+    origin = get_origin(annotation)
+    name = str(getattr(origin or annotation, "__name__", annotation)).lower()
+    return f"{name}[{','.join(map(_label, get_args(annotation)))}]" if origin in (list, tuple, dict) else name
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _shown(name: str) -> str:
+    """A name as it stands in a message of one line, however its sender made it up."""
+    short = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+    return short if short.isprintable() and short else ascii(short)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 200
+"""Characters of a name that are looked at: strangers send names of megabytes."""
+
 
 class UserError(ValueError):
     """Bad input. The message is one line that names the file (or flag), the field and the remedy.
@@ -15,5 +18,5 @@ class UserError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""

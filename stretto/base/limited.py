@@ -1,7 +1,8 @@
 """A process that answers questions under limits of processor time, memory and stack.
 
 For libraries in C or Rust that read what strangers send: nothing else stops them once they run, and what kills them (a
-stack that overflows, no memory left) kills the process that they run in.
+stack that overflows, no memory left) kills the process that they run in. It is started as a program: a spawned worker of
+`multiprocessing` would import the caller's main module, torch and all.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _PATIENCE, _PATIENCE_S = 20, 60.0
 class Overrun(Exception):  # noqa: N818 - what a question did
     """A question ended the process that was to answer it; says by exceeding what."""
 
+    def __init__(self, what: str, *, is_late: bool = False) -> None:
+        super().__init__(what)
+        self.is_late = is_late
+
 
 class LimitedProcess:
     """A module run as a program, which calls `serve`. Started at the first question, and again after one that ended it."""
@@ -53,7 +58,10 @@ class LimitedProcess:
             RuntimeError: the process does not start or sleeps, which is no question's fault.
         """
         with self._lock:
-            process, connection = self._running = self._running or self._start()
+            if self._running is None or self._running[0].poll() is not None:  # no question's fault, if none was open
+                self._close()
+                self._running = self._start()
+            process, connection = self._running
             with contextlib.suppress(EOFError, OSError):
                 connection.send_bytes(question)
                 if connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s):
@@ -63,8 +71,9 @@ class LimitedProcess:
             code = process.wait(_PATIENCE_S)
             self._close()
         if code == -signal.SIGPROF:
-            raise Overrun(f"took more than {self._limit_s:g} processor seconds")
-        raise Overrun("overflowed the stack" if code == -signal.SIGSEGV else "took too much memory")
+            raise Overrun(f"took more than {self._limit_s:g} processor seconds", is_late=True)
+        known = {-signal.SIGSEGV: "overflowed the stack", -signal.SIGABRT: "took too much memory"}
+        raise Overrun(known.get(code, f"ended its process (exit {code})"))
 
     def close(self) -> None:
         with self._lock:

@@ -84,6 +84,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReward:
+    """What a part of a sample earned by itself: a turn, or a step of reasoning within one. Written by a task."""
+
+    turn: int
+    """Of the model's, from 0."""
+    reward: float
+    """Finite."""
+    end: int | None = None
+    """Where the step ends: in characters of the turn's text as a task writes it, in tokens of the turn from the agent loop
+    on. None: with the turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a verifier says of one sample. Written by a reward worker."""
 
@@ -100,6 +113,8 @@ class Verdict:
     """Named components of the reward, for the log."""
     latency_s: float = 0.0
     """From asking to this verdict, queues and further tries included. Written by the agent loop."""
+    steps: tuple[StepReward, ...] = ()
+    """Rewards of turns and steps, beside that of the whole: for algorithms that give credit more finely."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +157,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one ordinal."""
+    """The samples of one ordinal: at least two of a run's, all of them unless the last attempt left some unfinished."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]

@@ -408,7 +408,10 @@ def _score_prompt(seq: SequenceState, end: int, logits_MV: Tensor) -> None:
     assert positions.start == known, f"prompt log-probabilities {known} to {positions.start} were left out"
     rows_MV = logits_MV[positions.start - first : positions.stop - first]
     ids_M = torch.tensor([seq.tokens[position + 1] for position in positions], device=logits_MV.device)
-    found = rows_MV.log_softmax(-1).gather(-1, ids_M[:, None]).squeeze(-1).tolist()
+    logp_MV = rows_MV.log_softmax(-1)
+    found = logp_MV.gather(-1, ids_M[:, None]).squeeze(-1).tolist()
     seq.prompt_log_probs += found
+    if seq.sampling.top_logprobs:
+        seq.prompt_top += top_log_probs(logp_MV, seq.sampling.top_logprobs)
     if not all(map(math.isfinite, found)):
         seq.fail(NOT_FINITE)

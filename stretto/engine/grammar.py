@@ -41,7 +41,7 @@ _TRIAL_BYTES, _TRIAL_STACK = 1 << 30, 1 << 20
 MASK_S, MASK_PATIENCE_S = 0.002, 0.2
 """Processor seconds a token that a grammar may take on average, and how far it may exceed that. With a vocabulary of
 100,000, schemas take a hundredth of it and broad regular expressions half."""
-WHITESPACE = r" |\r?\n[ \t]{0,16}"
+WHITESPACE = r" |\n[ \t]{0,16}"
 """Between the parts of JSON: a space, or a new line and its indentation. Without a limit a small model may produce
 whitespace until it runs out of tokens."""
 _LIMITS = LLParserLimits(step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
@@ -110,7 +110,9 @@ class GrammarCompiler:
             return f"reading it {error}; send a simpler one"
         if problem:
             return f"{problem}; {_REMEDIES[grammar.kind]}"
-        return LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # the first mask is the dearest: what it builds is in every copy
+        return matcher
 
 
 class GrammarState:
@@ -251,9 +253,13 @@ def _try(setup: bytes) -> Callable[[bytes], bytes]:
         except (ValueError, RecursionError) as error:
             return _one_line(error).encode()
         matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
-        if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
-            return b"nothing matches it"
-        return _one_line(matcher.get_error()).encode()
+        started_s = time.process_time()
+        is_empty = not any(matcher.compute_bitmask())
+        if matcher.is_error():
+            return _one_line(matcher.get_error()).encode()
+        if time.process_time() - started_s > MASK_PATIENCE_S:
+            return b"its masks take too long"
+        return b"nothing matches it" if is_empty else b""
 
     return answer
 

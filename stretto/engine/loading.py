@@ -149,7 +149,9 @@ def check_memory(
     for name, choice in presets.items():
         if len(fits) < 2 and _weight_bytes(network, choice.of(network), dtype) + least <= available:
             fits.append(f"the sub-model {name}, extracted")
-    remedy = f"would fit: {' or '.join(fits)}" if fits else "nothing of this network would fit; use a smaller one"
+    remedy = "neither a preset nor another dtype would fit; let `stretto serve --subnet auto` look for a smaller size"
+    if fits:
+        remedy = f"would fit: {' or '.join(fits)}"
     raise UserError(
         f"{folder}: memory: weights of {_size(weights)} and a cache of {_size(cache)} are more than the "
         f"{_size(available)} there are; {remedy}"

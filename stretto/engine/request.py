@@ -131,6 +131,8 @@ class Request:
     phases: Phases
     want_routes: bool = False
     """Return the experts each token chose, for rollout router replay."""
+    visible_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text all the same, because its reader looks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,8 @@ class Completion:
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     prompt_logprobs: np.ndarray | None = None
     """fp32 [P − 1], of prompt tokens 1…P − 1, unprocessed (temperature 1, no penalties)."""
+    prompt_top: tuple[tuple[TopLogprob, ...], ...] = ()
+    """Of the same tokens: the most probable ones in their places; as many as ``top_logprobs`` says."""
     routes: np.ndarray | None = None
     """uint8 or uint16 [P + T − 1, L, K]: experts chosen by each token that was computed, by MoE layer of the maximum
     network. The last sampled token was never computed and has no row. The dtype's largest value: no expert (the layer

@@ -153,6 +153,7 @@ class SequenceState:
     top_log_probs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     """Of prompt tokens 1, 2, …, in order, as far as known: the logits at position i gave entry i."""
+    prompt_top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     routes: np.ndarray | None = None
     """[T, L, K] rows saved at a preemption, of the first T tokens; they stand whatever a recomputation chooses."""
     finish_reason: FinishReason | None = None
@@ -309,7 +310,8 @@ class SequenceState:
             self.finish_reason = "stop"
         elif self.grammar is not None:  # the choice stops where that is at its end, and fails where it cannot go on
             if not self.grammar.accept(token):
-                self.fail(f"grammar: token {token} does not follow")
+                # the mask had it: only a grammar that names the end token as a part of its text comes here
+                self.fail(f"grammar: token {token} does not follow; do not name the end token", is_refused=True)
             elif self.grammar.is_finished:
                 self.finish_reason = "stop"
         if self.error is not None:
@@ -410,6 +412,7 @@ class SequenceState:
             ),
             top=tuple(self.top_log_probs),
             prompt_logprobs=prompt_logprobs,
+            prompt_top=tuple(self.prompt_top),
             routes=routes,
             error=self.error,
             is_refused=self.is_refused,
@@ -506,7 +509,8 @@ class Admission:
             seq = SequenceState(request, subnets, index, own, is_streamed, now_s, limit=limit, end_ids=end_ids)
             seq.grammar = None if grammar is None else grammar.fresh()
             if self._tokenizer is not None:
-                seq.detokenizer = Detokenizer(self._tokenizer, self._special_ids, after=request.prompt[-_CONTEXT:])
+                hidden = self._special_ids - request.visible_ids
+                seq.detokenizer = Detokenizer(self._tokenizer, hidden, after=request.prompt[-_CONTEXT:])
                 seq.stops = StopStrings(sampling.stop) if sampling.stop else None
             sequences.append(seq)
         return sequences

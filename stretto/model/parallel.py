@@ -128,7 +128,7 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
         ep: expert-parallel ranks.
 
     Raises:
-        UserError: an unknown device, or ``ep`` does not divide the number of ranks.
+        UserError: an unknown device or one that is not there, or ``ep`` does not divide the number of ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {device}: unknown; use auto, cpu or cuda")
@@ -138,6 +138,10 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     if ep < 1 or world % ep:
         raise UserError(f"train.ep: {ep} does not divide the number of ranks, {world}; choose one of its divisors")
     if kind == "cuda":
+        num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if local >= num:
+            has = f"torch {torch.__version__} finds {num} of them here, and this is number {local + 1}"
+            raise UserError(f"--device cuda: {has}; use cpu, or auto, which takes what there is")
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
     place = Ranks(rank, world, torch.device(kind), ep)

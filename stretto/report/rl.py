@@ -97,7 +97,9 @@ def read_rl_run(run: Path) -> RlData:
     path, checkpoint = run / RECIPE_FILE, run / CHECKPOINT
     recipe = validate(RlRecipe, read_json(path), str(path))
     train, rollout, loss = recipe.train, recipe.rollout, recipe.loss
-    correction = "no correction" if loss.correction == "none" else loss.correction
+    centre = (
+        "what sampled" if loss.proximal == "behaviour" else f"the policy before the step, {loss.correction} from there"
+    )
     device = f"{read_lineage(checkpoint).receipt.device}, " if (checkpoint / "lineage.json").is_file() else ""
     return RlData(
         name=run.resolve().name,
@@ -108,7 +110,7 @@ def read_rl_run(run: Path) -> RlData:
         shape=(
             f"problems: {', '.join(f'{name} ({source.kind})' for name, source in recipe.sources.items())}",
             f"{train.prompts} groups of {rollout.group} samples a step, {rollout.max_tokens} tokens at most, staleness {recipe.staleness}",
-            f"{loss.policy} with {loss.advantage} advantages and {correction}, routes {recipe.replay}, "
+            f"{loss.policy} around {centre}, {loss.advantage} advantages ({loss.preset}), routes {recipe.replay}, "
             f"rollout in {recipe.precision.rollout}, training in {recipe.precision.train}",
         ),
         environment=f"{device}commit {git_commit() or 'unknown'}",

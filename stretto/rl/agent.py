@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -21,14 +22,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Outcome, Task, Trajectory, Verdict
+from stretto.base.trajectory import Group, Outcome, Task, Verdict
 from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
 from stretto.sandbox.outcome import ToolResult
-from stretto.serve.messages import Message, Prompts, read_answer
+from stretto.serve.dialects import Said, read_answer
+from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
 from stretto.tasks.task import Problem, TaskSource, Tool
 from stretto.text.tokenizer import Tokenizer
@@ -44,6 +46,10 @@ _PROBLEM_S = 60.0
 
 class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
     """A group could not be finished, for reasons of ours. Its log stays: another attempt goes on from there."""
+
+
+class GroupUnfinished(GroupFailed):
+    """The same, and the attempt has brought it further: it may just be long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class _InFlight:
     task: Task
     temperature: float
     want_routes: bool
+    source: TaskSource
     tools: Mapping[str, Tool]
     schemas: list[dict[str, Any]]
     place: int
@@ -130,14 +137,17 @@ class AgentRole:
         self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
         self._stats = AgentStats()
 
-    async def run_group(self, task: Task, attempt: int) -> GroupRef:
+    async def run_group(self, task: Task, attempt: int, is_last: bool = False) -> GroupRef:
         """Draw and verify all samples of ``task``, store the group, and say where it lies.
+
+        Where the attempt ``is_last`` and brings the group no further, those samples make it that had ended, if they are two
+        or more. Not before: it is the long ones that do not end.
 
         Raises:
             GroupFailed: for reasons of ours, within the lease; the next attempt goes on from the logs.
             UserError: what no attempt would mend: a full disk, a prompt that is too long, a template without tool turns.
         """
-        group = await self._within_lease(task, attempt)
+        group = await self._within_lease(task, attempt, is_last=is_last)
         # not interruptible by a lease that ends meanwhile: a stored group is reported
         ref = await asyncio.to_thread(store_group, self._folder / GROUPS, group)
         self._stats.groups_finished += 1
@@ -168,9 +178,11 @@ class AgentRole:
     async def close(self) -> None:
         self._threads.close()
 
-    async def _within_lease(self, task: Task, attempt: int | None, temperature: float | None = None) -> Group:
-        """All samples at once; the first that fails ends the others, whose logs stay. ``attempt`` None: of no run;
-        ``temperature`` None: the recipe's."""
+    async def _within_lease(
+        self, task: Task, attempt: int | None, temperature: float | None = None, is_last: bool = False
+    ) -> Group:
+        """All samples at once; one that fails leaves the others to go on. ``attempt`` None: of no run; ``temperature`` None:
+        the recipe's."""
         source = self._sources.get(task.source)
         if source is None:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
@@ -181,11 +193,14 @@ class AgentRole:
             task,
             temperature=self._recipe.rollout.temperature if temperature is None else temperature,
             want_routes=self._recipe.replay == "r3" and attempt is not None,
+            source=source,
             tools=tools,
             schemas=[tool.schema() for tool in tools.values()],
             place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
+        trouble: Trouble | None = None
+        num_before = 0
         try:
             async with asyncio.timeout(lease_s) as lease:
                 async with self._problems:
@@ -197,23 +212,38 @@ class AgentRole:
                 else:
                     group.samples = open_samples(self._folder / LOGS, task, attempt)
                 self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
+                num_before = _progress(group.samples)
                 async with asyncio.TaskGroup() as tasks:
-                    runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
-                return Group(task, tuple(run.result() for run in runs))
-        except Exception as error:
-            # of several a user's mistake first, then a fault of the code, then the first trouble
-            several = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            worst = min(several, key=lambda each: (not isinstance(each, UserError), isinstance(each, Trouble)))
-            if worst is error and isinstance(error, TimeoutError) and lease.expired():
-                worst = Trouble(f"not finished within its lease of {lease_s:g} s")
-            if isinstance(worst, Trouble):
-                raise GroupFailed(f"ordinal {task.ordinal}, attempt {attempt or 0}: {worst}") from error
-            raise worst from error
+                    runs = [tasks.create_task(self._tried(group, sample)) for sample in group.samples]
+                trouble = next(filter(None, [run.result() for run in runs]), None)
+        except TimeoutError as error:
+            if not lease.expired():
+                raise
+            trouble = Trouble(f"not finished within its lease of {lease_s:g} s")
+            trouble.__cause__ = error
+        except Trouble as error:
+            trouble = error
+        except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
+            raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
         finally:
             self._loads[group.place] -= task.group
             del self._in_flight[key]
+        ended = [sample for sample in group.samples if sample.verdict is not None]
+        is_further = _progress(group.samples) > num_before
+        if trouble is None or (is_last and not is_further and len(ended) > 1):
+            return Group(task, tuple(sample.trajectory() for sample in ended))
+        kind = GroupUnfinished if is_further else GroupFailed
+        raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
-    async def _write(self, group: _InFlight, sample: Sample) -> Trajectory:
+    async def _tried(self, group: _InFlight, sample: Sample) -> Trouble | None:
+        """What kept the sample from its end, if that was no mistake of the user's or in the code."""
+        try:
+            await self._write(group, sample)
+        except Trouble as trouble:
+            return trouble
+        return None
+
+    async def _write(self, group: _InFlight, sample: Sample) -> None:
         """The sample, written to its end and verified; `Trouble` where an engine, a tool or the verifier kept failing."""
         rollout, task, now_s = self._recipe.rollout, group.task, time.time()
         if not sample.parts:
@@ -223,7 +253,7 @@ class AgentRole:
             last, left = sample.parts[-1], self._room(sample)
             calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.tools else ()
             if last.ended == "stop" and not calls:
-                await self._finish(group, sample, "stop")
+                await self._reply(group, sample)
             elif last.ended == "stop" and len(sample.turns()) >= rollout.max_turns:
                 await self._finish(group, sample, "turns")
             elif last.ended == "length" or left <= 0:
@@ -232,7 +262,6 @@ class AgentRole:
                 await self._use(group, sample, calls)
             else:
                 await self._generate(group, sample, min(rollout.chunk_tokens, left))
-        return sample.trajectory()
 
     def _room(self, sample: Sample) -> int:
         """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
@@ -309,6 +338,45 @@ class AgentRole:
         ]
         sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(told)))
 
+    async def _reply(self, group: _InFlight, sample: Sample) -> None:
+        """The environment's turn after one of the model's that called no tool; the sample's end where it has none."""
+        started_s, source, dialogue = time.time(), group.source, self._dialogue
+        messages = self._messages(sample)
+        _wait(sample, "its environment")
+
+        def replied() -> str | None:
+            try:
+                return source.reply(group.problem, messages)
+            except Exception as error:  # whatever a task raises is no answer to the model
+                raise Trouble(f"reply() raised {type(error).__name__}: {error}") from error
+
+        async def ask() -> str | None:
+            what = f"sources.{sample.task.source}: reply()"
+            return await self._threads.run(replied, self._recipe.runtime.rewards.deadline_s, what)
+
+        text = await self._patiently("environment", ask)
+        if text is None:
+            await self._finish(group, sample, "stop")
+        elif len(sample.turns()) >= self._recipe.rollout.max_turns:
+            await self._finish(group, sample, "turns")
+        else:
+            tokens, told = (
+                dialogue.user_turn(group.problem.messages, group.schemas, text),
+                {"role": "user", "content": text},
+            )
+            if sample.num_tokens + len(tokens) >= self._recipe.train.seq_len:
+                await self._finish(group, sample, "length")
+            else:
+                sample.append(Part(context(tokens, started_s, time.time()), messages=(told,)))
+
+    def _messages(self, sample: Sample) -> tuple[Mapping[str, Any], ...]:
+        """All that followed the prompt, as verifiers and environments read it."""
+        told = [part.messages for part in sample.parts if part.messages]
+        messages: list[Mapping[str, Any]] = []
+        for number, turn in enumerate(sample.turns()):
+            messages += [self._dialogue.message(turn), *(told[number] if number < len(told) else ())]
+        return tuple(messages)
+
     async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
         tool, arguments = group.tools.get(call.name), call.arguments
         if tool is None or arguments is None:
@@ -337,20 +405,23 @@ class AgentRole:
         """Have it verified and close it."""
         _wait(sample, "a verdict")
         dialogue, task, turns = self._dialogue, sample.task, sample.turns()
-        told = [part.messages for part in sample.parts if part.messages]
-        messages: list[Mapping[str, Any]] = []
-        for number, turn in enumerate(turns):
-            messages += [dialogue.message(turn), *(told[number] if number < len(told) else ())]
-        request = RewardRequest(task.source, task.item, dialogue.text(turns[-1]), tuple(messages), _seed(sample))
+        text, messages = dialogue.text(turns[-1]), self._messages(sample)
+        request = RewardRequest(task.source, task.item, text, messages, _seed(sample))
 
         async def ask() -> Verdict:
             verdict = await self._rewards.score(request)
             if verdict.outcome is Outcome.INFRA:
                 raise Trouble(verdict.detail)
+            if absent := [step.turn for step in verdict.steps if not 0 <= step.turn < len(turns)]:
+                raise Trouble(f"sources.{task.source}: score() rewards turn {absent[0]}, and there are {len(turns)}")
             return verdict
 
         verdict = await self._patiently("verifier", ask, most=3)
-        sample.close(reason, replace(verdict, latency_s=time.time() - sample.since_s))
+        steps = tuple(
+            step if step.end is None else replace(step, end=dialogue.num_tokens(turns[step.turn], step.end))
+            for step in verdict.steps
+        )
+        sample.close(reason, replace(verdict, steps=steps, latency_s=time.time() - sample.since_s))
         _wait(sample, "its group")
 
     async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], most: int | None = None) -> T:
@@ -386,6 +457,11 @@ def _seed(sample: Sample) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def _progress(samples: Sequence[Sample]) -> int:
+    """What grows with every chunk and every verdict."""
+    return sum(sample.num_sampled + (sample.verdict is not None) for sample in samples)
+
+
 def _wait(sample: Sample, what: str) -> None:
     sample.waits_for, sample.since_s = what, time.time()
 
@@ -409,6 +485,7 @@ class Dialogue:
         self.tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
         self._special = tokenizer.special_ids()
+        self._hidden = self._special - self._prompts.visible_ids
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
         """Any of them ends the model's turn; the token belongs to the turn."""
 
@@ -437,16 +514,26 @@ class Dialogue:
             {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}
             for name, call in zip(ids, calls, strict=True)
         ]
-        before = [*messages, {"role": "assistant", "content": "", "tool_calls": called}]
         told = [
             {"role": "tool", "tool_call_id": name, "name": call.name, "content": answer}
             for name, call, answer in zip(ids, calls, answers, strict=True)
         ]
+        return self._between([*messages, {"role": "assistant", "content": "", "tool_calls": called}], told, tools)
+
+    def user_turn(self, messages: Trees, tools: Trees, text: str) -> np.ndarray:
+        """The same between a turn that called nothing, and that the user answers with ``text``. Raises as `tool_turn`."""
+        if self.tokenizer.chat_template is None:
+            return self._encoded(f"\n{text}\n")
+        before = [*messages, {"role": "assistant", "content": ""}]
+        return self._between(before, [{"role": "user", "content": text}], tools)
+
+    def _between(self, before: Trees, told: Trees, tools: Trees) -> np.ndarray:
+        """What lies between the last turn of ``before`` and the model's next, with ``told`` between them."""
         base, full = self._chat(before, tools, generation_prompt=False), self._chat([*before, *told], tools)
         ends = [place for place, token in enumerate(base) if token in self._special]
         if full[: len(base)] != base or not ends:
             raise UserError(
-                "chat_template: rewrites earlier turns when a tool answers, or ends them with no special token; "
+                "chat_template: rewrites earlier turns when a tool or the user answers, or ends them with no special token; "
                 "use a template whose conversations only grow"
             )
         return np.array(base[ends[-1] + 1 :] + full[len(base) :], np.int32)
@@ -455,18 +542,25 @@ class Dialogue:
         """What the model wrote in one turn, without special tokens."""
         return self.tokenizer.decode(turn.tolist(), skip_special_tokens=True)
 
+    def num_tokens(self, turn: np.ndarray, num_characters: int) -> int:
+        """Leading tokens of a turn that write so many characters of its `text`."""
+        return 1 + bisect_left(range(1, len(turn)), num_characters, key=lambda num: len(self.text(turn[:num])))
+
     def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
         """The tool calls in a turn, in order; one that cannot be read is text."""
-        found = read_answer(self.text(turn))[1]
-        # a name may spell half a surrogate pair, which is no UTF-8
-        return tuple(ToolCall(one.name.encode(errors="replace").decode(), _arguments(one.arguments)) for one in found)
+        return tuple(ToolCall(one.name, _arguments(one.arguments)) for one in self._said(turn).calls)
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        message: dict[str, Any] = {"role": "assistant", "content": read_answer(self.text(turn))[0]}
+        message: dict[str, Any] = {"role": "assistant", "content": self._said(turn).content}
         if calls := self.calls(turn):
             message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
         return message
+
+    def _said(self, turn: np.ndarray) -> Said:
+        """Reasoning stays in the content: a verifier looks for the answer in all that was written."""
+        visible = [token for token in turn.tolist() if token not in self._hidden]
+        return read_answer(self._prompts.reader({}, reads_thoughts=False), self.tokenizer.decode(visible))
 
     def _encoded(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)

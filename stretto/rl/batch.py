@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
-from stretto.rl.algorithms import Streams
+from stretto.rl.algorithms import Streams, TokenCredit
 from stretto.rl.samples import signed_routes
 
 _ROUND = 8
@@ -46,6 +46,7 @@ class Batch:
     behaviour_BT: NDArray[np.float32]
     """Processed log-probability when it was sampled; 0 without a target, as in the next two."""
     advantages_BT: NDArray[np.float32]
+    """0 until `credited`, as the next."""
     weights_BT: NDArray[np.float32]
     """What its loss is multiplied by; the weights of an update know all of its tokens, so that losses just add up."""
     versions_BT: NDArray[np.int32]
@@ -67,6 +68,35 @@ class Batch:
         whole = {each.name: getattr(self, each.name) for each in fields(self)}
         cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in whole.items()}
         return Batch(**cut)
+
+
+def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
+    """``batch`` with advantages and weights; ``credits`` by the samples' numbers."""
+    kept_BT = batch.targets_BT != IGNORED
+    at_N = _flat_places(batch, kept_BT, [len(each.weights_S) for each in credits])
+    streams: dict[str, Any] = {}
+    for name in ("advantages", "weights"):
+        value_BT = np.zeros(kept_BT.shape, np.float32)
+        value_BT[kept_BT] = np.concatenate([getattr(each, f"{name}_S") for each in credits])[at_N]
+        streams[f"{name}_BT"] = value_BT
+    return replace(batch, **streams)
+
+
+def by_sample(
+    batches: Sequence[Batch], values: Sequence[NDArray[np.float32]], lengths: Sequence[int]
+) -> list[NDArray[np.float32]]:
+    """What each sample's inputs have of ``values`` [B, T], by number, 0 without a target; ``lengths``: their inputs."""
+    flat = np.zeros(sum(lengths), np.float32)
+    for batch, value_BT in zip(batches, values, strict=True):
+        kept_BT = batch.targets_BT != IGNORED
+        flat[_flat_places(batch, kept_BT, lengths)] = value_BT[kept_BT]
+    return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def _flat_places(batch: Batch, kept_BT: NDArray[np.bool_], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Where the inputs of targets lie among those of all samples, one after the other."""
+    starts = np.cumsum([0, *lengths])
+    return starts[batch.samples_BT[kept_BT]] + batch.positions_BT[kept_BT]
 
 
 @dataclass(slots=True)
@@ -199,8 +229,6 @@ def _lay(batch: Batch, sample: Streams, start: int, stop: int, here: tuple[int, 
     batch.positions_BT[here], batch.documents_BT[here] = np.arange(start, stop), number
     batch.behaviour_BT[here] = np.where(mask, sample.logprobs_S[part], 0.0)
     batch.versions_BT[here] = np.where(mask, sample.versions_S[part], -1)
-    batch.advantages_BT[here] = sample.advantages_S[part]
-    batch.weights_BT[here] = sample.weights_S[part]
     if batch.routes_BTLK is not None:
         assert sample.routes_SLK is not None, "checked by the caller"
         batch.routes_BTLK[here] = signed_routes(sample.routes_SLK[part])

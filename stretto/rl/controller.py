@@ -106,6 +106,8 @@ class Handout:
     task: Task
     attempt: int
     """From 0; the result must carry it."""
+    is_last: bool = False
+    """If it fails, and that counts, the group is given up."""
 
 
 class Controller:
@@ -120,6 +122,8 @@ class Controller:
         self.max_staleness = 0  # largest among all groups trained
         self.discarded: Counter[str] = Counter()
         """Sampled tokens not trained on, by an ending's name or ``late``."""
+        self.last_given_up = ""
+        """The last group that ended as failed, and why."""
         self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state
         self._engines: dict[str, int] = {}
         self._engine_floor = 0
@@ -145,7 +149,8 @@ class Controller:
         def hand_out(ordinal: int, attempt: int) -> None:
             self._engine_floor = max(self._engine_floor, oldest)
             self.ledger.record("dispatched", ordinal=ordinal, attempt=attempt, deadline_s=now + limits.lease_s)
-            handouts.append(Handout(self._task_of(ordinal), attempt))
+            is_last = self.state.alive[ordinal].num_failures + 1 >= limits.max_attempts
+            handouts.append(Handout(self._task_of(ordinal), attempt, is_last))
 
         for entry, num_older, num_overtaken in self.state.waiting():
             if entry.ref is None and entry.deadline_s is None:  # again, under its old place in line
@@ -267,6 +272,7 @@ class Controller:
     def _lose(self, entry: Entry, why: str, counts: bool) -> None:
         self.ledger.record("lost", ordinal=entry.ordinal, attempt=entry.attempt, why=why, counts=counts)
         if entry.num_failures >= self.limits.max_attempts:
+            self.last_given_up = f"group {entry.ordinal}: {why}"
             self._drop(entry.ordinal, Ending.FAILED, why)
 
     def _drop(self, ordinal: int, ending: Ending, why: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Ending, WeightVersion
+from stretto.rl.agent import GroupUnfinished
 from stretto.rl.controller import Controller, Handout, Watchdog
 from stretto.rl.launch import CALL_SLACK_S, Roles
 from stretto.rl.ledger import GroupRef
@@ -179,7 +180,7 @@ class Driver:
                 self._watchdog.waits("agents", agent.name, task.ordinal)
                 call = partial(self._roles.runtime.call, agent, "run_group", deadline_s=deadline_s)
                 with self._trace.span("agents", "group", ordinal=task.ordinal, attempt=attempt):
-                    ref: GroupRef = await call(task, attempt)
+                    ref: GroupRef = await call(task, attempt, handout.is_last)
             if self._controller.group_ready(ref):
                 self._watchdog.waits("trainer", "agents")  # it came one group further
                 self._roles.forget(task.ordinal)
@@ -193,7 +194,11 @@ class Driver:
         except RoleDied as died:
             self._lose(handout, str(died), counts=False)
         except RuntimeFailure as failure:
-            self._lose(handout, failure.message if isinstance(failure, RoleError) else str(failure))
+            said = failure.message if isinstance(failure, RoleError) else str(failure)
+            is_further = isinstance(failure, RoleError) and failure.kind == GroupUnfinished.__name__
+            if is_further:
+                self._watchdog.waits("trainer", "agents")  # a long group that goes on is progress
+            self._lose(handout, said, counts=not is_further)
 
     def _lose(self, handout: Handout, why: str, counts: bool = True) -> None:
         """Where that is the rule, the run would ask for ever."""

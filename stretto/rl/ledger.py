@@ -52,7 +52,7 @@ class GroupRef:
     """Weight version of its oldest sampled token; staleness counts from it."""
     mean_reward: float
     is_uniform: bool
-    """All rewards are equal, so that advantages within the group are zero."""
+    """All rewards are equal, those of steps too, so that advantages within the group are zero."""
 
 
 @dataclass(slots=True)

@@ -59,16 +59,26 @@ class StepReport:
     """For the log, by name."""
 
 
-def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) -> dict[str, Any]:
+def mismatch(
+    logp_N: Stream, behaviour_N: Stream, ages_N: NDArray[np.integer], samples_N: NDArray[np.integer]
+) -> dict[str, Any]:
     """How far the trainer's policy is from what the engine sampled, before the update.
 
-    Apart for tokens of this very version, where any difference is the two implementations', and for stale ones, where
-    it is also what was learnt since.
+    Apart for samples whose tokens are all of this very version, where any difference is the two implementations'; for
+    stale tokens, where it is also what was learnt since; and for tokens of this version behind stale ones of their
+    sample, whose context was computed anew, by other routes than those on record.
+
+    Args:
+        ages_N: in versions.
+        samples_N: a number for the sample of each.
     """
-    scalars = {"mismatch/same_share": is_same_N.mean()}
+    oldest = np.zeros(int(samples_N.max()) + 1, ages_N.dtype)
+    np.maximum.at(oldest, samples_N, ages_N)
+    is_stale_N, is_whole_N = ages_N > 0, oldest[samples_N] == 0
+    scalars = {"mismatch/same_share": is_whole_N.mean()}
     delta_N = logp_N - behaviour_N
     estimates = {"k1": -delta_N, "k2": 0.5 * delta_N**2, "k3": np.expm1(delta_N) - delta_N}
-    for kind, mask_N in (("same", is_same_N), ("stale", ~is_same_N)):
+    for kind, mask_N in (("same", is_whole_N), ("stale", is_stale_N), ("mixed", ~is_whole_N & ~is_stale_N)):
         if mask_N.any():
             for name, k_N in estimates.items():
                 size_N = np.abs(k_N[mask_N])
@@ -82,7 +92,7 @@ def mismatch(logp_N: Stream, behaviour_N: Stream, is_same_N: NDArray[np.bool_]) 
     return scalars
 
 
-def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[str, Any]:
+def update(streams: Mapping[str, Stream]) -> dict[str, Any]:
     """What the updates did, from the streams of `stretto.rl.objective.PolicyObjective`."""
     scalars = {
         "policy/clip_fraction": streams["clipped"].mean(),
@@ -93,9 +103,8 @@ def update(streams: Mapping[str, Stream], reference_N: Stream | None) -> dict[st
         "policy/entropy": streams["entropy"].mean(),
         "policy/nll": -streams["logp"].mean(),
     }
-    if reference_N is not None:
-        delta_N = reference_N - streams["logp"]
-        scalars["policy/kl_reference"] = (np.expm1(delta_N) - delta_N).mean()
+    if "kl_reference" in streams:
+        scalars["policy/kl_reference"] = streams["kl_reference"].mean()
     return scalars
 
 
@@ -124,6 +133,7 @@ def samples(groups: Sequence[Group]) -> dict[str, Any]:
         "samples/tokens_max": lengths.max(),
         "samples/truncated": np.mean([each.finish_reason == "length" for each in flat]),
         "samples/turns_mean": np.mean([each.num_turns for each in flat]),
+        "samples/partial_groups": np.mean([len(group.trajectories) < group.task.group for group in groups]),
         "samples/attempts_mean": np.mean([each.attempt for each in flat]),
     }
     return scalars | {name: np.mean(values) for name, values in sorted(named.items())}
@@ -453,7 +463,8 @@ class Logbook:
         self._shown_steps = step
         self._stepped_s = time.perf_counter()
         self._role_scalars, self._counts = RoleScalars(self._stepped_s), Counts()
-        self._counts.grown("filtered", controller.counts()["filtered"])
+        for ending in ("filtered", "failed"):
+            self._counts.grown(ending, controller.counts()[ending])
         return step + 1 if step else 0
 
     def stepped(self, report: StepReport, refs: tuple[GroupRef, ...]) -> None:
@@ -478,6 +489,9 @@ class Logbook:
             **self._role_scalars.scalars(),
         }
         # since the last step: what was thrown away, and what had to be done again
+        if num_failed := self._counts.grown("failed", counts["failed"]):
+            last = self._controller.last_given_up
+            self._say(f"step {report.step:>5,}  {num_failed:.0f} groups given up, the last one {last}")
         filtered = self._counts.grown("filtered", counts["filtered"])
         uniform = scalars["reward/uniform_groups"] * len(refs)
         scalars["groups/uniform_share"] = (filtered + uniform) / (filtered + len(refs))

@@ -61,6 +61,13 @@ def cispo(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: fl
     return PolicyLoss(-bounded_N * advantages_N * logp_N, ratio_N, bounded_N != ratio_N)
 
 
+def icepop(logp_N: Tensor, proximal_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    """−sg(u)·A·log π within the bounds, and 0 outside: such tokens are left out (IcePop, 2510.18855)."""
+    ratio_N = (logp_N.detach() - proximal_N).exp()
+    kept_N = icepop_weights(logp_N, proximal_N, 1.0 - clip_low, 1.0 + clip_high)
+    return PolicyLoss(-kept_N * advantages_N * logp_N, ratio_N, kept_N != ratio_N)
+
+
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     plain_N, clipped_N = ratio_N * advantages_N, bounded_N * advantages_N
@@ -76,6 +83,15 @@ def icepop_weights(proximal_N: Tensor, behaviour_N: Tensor, low: float, high: fl
     """proximal/μ within [``low``, ``high``], and 0 outside: such tokens are left out (IcePop). No gradient."""
     ratio_N = (proximal_N - behaviour_N).detach().exp()
     return torch.where((ratio_N >= low) & (ratio_N <= high), ratio_N, 0.0)
+
+
+_MOST_KL = 10.0
+"""Largest weight of a token's KL: one token must not be the whole gradient."""
+
+
+def kl_weights(logp_N: Tensor, behaviour_N: Tensor) -> Tensor:
+    """π/μ: what makes a mean over tokens of μ one over tokens of π, as `kl_k2` needs it. No gradient."""
+    return (logp_N - behaviour_N).detach().exp().clamp(max=_MOST_KL)
 
 
 def kl_k2(logp_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -96,38 +112,43 @@ class PolicyObjective:
     """At which the tokens were sampled: the policy that is trained is the one that sampled."""
     streams: Mapping[str, Tensor]
     """Those of `stretto.rl.batch.Batch` by name."""
-    proximal_BT: Tensor | None
-    """Log-probabilities of the trust region's centre; the behaviour's own for naive PPO. None: those of this pass."""
+    proximal_BT: Tensor
+    """Log-probabilities of the trust region's centre; the behaviour's own unless they were recomputed."""
     reference_BT: Tensor | None = None
     """Log-probabilities of the reference network, where there is a KL to it."""
     operators: Operators = ORDINARY
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
-        """Sum of weight·(correction·policy loss + kl_weight·k2) over the targets."""
+        """Sum of weight·(correction·policy loss + kl_weight·π/μ·k2) over the targets."""
         config = self.config
         all_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, operators=self.operators)
         kept_N = targets_N != IGNORED
         names = ("behaviour_BT", "advantages_BT", "weights_BT", "samples_BT")
         behaviour_M, advantages_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
-        logp_M = all_N[kept_N]
-        proximal_M = logp_M.detach() if self.proximal_BT is None else self.proximal_BT.flatten()[kept_N]
+        logp_M, proximal_M = all_N[kept_N], self.proximal_BT.flatten()[kept_N]
         bounds = (config.clip_low, config.clip_high)
         if config.policy == "gspo":
             policy = gspo(logp_M, proximal_M, advantages_M, samples_M, *bounds)
         else:
-            policy = (ppo if config.policy == "ppo" else cispo)(logp_M, proximal_M, advantages_M, *bounds)
+            policy = {"ppo": ppo, "cispo": cispo, "icepop": icepop}[config.policy](
+                logp_M, proximal_M, advantages_M, *bounds
+            )
         correction_M = torch.ones_like(behaviour_M)  # of what the rollout did otherwise than the proximal policy
         if config.correction == "tis":
+            assert config.tis_cap is not None, "checked by the recipe"
             correction_M = tis_weights(proximal_M, behaviour_M, config.tis_cap)
         elif config.correction == "icepop":
+            assert config.icepop_range is not None, "checked by the recipe"
             correction_M = icepop_weights(proximal_M, behaviour_M, *config.icepop_range)
         loss_M = correction_M * policy.loss_N
+        found = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
+        found["cut"] = (correction_M != (proximal_M - behaviour_M).exp()) & (config.correction != "none")
         if config.kl_weight:
             assert self.reference_BT is not None, "a KL needs the reference's log-probabilities"
-            loss_M = loss_M + config.kl_weight * kl_k2(logp_M, self.reference_BT.flatten()[kept_N])
-        is_cut_M = correction_M != (proximal_M - behaviour_M).exp()
-        found = {"ratio": policy.ratio_N, "clipped": policy.clipped_N, "correction": correction_M}
-        found["cut"] = is_cut_M & (config.correction != "none")
+            reference_M, stale_M = self.reference_BT.flatten()[kept_N], kl_weights(logp_M, behaviour_M)
+            loss_M = loss_M + config.kl_weight * stale_M * kl_k2(logp_M, reference_M)
+            delta_M = reference_M - logp_M.detach()
+            found["kl_reference"] = stale_M * (torch.expm1(delta_M) - delta_M)
         streams_N = {name: torch.zeros_like(entropy_N) for name in found}
         for name, value_M in found.items():
             streams_N[name][kept_N] = value_M.float()

@@ -5,17 +5,15 @@ Imports no torch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, nearest
 from stretto.base.trajectory import Task
 from stretto.data.loader import key_of, permute
 from stretto.model.spec import ModelConfig
@@ -31,6 +29,8 @@ RECIPE_FILE, START_FILE = "recipe.json", "start.json"
 JOURNAL_FILE, OLD_JOURNAL_FILE = "groups.sqlite", "groups.jsonl"
 STATUS_FILE, SPANS_FILE, TRACE_FILE = "status.json", "spans.jsonl", "trace.json"
 """What it tells, beside the files of `stretto.base.track`."""
+ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+"""Those of `stretto.rl.algorithms`."""
 LAYOUT = ("runtime.", "failures.", "sandbox.")
 """Tables of the recipe that say where and with what patience, not what; a resumed run may change them."""
 
@@ -77,29 +77,110 @@ class RolloutConfig(Config):
     """Of one engine on a CPU."""
 
 
-class LossConfig(Config):
-    """The policy loss: names as in the papers that METHODS cites."""
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tis": {"policy": "cispo", "clip_high": 1.0},
+    "grpo": {"policy": "ppo", "normaliser": "sequence", "kl_weight": 0.04, "drop_uniform": False},
+    "dr_grpo": {"policy": "ppo", "advantage": "dr_grpo", "normaliser": "constant", "drop_uniform": False},
+    "dapo": {"policy": "ppo", "clip_high": 0.28, "overlong_share": 0.2},
+    "gspo": {"policy": "gspo", "normaliser": "sequence", "drop_uniform": False},
+    "cispo": {"policy": "cispo", "overlong_share": 0.2},
+    "icepop": {"policy": "icepop", "normaliser": "sequence", "drop_uniform": False},
+    "decoupled": {"policy": "ppo", "proximal": "recompute", "correction": "icepop", "icepop_range": (0.0, 5.0)},
+}
+"""The papers' own values, where they differ from `LossConfig`'s and from those that belong to a policy or correction.
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """``grpo`` divides by the group's standard deviation, ``dr_grpo`` does not, ``rloo`` leaves the sample itself out."""
-    policy: Literal["ppo", "gspo", "cispo"] = "ppo"
-    clip_low: float = Field(default=0.2, gt=0)
-    clip_high: float = Field(default=0.2, gt=0)
-    """0.28 with a low of 0.2 is DAPO's."""
+``tis``: π/μ cut off at 2 (truncated importance sampling), as one update of a batch has it. ``grpo``: 2402.03300. ``dr_grpo``:
+2503.20783. ``dapo``: 2503.14476; 4,096 of its 20,480 tokens are punished. ``gspo``: 2507.18071. ``cispo``: 2506.13585, with
+DAPO's filter and length penalty, no KL. ``icepop``: 2510.18855, as one update of a batch has it. ``decoupled``: AReaL
+(2505.24298), whose code leaves tokens out whose proximal/μ is more than 5.
+"""
+_OF_POLICY: Final[Mapping[str, Mapping[str, float]]] = {
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },  # its paper has no lower bound and names no upper one; 5: ScaleRL, 2510.13786
+    "icepop": {"clip_low": 0.5, "clip_high": 4.0},
+}
+_OF_CORRECTION: Final[Mapping[str, Mapping[str, Any]]] = {
+    "none": {},
+    "tis": {"tis_cap": 2.0},
+    "icepop": {"icepop_range": (0.5, 5.0)},
+}
+
+
+class LossConfig(Config):
+    """The policy loss: names as in the papers that METHODS cites. π is trained, μ has sampled. What would change nothing
+    beside the other fields is refused."""
+
+    preset: str = "tis"
+    """Of `PRESETS`: gives every other field the value that it has where the recipe does not say."""
+    advantage: str = "grpo"
+    """``grpo`` divides by the group's standard deviation, ``dr_grpo`` does not, ``rloo`` leaves the sample itself out; or
+    ``file.py:function``, one's own (`stretto.rl.algorithms`)."""
+    policy: Literal["ppo", "gspo", "cispo", "icepop"] = "cispo"
+    """What becomes of a ratio π/centre out of bounds. ``ppo``: its token's gradient ends, where it would go further out;
+    ``gspo``: so, by whole samples; ``cispo``: it is bounded; ``icepop``: its token is left out."""
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    """The ratio's lower bound is 1 less this: with 1 there is none."""
+    clip_high: float = Field(default=1.0, gt=0)
+    """Its upper bound is 1 and this."""
     normaliser: Literal["token", "sequence", "constant"] = "token"
     """Of the loss, over the whole global batch: its tokens (DAPO), its sequences' own means (GRPO), or samples times
     ``max_tokens`` (Dr.GRPO)."""
-    proximal: Literal["recompute", "behaviour"] = "recompute"
-    """Where the trust region's centre comes from: the trainer's own forward before the update (decoupled PPO), or the
-    rollout's log-probabilities (naive PPO)."""
-    correction: Literal["none", "tis", "icepop"] = "tis"
-    """What the ratio trainer/rollout does: cut off at ``tis_cap``, or drop tokens outside ``icepop_range``."""
-    tis_cap: float = Field(default=2.0, gt=0)
-    icepop_range: tuple[float, float] = (0.5, 5.0)
+    proximal: Literal["behaviour", "recompute"] = "behaviour"
+    """The ratio's centre: μ itself, as recorded; or the trainer's own forward before the updates (decoupled PPO), which a
+    single update cannot leave, so that it needs ``train.minibatches``."""
+    correction: Literal["none", "tis", "icepop"] = "none"
+    """What a recomputed centre's ratio to μ does: cut off at ``tis_cap``, or drop tokens outside ``icepop_range``."""
+    tis_cap: float | None = Field(default=None, gt=0)
+    icepop_range: tuple[float, float] | None = None
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference network (k2 as a loss, whose gradient is right)."""
+    """Weight of the KL to the reference network (k2 as a loss, whose gradient is right; weighted by π/μ, as tokens are of
+    μ)."""
+    overlong_share: float = Field(default=0.0, ge=0, lt=1)
+    """Answers lose up to 1 of their reward for reaching into this last share of ``rollout.max_tokens`` (DAPO)."""
     drop_uniform: bool = True
     """Groups whose rewards are all equal teach nothing: they are dropped and others drawn (DAPO)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """What was not given, by the preset; what belongs to another policy or correction than the preset's, by that."""
+        if not isinstance(given, Mapping):
+            return given
+        tree = {"policy": "cispo", "correction": "none", **PRESETS.get(given.get("preset", "tis"), {})}
+        for whole, table in (("policy", _OF_POLICY), ("correction", _OF_CORRECTION)):
+            kind = given.get(whole, tree[whole])
+            own = table.get(kind, {})
+            kept = tree if kind == tree[whole] else {}
+            tree = {name: value for name, value in tree.items() if name not in table[tree[whole]]}
+            tree |= {name: kept.get(name, value) for name, value in own.items()}
+        return tree | dict(given)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset: no {self.preset!r}{nearest(self.preset, PRESETS)}; one of {', '.join(PRESETS)}")
+        if self.advantage not in ADVANTAGES and ":" not in self.advantage:
+            names = f"one of {', '.join(ADVANTAGES)}, or file.py:function"
+            raise ValueError(f"advantage: no {self.advantage!r}{nearest(self.advantage, ADVANTAGES)}; {names}")
+        if self.correction != "none" and self.proximal == "behaviour":
+            raise ValueError(
+                f"correction {self.correction!r} is of a centre that was recomputed, and proximal is 'behaviour': π/μ is "
+                'bounded by clip_low and clip_high; leave it out, or set proximal = "recompute"'
+            )
+        for field, correction in (("tis_cap", "tis"), ("icepop_range", "icepop")):
+            is_given = getattr(self, field) is not None
+            if is_given is not (self.correction == correction):
+                remedy = "leave it out" if is_given else "give it"
+                raise ValueError(
+                    f"{field} belongs to correction {correction!r}, and that is {self.correction!r}; {remedy}"
+                )
+        if self.icepop_range is not None and not 0 <= self.icepop_range[0] < self.icepop_range[1]:
+            raise ValueError(f"icepop_range {list(self.icepop_range)}: give a lower and a higher ratio")
+        return self
 
 
 class PrecisionConfig(Config):
@@ -182,7 +263,7 @@ class RlTrainConfig(Config):
     micro_rows: int = Field(default=8, gt=0)
     """Rows of one forward and backward pass."""
     minibatches: int = Field(default=1, gt=0)
-    """Optimiser updates a step; more than one needs the trust region."""
+    """Optimiser updates a step, each of its share of the groups; more than one need a trust region."""
     seed: int = 0
     threads: int = Field(default=1, gt=0)
     snapshot_every: int = Field(default=20, gt=0)
@@ -210,6 +291,9 @@ class RlRecipe(Config):
     replay: Literal["off", "r2", "r3"] = "r3"
     """Which routes the trainer's forward passes take: its own, those of its recomputation before the update, or the
     engine's (2510.11370)."""
+    teachers: dict[str, str] = Field(default_factory=dict)
+    """Checkpoint folders of networks whose log-probabilities an algorithm of one's own sees, by its names for them; of the
+    start's tokenizer."""
     precision: PrecisionConfig = PrecisionConfig()
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
@@ -227,10 +311,18 @@ class RlRecipe(Config):
             )
         if self.window is not None:
             Limits(self.train.prompts, self.staleness, self.window)  # refuses one that is too wide
-        if self.replay == "r2" and self.loss.proximal != "recompute":
+        for field, name in (("loss.proximal", self.loss.proximal), ("replay", self.replay)):
+            if name in ("recompute", "r2") and self.train.minibatches == 1:
+                raise ValueError(
+                    f"{field} {name!r} is of the policy before the updates of a step, and with one update that is the policy "
+                    "itself: set train.minibatches to 2 or more, or leave it out"
+                )
+        if self.teachers and self.loss.advantage in ADVANTAGES:
             raise ValueError(
-                "replay 'r2' replays the recomputation before the update; set loss.proximal = \"recompute\""
+                f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if taken := sorted({"policy", "reference"} & self.teachers.keys()):
+            raise ValueError(f"teachers.{taken[0]}: the name is taken; choose another")
         return self
 
 
@@ -245,15 +337,21 @@ _HELD_OUT = 1 << 23
 
 _SOURCE, _SAMPLE, _HELD_OUT_SAMPLE, _ORDER = 1, 2, 3, 4
 """What a number is drawn from the seed for."""
+_DECK = 64
+"""Ordinals among which sources come by weight, but for one each that waits for the next deck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The endless list of prompts of a run, and the held-out ones. Made by `plan_prompts`."""
+    """The endless list of prompts of a run, and the held-out ones. Made by `plan_prompts`.
+
+    How often a source came before an ordinal must be known without a look at all earlier ones. So sources are dealt in
+    shuffled decks: before the end of deck d, each has come ⌊64·d·its share⌋ times.
+    """
 
     names: tuple[str, ...]
-    cumulative: tuple[float, ...]
-    """Shares of the sources, summed up."""
+    shares: tuple[float, ...]
+    """Of the sources; their sum is 1."""
     sizes: tuple[int | None, ...]
     """Items of each source that are trained on; None: no end."""
     group: int
@@ -262,12 +360,12 @@ class Prompts:
 
     def task(self, ordinal: int) -> Task:
         """The task of ``ordinal``: its source drawn by weight, its item new until a source is used up, then shuffled anew."""
-        drawn = bisect_right(self.cumulative, key_of(self.seed, _SOURCE, ordinal) / 2**64)
-        place = min(drawn, len(self.names) - 1)
+        phase, number = divmod(ordinal, SUPERVISED)  # supervised training begins with an epoch of its own
+        place, num_before = self._dealt(phase, number)
         item, size = ordinal, self.sizes[place]
         if size is not None:
-            epoch, within = divmod(ordinal, size)
-            order = key_of(self.seed, _ORDER, place, epoch)
+            epoch, within = divmod(num_before, size)
+            order = key_of(self.seed, _ORDER, phase, place, epoch)
             item = int(permute(np.array([within], np.int64), size, order)[0])
         return self._task(ordinal, place, item, self.group, _SAMPLE)
 
@@ -277,6 +375,23 @@ class Prompts:
         size, within = self.sizes[place], number // len(self.names)
         item = (_HELD_OUT if size is None else size) + within
         return self._task(-1 - number, place, item, 1, _HELD_OUT_SAMPLE)
+
+    def _dealt(self, phase: int, number: int) -> tuple[int, int]:
+        """The source of the phase's prompt ``number``, and how often it came before."""
+        deck = number // _DECK  # they begin there or a little earlier, as many as there are sources
+        while sum(self._before(deck + 1)) <= number:
+            deck += 1
+        before = self._before(deck)
+        nums = [after - earlier for after, earlier in zip(self._before(deck + 1), before, strict=True)]
+        cards = np.repeat(np.arange(len(nums)), nums)
+        dealt = cards[permute(np.arange(len(cards)), len(cards), key_of(self.seed, _SOURCE, phase, deck))]
+        at = number - sum(before)
+        place = int(dealt[at])
+        return place, before[place] + int((dealt[:at] == place).sum())
+
+    def _before(self, deck: int) -> list[int]:
+        """How often each source comes before a deck."""
+        return [int(deck * _DECK * share) for share in self.shares]
 
     def _task(self, ordinal: int, place: int, item: int, group: int, purpose: int) -> Task:
         seed = key_of(self.seed, purpose, ordinal) >> 1
@@ -296,5 +411,5 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
             )
         sizes.append(None if size is None else size - num_held_out)
     total = sum(source.weight for source in recipe.sources.values())
-    cumulative = tuple(accumulate(source.weight / total for source in recipe.sources.values()))
-    return Prompts(names, cumulative, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)
+    shares = tuple(source.weight / total for source in recipe.sources.values())
+    return Prompts(names, shares, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)

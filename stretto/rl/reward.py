@@ -97,6 +97,7 @@ def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
         sandbox_s=float(score.sandbox_s),
         detail=_short(score.detail),
         parts={name: float(value) for name, value in score.parts.items()},
+        steps=tuple(replace(step, reward=float(step.reward)) for step in score.steps),
     )
 
 

@@ -17,7 +17,16 @@ from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_jso
 from stretto.base.track import read_metrics
 from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
-from stretto.rl.launch import Job, Roles, SourceTables, TrainerLost, check_sources, make_factories, start_roles
+from stretto.rl.launch import (
+    CALL_SLACK_S,
+    Job,
+    Roles,
+    SourceTables,
+    TrainerLost,
+    check_sources,
+    make_factories,
+    start_roles,
+)
 from stretto.rl.ledger import Ledger
 from stretto.rl.log import Advance, Logbook, Say, Trace, write_trace
 from stretto.rl.recipe import (
@@ -131,7 +140,7 @@ def _limits(recipe: RlRecipe) -> Limits:
         staleness=recipe.staleness,
         window=recipe.window or default_window(train.prompts, recipe.staleness, capacity),
         drop_uniform=recipe.loss.drop_uniform,
-        lease_s=recipe.failures.lease_s,
+        lease_s=recipe.failures.lease_s + 2 * CALL_SLACK_S,  # an agent keeps its lease itself, and says how far it came
         max_attempts=recipe.failures.max_attempts,
         num_steps=train.steps,
     )

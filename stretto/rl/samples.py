@@ -67,6 +67,8 @@ class _Start(msgspec.Struct, tag="start", array_like=True):
 
     task: Task
     attempt: int
+    samples: tuple[int, ...] | None = None
+    """Of a stored group: those that it holds; None: all."""
 
 
 class _Next(msgspec.Struct, tag="part", array_like=True):
@@ -287,9 +289,9 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
     Raises UserError: the disk is full."""
     task, trajectories = group.task, group.trajectories
-    assert len(trajectories) == task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
+    assert 1 < len(trajectories) <= task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
     attempt = trajectories[0].attempt
-    content = [_frame(_Start(task, attempt))]
+    content = [_frame(_Start(task, attempt, tuple(each.sample for each in trajectories)))]
     for each in trajectories:
         num_tokens = 0
         for segment in each.segments:
@@ -302,7 +304,7 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         file.write(b"".join(content))
         file.flush()
         os.fsync(file.fileno())
-    rewards = [trajectory.verdict.reward for trajectory in trajectories]
+    verdicts = [trajectory.verdict for trajectory in trajectories]
     return GroupRef(
         ordinal=task.ordinal,
         attempt=attempt,
@@ -310,8 +312,8 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
         num_samples=len(trajectories),
         num_tokens=sum(trajectory.num_sampled for trajectory in trajectories),
         oldest_version=min(trajectory.oldest_version for trajectory in trajectories),
-        mean_reward=float(np.mean(rewards)),
-        is_uniform=max(rewards) == min(rewards),
+        mean_reward=float(np.mean([verdict.reward for verdict in verdicts])),
+        is_uniform=len({(verdict.reward, verdict.steps) for verdict in verdicts}) == 1,
     )
 
 
@@ -326,6 +328,8 @@ def load_group(location: Path | str, layers: int | None = None, top_k: int | Non
         raise UserError(f"{path}: no such file, and the run needs it; restore it, or start a new run folder") from None
     except (OSError, ValueError) as error:
         start, samples, problem = None, (), str(error).splitlines()[0]
+    if start is not None and start.samples is not None:
+        samples = tuple(samples[number] for number in start.samples)
     if start is None or any(sample.verdict is None for sample in samples):
         raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder")
     group = Group(start.task, tuple(sample.trajectory() for sample in samples))
@@ -372,6 +376,19 @@ def id_bits(num_experts: int, has_absent: bool) -> int:
     return (num_experts + has_absent - 1).bit_length()
 
 
+def packed_bytes(routes_PLK: np.ndarray) -> int:
+    """Bytes that `pack_routes` makes of them."""
+    num_experts, has_absent = _ids(routes_PLK)
+    return HEADER_BYTES + -(-routes_PLK.size * id_bits(num_experts, has_absent) // 8)
+
+
+def _ids(routes_PLK: np.ndarray) -> tuple[int, bool]:
+    """Experts that the largest id speaks of, and whether some places name none."""
+    absent_PLK = routes_PLK == np.iinfo(routes_PLK.dtype).max
+    has_absent = bool(absent_PLK.any())
+    return 1 + int((routes_PLK[~absent_PLK] if has_absent else routes_PLK).max(initial=0)), has_absent
+
+
 def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes:
     """``routes_PLK`` (uint8 or uint16, the dtype's largest value: no expert) in `id_bits` bits an id; None: as many experts
     as the largest id needs.
@@ -381,12 +398,11 @@ def pack_routes(routes_PLK: np.ndarray, num_experts: int | None = None) -> bytes
     """
     assert routes_PLK.ndim == 3 and routes_PLK.dtype in (np.uint8, np.uint16), f"{routes_PLK.dtype} {routes_PLK.shape}"
     flat_N = routes_PLK.reshape(-1)
-    absent_N = flat_N == np.iinfo(routes_PLK.dtype).max
-    has_absent = bool(absent_N.any())
-    highest = int((flat_N[~absent_N] if has_absent else flat_N).max(initial=0))
-    num_experts = highest + 1 if num_experts is None else num_experts
-    assert highest < num_experts, f"expert {highest} of {num_experts}"
-    ids_N = np.where(absent_N, np.uint16(num_experts), flat_N) if has_absent else flat_N
+    least, has_absent = _ids(routes_PLK)
+    num_experts = least if num_experts is None else num_experts
+    assert least <= num_experts, f"expert {least - 1} of {num_experts}"
+    absent = np.iinfo(routes_PLK.dtype).max
+    ids_N = np.where(flat_N == absent, np.uint16(num_experts), flat_N) if has_absent else flat_N
     bits = id_bits(num_experts, has_absent)
     # eight ids make ``bits`` whole bytes: the first of two words of 64 bits into which they are shifted
     padded_Q8 = np.zeros((-(-len(ids_N) // 8), 8), "<u8")

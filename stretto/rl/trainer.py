@@ -1,8 +1,9 @@
 """The trainer as a role: finished groups in, a step of the policy, a new version of the weights out.
 
-One step: load the groups, give credit, pack; recompute log-probabilities with the weights as they are (the proximal
-policy, and the mismatch with what the engine recorded); then one optimiser update for each part of the groups. Every
-forward pass of a batch, recomputed activations included, takes the same routes.
+One step: load the groups, pack; score the samples with the weights as they are (the proximal policy, and the mismatch with
+what the engine recorded) and with other networks; have the algorithm give credit for what is known by then; then one
+optimiser update for each part of the groups. Every forward pass of a batch, recomputed activations included, takes the
+same routes.
 
 Shape letters: B rows, T positions, N targets of a step over all ranks, L MoE layers, K route slots, W branches of
 balance state, E experts.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Meter, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
@@ -34,15 +36,15 @@ from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
-from stretto.rl.algorithms import assign
-from stretto.rl.batch import Batch, pack
+from stretto.rl.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
+from stretto.rl.batch import Batch, by_sample, credited, pack
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch, staleness
 from stretto.rl.log import samples as sample_scalars
 from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
-from stretto.rl.recipe import SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
-from stretto.rl.samples import load_group
+from stretto.rl.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
+from stretto.rl.samples import load_group, packed_bytes
 from stretto.rl.weights import is_quantised, pack_state, publish, retire
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
@@ -65,9 +67,8 @@ class Pass:
     """Streams of this rank's rows, on the device, by their names in `Batch`."""
     ctx: Context
     """Of every pass of the policy; its routes are what is replayed."""
-    proximal_BT: Tensor | None
-    """Centre of the trust region; None: the policy as the update itself finds it, which is the same in a first update."""
-    reference_BT: Tensor | None = None
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    """Log-probabilities [B, T] of the targets, 0 elsewhere: by ``policy``, as it is before the update, and other networks."""
     num_flips: int = 0
     """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
     num_recorded: int = 0
@@ -88,7 +89,7 @@ def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) 
         operators=arithmetic.operators,
         routing=Replay(mine["routes_BTLK"]) if replays else None,
     )
-    return Pass(batch, mine, ctx, mine["behaviour_BT"])
+    return Pass(batch, mine, ctx)
 
 
 @torch.no_grad()
@@ -107,12 +108,12 @@ def score(model: Transformer, each: Pass, temperature: float, routing: Routing |
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
-    """Make the policy as it is the centre of the trust region, and compare its choice of experts with the engine's.
+    """Score with the policy as it is, and compare its choice of experts with the engine's.
 
     With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
     """
     recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
-    each.proximal_BT = score(model, each, temperature, recorder)
+    each.scores["policy"] = score(model, each, temperature, recorder)
     recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), recorder.own_BTLK
     if recorded_BTLK is not None:
         is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
@@ -122,10 +123,19 @@ def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -
         each.ctx = replace(each.ctx, routing=Replay(own_BTLK))
 
 
+def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
+    """What was said of the samples, by their numbers, to the pass."""
+    each.batch = credited(each.batch, credits)
+    rows = ranks.rows(len(each.batch.tokens_BT))
+    for name in ("advantages_BT", "weights_BT"):
+        each.mine[name] = torch.from_numpy(getattr(each.batch, name)[rows]).to(ranks.device)
+
+
 def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet) -> MicroBatch:
     """The pass as the optimisation step takes it."""
     mine, ctx = each.mine, each.ctx
-    objective = PolicyObjective(loss, temperature, mine, each.proximal_BT, each.reference_BT, ctx.operators)
+    proximal_BT = each.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
+    objective = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
     tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
@@ -133,6 +143,14 @@ def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet
 def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str) -> TrainerRole:
     """The only rank of a run, on ``device``."""
     return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Update:
+    """What one optimiser update trains."""
+
+    samples: list[list[Streams]]
+    passes: list[Pass]
 
 
 class TrainerRole:
@@ -150,10 +168,13 @@ class TrainerRole:
             )
         torch.set_num_threads(train.threads)
         self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
-        self._origin = self._read()
+        self._origin = self._read(self._start)
         self._model = self._origin.model
         self._optimizers = build_optimizers(recipe.optim, self._model)
-        self._reference = self._read().model.requires_grad_(False) if recipe.loss.kl_weight else None
+        load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it now
+        folders = {"reference": self._start} if recipe.loss.kl_weight else {}
+        folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}
+        self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
         self._run_id = new_run_id()
@@ -163,11 +184,6 @@ class TrainerRole:
         self._copied: tuple[int, Mapping[str, Tensor]]
         """A version and its weights."""
 
-    def _read(self) -> Checkpoint:
-        """The start, its network spread over the ranks."""
-        found = read_checkpoint(self._start, dtype=torch.float32)
-        return replace(found, model=spread(found.model, self._ranks))
-
     def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
         """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
 
@@ -176,32 +192,27 @@ class TrainerRole:
             NonFiniteError: nothing was applied; the last snapshot is good.
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
-        started, recipe, config = time.perf_counter(), self._recipe, self._model.config
-        temperature, scores = recipe.rollout.temperature, self._scores_before(step)
+        started, config = time.perf_counter(), self._model.config
+        scores = self._scores_before(step)
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
             groups = [load_group(ref.location, *shape) for ref in refs]
             updates = self._plan(groups)
-            flat = [each for update in updates for each in update]
+            flat = [each for update in updates for each in update.passes]
             loaded = time.perf_counter()
-            for each in flat:
-                if scores:
-                    recompute(self._model, each, temperature, recipe.replay)
-                elif recipe.loss.proximal == "recompute":
-                    each.proximal_BT = None
-                if self._reference is not None:
-                    each.reference_BT = score(self._reference, each, temperature)
+            for update in updates:
+                self._score(update, scores)
             scored = time.perf_counter()
-            results = [self._update(update) for update in updates]
+            results = [self._update(update.passes) for update in updates]
             updated = time.perf_counter()
             shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
-            self._meter.add(flops=(scores + (self._reference is not None)) * flops)
+            self._meter.add(flops=(scores + len(self._teachers)) * flops)
             num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
             self.version += 1
             self._num_tokens += num_tokens
-        scalars = self._measure(groups, flat, results) | {
+        scalars = self._measure(groups, updates, results) | {
             "time/load_s": loaded - started,
             "time/recompute_s": scored - loaded,
             "time/update_s": updated - scored,
@@ -283,22 +294,56 @@ class TrainerRole:
         )
 
     def _scores_before(self, step: int) -> bool:
-        """Whether ``step`` has a pass before its updates; a single update finds the same log-probabilities by itself."""
+        """Whether ``step`` has a pass of the policy before its updates. A single update finds the same log-probabilities by
+        itself; so that pass is for several, for an algorithm that may look at it, and now and then for the flips."""
         recipe = self._recipe
-        is_needed = recipe.train.minibatches > 1 or recipe.replay == "r2" or step % FLIPS_EVERY == 0
-        return recipe.loss.proximal == "recompute" and is_needed
+        is_looked_at = recipe.loss.advantage not in ADVANTAGES
+        return recipe.train.minibatches > 1 or is_looked_at or step % FLIPS_EVERY == 0
 
-    def _plan(self, groups: Sequence[Group]) -> list[list[Pass]]:
-        """The passes of each update."""
+    def _read(self, folder: Path) -> Checkpoint:
+        """A checkpoint, its network spread over the ranks. Raises UserError: it cannot be read."""
+        found = read_checkpoint(folder, dtype=torch.float32)
+        return replace(found, model=spread(found.model, self._ranks))
+
+    def _teacher(self, name: str, folder: Path) -> Transformer:
+        """Raises UserError: no checkpoint there, or of another vocabulary."""
+        model = self._read(folder).model.requires_grad_(False)
+        sizes = model.config.vocab_size, self._model.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise UserError(f"teachers.{name}: a vocabulary of {sizes[0]}, the policy's is {sizes[1]}; choose another")
+        return model
+
+    def _plan(self, groups: Sequence[Group]) -> list[_Update]:
+        """What each update trains, without credit."""
         recipe, train, ranks = self._recipe, self._recipe.train, self._ranks
         assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
         replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
         has_routes = replays or all(each.routes is not None for group in groups for each in group.trajectories)
         for start in range(0, len(groups), size):
-            streams = assign(groups[start : start + size], recipe.loss.advantage, recipe.loss.normaliser)
-            batches = pack(streams, train.seq_len, train.micro_rows, share=ranks.world, with_routes=has_routes)
-            updates.append([place(batch, ranks, self._arithmetic, replays=replays) for batch in batches])
+            samples = unroll(groups[start : start + size], recipe.loss.overlong_share)
+            batches = pack(samples, train.seq_len, train.micro_rows, share=ranks.world, with_routes=has_routes)
+            passes = [place(batch, ranks, self._arithmetic, replays=replays) for batch in batches]
+            updates.append(_Update(samples, passes))
         return updates
+
+    def _score(self, update: _Update, scores: bool) -> None:
+        """Score ``update`` by all networks (by the policy if ``scores``), and give credit for it."""
+        loss, rollout = self._recipe.loss, self._recipe.rollout
+        for each in update.passes:
+            if scores:
+                recompute(self._model, each, rollout.temperature, self._recipe.replay)
+            for name, teacher in self._teachers.items():
+                each.scores[name] = score(teacher, each, rollout.temperature)
+        samples = [sample for group in update.samples for sample in group]
+        lengths = [sample.num_inputs for sample in samples]
+        for name in update.passes[0].scores:
+            wholes = [self._whole(each, each.scores[name]) for each in update.passes]
+            streams = by_sample([each.batch for each in update.passes], wholes, lengths)
+            for sample, stream_S in zip(samples, streams, strict=True):
+                sample.scores[name] = stream_S
+        credits = give_credit(update.samples, loss.advantage, loss.normaliser, rollout.max_tokens)
+        for each in update.passes:
+            give_pass_credit(each, credits, self._ranks)
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
         recipe, model = self._recipe, self._model
@@ -316,25 +361,31 @@ class TrainerRole:
         return result
 
     def _measure(
-        self, groups: Sequence[Group], passes: Sequence[Pass], results: Sequence[StepResult]
+        self, groups: Sequence[Group], updates: Sequence[_Update], results: Sequence[StepResult]
     ) -> dict[str, float]:
         """All scalars of a step that just ended; the same on every rank."""
         version, recipe = self.version - 1, self._recipe
+        passes = [each for update in updates for each in update.passes]
         streams = [stream for result in results for stream in result.streams_N]
         found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
-        centres = [each.proximal_BT for each in passes if each.proximal_BT is not None]
-        before_N = self._gathered(passes, centres) if self._scores_before(version) else found["logp"]
-        references = [each.reference_BT for each in passes if each.reference_BT is not None]
-        batches = [each.batch for each in passes]
-        versions_N = np.concatenate([each.versions_BT[each.targets_BT != IGNORED] for each in batches])
+        before = [each.scores["policy"] for each in passes if "policy" in each.scores]
+        before_N = self._gathered(passes, before) if before else found["logp"]
+        batches, most = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
+        firsts = [number * most for number, update in enumerate(updates) for _ in update.passes]
         behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
-        scalars = mismatch(before_N, behaviour_N.astype(np.float64), versions_N == version)
-        scalars |= update_scalars(found, self._gathered(passes, references) if references else None)
-        scalars |= sample_scalars(groups) | staleness(groups, version)
+        ages_N = np.concatenate([version - each.versions_BT[each.targets_BT != IGNORED] for each in batches])
+        samples_N = np.concatenate(
+            [first + each.samples_BT[each.targets_BT != IGNORED] for first, each in zip(firsts, batches, strict=True)]
+        )
+        scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
+        scalars |= update_scalars(found) | sample_scalars(groups) | staleness(groups, version)
         flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
         num_flips, num_recorded = self._ranks.sum(flips).tolist()
         if num_recorded:
             scalars["routes/flips"] = num_flips / num_recorded
+        routes = [each.routes for group in groups for each in group.trajectories if each.routes is not None]
+        if routes:
+            scalars["routes/bytes_per_token"] = sum(map(packed_bytes, routes)) / sum(map(len, routes))
         loads = [load_balance(each_WE[0]) for result in results for each_WE in result.counts.values()]
         num_places, num_inputs = sum(each.tokens_BT.size for each in batches), sum(each.num_inputs for each in batches)
         num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
@@ -350,9 +401,12 @@ class TrainerRole:
 
     def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
         """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""
-        parts = []
-        for each, value in zip(passes, mine, strict=True):
-            whole_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
-            whole_BT[self._ranks.rows(len(whole_BT))] = value.view(-1, whole_BT.shape[1])
-            parts.append(self._ranks.sum(whole_BT).cpu().numpy()[each.batch.targets_BT != IGNORED])
-        return np.concatenate(parts).astype(np.float64)
+        wholes = [self._whole(each, value) for each, value in zip(passes, mine, strict=True)]
+        kept = [whole_BT[each.batch.targets_BT != IGNORED] for each, whole_BT in zip(passes, wholes, strict=True)]
+        return np.concatenate(kept).astype(np.float64)
+
+    def _whole(self, each: Pass, mine: Tensor) -> np.ndarray:
+        """All ranks' rows [B, T] of what this one has for its own."""
+        whole_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
+        whole_BT[self._ranks.rows(len(whole_BT))] = mine.view(-1, whole_BT.shape[1])
+        return self._ranks.sum(whole_BT).cpu().numpy()

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, zip_longest
 from typing import Any, Literal
 
 from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent, TopLogprob
+from stretto.serve.dialects import Call, Piece, Thought, read_answer
 from stretto.serve.elastic import Elastic, Rung
-from stretto.serve.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, sse
+from stretto.serve.generate import MAX_CHOICES, Answer, Backend, Generation, Job, Sampled, finite, is_cut, sse
 from stretto.serve.limits import ApiError, parse_body
 from stretto.serve.messages import (
     Body,
-    Call,
     FieldError,
     Message,
     ResponseFormat,
     Tool,
     ToolChoice,
-    answer_grammar,
-    read_answer,
     tool_use,
 )
 
@@ -78,9 +77,17 @@ class ChunkedAnswer(Answer):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(use.cached_tokens for use in uses)},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached(done)},
             "elastic": self._elastic_usage(uses),
         }
+
+    def _num_cached(self, done: Sequence[Completion]) -> int:
+        """Prompt tokens found in the cache, each prompt once, as it counts in ``prompt_tokens``: what the choice that
+        found least had not to compute, since the others found what that one had computed."""
+        least: dict[str, int] = {}
+        for each in done:
+            least[each.request_id] = min(least.get(each.request_id, each.usage.cached_tokens), each.usage.cached_tokens)
+        return sum(least.values())
 
 
 class ShortChatBody(Body):
@@ -103,6 +110,8 @@ class ChatBody(ShortChatBody, Generation):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, ``{"enable_thinking": false}`` say."""
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] = False
 
@@ -119,8 +128,13 @@ def read_short_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
 
 def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcmpl") -> Job:
     """The engine request of a conversation. Raises `ApiError` or `UserError` for what cannot be done."""
-    use = tool_use(body.tools, body.tool_choice)
-    ids = backend.check_ids(backend.prompts.chat(body.messages, use.offered), "messages")
+    use, prompts = tool_use(body.tools, body.tool_choice), backend.prompts
+    rendered = prompts.chat(body.messages, use.offered, variables=body.chat_template_kwargs)
+    ids = backend.check_ids(rendered, "messages")
+    # A grammar of the client's own is about all of the text, reasoning included.
+    reads_thoughts = body.regex is None and body.grammar is None
+    is_thinking = reads_thoughts and prompts.thinks(ids)
+    schemas = use.schemas() if use.offered else None
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise FieldError("max_tokens", "contradicts max_completion_tokens; give one of them")
     if body.top_logprobs and not body.logprobs:
@@ -132,9 +146,10 @@ def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcm
         [ids],
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=body.logprobs,
-        turn_ends=backend.prompts.turn_ends,
-        shape=answer_grammar(use, body.response_format, body.parallel_tool_calls),
-        reads_calls=bool(use.offered),
+        turn_ends=prompts.turn_ends,
+        shape=prompts.grammar(use, body.response_format, body.parallel_tool_calls, is_thinking),
+        reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking),
+        visible_ids=prompts.visible_ids,
         top_logprobs=body.top_logprobs or 0,
     )
 
@@ -153,11 +168,13 @@ class ChatAnswer(ChunkedAnswer):
         return super().whole(done) | ids
 
     def _choice(self, index: int, done: Completion) -> dict[str, Any]:
-        content, calls = read_answer(done.text) if self.job.reads_calls else (done.text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = [call.body() for call in calls]
-        reason = "tool_calls" if calls else done.finish_reason
+        said = read_answer(self._readers[index], done.text, is_cut(done))
+        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [call.body() for call in said.calls]
+        reason = _reason(done, len(said.calls))
         return {"message": message, "logprobs": self._logprobs(self._sampled(done)), "finish_reason": reason}
 
     def start(self) -> Iterator[bytes]:
@@ -176,18 +193,19 @@ class ChatAnswer(ChunkedAnswer):
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         reader = self._readers[index]
-        for delta in self._deltas(index, [*reader.push(rest), *reader.finish()]):
+        for delta in self._deltas(index, [*reader.push(rest), *reader.finish(is_cut(done))]):
             yield self._chunk(index, {"delta": delta})
-        reason = {"finish_reason": "tool_calls"} if self._num_calls[index] else {}
-        yield self._last_chunk(index, {"delta": {}}, done, **reason)
+        yield self._last_chunk(index, {"delta": {}}, done, finish_reason=_reason(done, self._num_calls[index]))
 
     def _logprobs(self, tokens: Iterable[Sampled]) -> dict[str, Any] | None:
         return {"content": [self._entry(*each) for each in tokens], "refusal": None} if self.job.logprobs else None
 
-    def _deltas(self, index: int, pieces: Sequence[str | Call]) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for piece in pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, Thought):
+                deltas.append({"reasoning_content": piece.text})
+            elif isinstance(piece, Call):
                 deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
                 self._num_calls[index] += 1
             elif piece.strip() or not self._num_calls[index]:  # white space between calls is no content
@@ -195,11 +213,16 @@ class ChatAnswer(ChunkedAnswer):
         return deltas
 
 
+def _reason(done: Completion, num_calls: int) -> str:
+    """An answer that was cut says so, whatever it called before."""
+    return "tool_calls" if num_calls and done.finish_reason == "stop" else done.finish_reason
+
+
 class ShortAnswer(ChatAnswer):
     """The text and nothing else."""
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        return {"text": done[0].text}
+        return {"text": read_answer(self._readers[0], done[0].text).content}
 
 
 _Row = tuple[str, float | None, dict[str, float] | None]
@@ -290,15 +313,18 @@ class TextAnswer(ChunkedAnswer):
         return self._echo[index]
 
     def _row(self, token: int, logprob: float | None, top: Sequence[TopLogprob] | None) -> _Row:
-        others = None if top is None else {self._spell(each.token)[0]: finite(each.logprob) for each in top}
+        others: dict[str, float] | None = None if top is None else {}
+        for each in top or ():  # tokens may share a text: the most probable one stands
+            others.setdefault(self._spell(each.token)[0], finite(each.logprob))  # type: ignore[union-attr]
         return self._spell(token)[0], None if logprob is None else finite(logprob), others
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
-        """Of an echo. The first token has no log-probability; alternatives are not known."""
+        """Of an echo. Nothing precedes the first token that could foretell it."""
         if self._echo is not None:
-            known = [None, *([] if done.prompt_logprobs is None else done.prompt_logprobs.tolist())]
-            for token, logprob in zip_longest(done.prompt, known):
-                yield self._row(token, logprob, None)
+            known = [] if done.prompt_logprobs is None else done.prompt_logprobs.tolist()
+            tops = done.prompt_top or [()] * len(known)
+            for token, logprob, top in zip_longest(done.prompt, [None, *known], [None, *tops]):
+                yield self._row(token, logprob, top)
 
     def _table(self, rows: Iterable[_Row], offset: int) -> dict[str, Any] | None:
         """The four parallel lists of ``logprobs``, where they are wanted; the first row's text begins at ``offset``."""

@@ -46,6 +46,25 @@ _MIN_RATED = 16
 _LEAST_SPAN_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least of each axis that a network was trained with; 1 where that is not known."""
+
+    layers: int = 1
+    experts: int = 1
+    top_k: int = 1
+
+    def warnings(self, subnet: Subnet) -> list[str]:
+        """One for each axis on which ``subnet`` is smaller than anything trained: it runs, and nobody knows how well."""
+        sizes = {"layers": len(subnet.layers), "experts": min(subnet.experts, default=self.experts)}
+        sizes["top_k"] = min(subnet.top_k, default=self.top_k)
+        return [
+            f"{axis} {size}: fewer than this network was ever trained with ({getattr(self, axis)})"
+            for axis, size in sizes.items()
+            if size < getattr(self, axis)
+        ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
     """The network behind a server. Written by whoever starts it."""
@@ -64,8 +83,10 @@ class ServedModel:
     """Ids that end an answer beside the tokenizer's own (``eos_token_id`` of generation_config.json)."""
     weight_bytes: int = 4
     """Bytes of one weight and of one cache element in the engine's dtype."""
-    min_depth: int = 1
-    """Fewest layers the network was trained to run with."""
+    least: Least = Least()
+    """The smallest it was trained to be."""
+    is_chat_tuned: bool = True
+    """Whether a chat template, if there is one, was trained with: a network that never saw it can only continue texts."""
 
     def choices(self) -> dict[str, SubnetChoice]:
         """Every preset by name; ``full`` is always one."""

@@ -31,6 +31,7 @@ from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
 from stretto.engine.request import Completion, Event, Grammar, Request, Sampling, TokenEvent, TopLogprob, Usage
 from stretto.model.spec import Subnet
+from stretto.serve.dialects import AnswerReader
 from stretto.serve.elastic import Elastic, Given, Resolver, Rung, ServedModel, Ticket
 from stretto.serve.limits import (
     KNOWN_ERRORS,
@@ -39,10 +40,10 @@ from stretto.serve.limits import (
     GoneError,
     as_api_error,
     from_validation,
-    read_json,
+    overloaded,
     while_connected,
 )
-from stretto.serve.messages import Body, CallReader, FieldError, Prompts
+from stretto.serve.messages import Body, FieldError, Prompts
 from stretto.serve.metrics import Metrics
 from stretto.text.tokenizer import Tokenizer
 
@@ -104,8 +105,8 @@ class Job:
     requests: tuple[Request, ...]
     """One a prompt."""
     logprobs: bool
-    reads_calls: bool = False
-    """Whether ``<tool_call>`` in an answer is a call."""
+    reader: Callable[[], AnswerReader] = AnswerReader
+    """Makes a reader for a choice: what of its text is a call or reasoning."""
 
     @property
     def num_choices(self) -> int:
@@ -125,6 +126,8 @@ class Backend:
     resolver: Resolver
     gate: Gate
     metrics: Metrics
+    max_wait_s: float
+    """From a body that is there to the engine's queue."""
 
     def __post_init__(self) -> None:
         self.spell = speller(self.model.tokenizer)
@@ -157,7 +160,8 @@ class Backend:
         logprobs: bool,
         turn_ends: Sequence[int] = (),
         shape: Grammar | None = None,
-        reads_calls: bool = False,
+        reader: Callable[[], AnswerReader] = AnswerReader,
+        visible_ids: frozenset[int] = frozenset(),
         **fields: Any,
     ) -> Job:
         """The engine requests of a body, one a prompt.
@@ -166,6 +170,7 @@ class Backend:
             max_tokens: None: to the end of the context.
             turn_ends: ids that end an answer, beside the model's own.
             shape: what the endpoint itself asks the answer to match.
+            reader: as of `Job`; for it, the special tokens ``visible_ids`` are part of the text.
             fields: of `Sampling`, where bodies spell them otherwise.
 
         Raises:
@@ -217,10 +222,10 @@ class Backend:
         given = self.resolver.resolve(body.model, body.elastic, rung)
         name, called = f"{prefix}-{secrets.token_hex(12)}", body.model or model.name
         requests = tuple(
-            Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes)
+            Request(f"{name}-{place}", ids, sampling, given.phases, body.return_routes, visible_ids)
             for place, ids in enumerate(prompts)
         )
-        return Job(name, int(time.time()), called, body, given, requests, logprobs, reads_calls)
+        return Job(name, int(time.time()), called, body, given, requests, logprobs, reader)
 
 
 def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int, ...]]]:
@@ -262,8 +267,8 @@ class Answer(ABC):
 
     def __init__(self, backend: Backend, job: Job) -> None:
         self.job = job
-        self._spell = backend.spell
-        self._readers = [CallReader(job.reads_calls) for _ in range(job.num_choices)]
+        self._spell, self._least = backend.spell, backend.model.least
+        self._readers = [job.reader() for _ in range(job.num_choices)]
         self._num_sent = [0] * job.num_choices  # characters of each choice's text so far
         self._done: list[Completion] = []
 
@@ -324,6 +329,8 @@ class Answer(ABC):
 
         given = self.job.given
         phases = {"prefill": given.phases.prefill, "thinking": given.phases.thinking}
+        run = [given.phases.answer, *filter(None, phases.values())]
+        warnings = list(dict.fromkeys(warning for subnet in run for warning in self._least.warnings(subnet)))
         return {
             **axes(given.phases.answer),
             "subnet": given.name,
@@ -333,6 +340,7 @@ class Answer(ABC):
             "asked": given.asked,
             "given_reason": given.reason,
             **{name: axes(subnet) for name, subnet in phases.items() if subnet is not None},
+            **({"warnings": warnings} if warnings else {}),
         }
 
     def _token_fields(self, done: Completion) -> dict[str, Any]:
@@ -366,6 +374,11 @@ def finite(logprob: float) -> float:
     return max(float(logprob), -9999.0)
 
 
+def is_cut(done: Completion) -> bool:
+    """Whether an answer ended before the model did: what it had begun is then no part of it."""
+    return done.finish_reason == "length" or isinstance(done.stop, str)
+
+
 def raise_for(completion: Completion) -> None:
     """Raises `UserError` where a choice could not go on for what the client asked, `ApiError` where for what it did not."""
     if completion.is_refused:
@@ -387,42 +400,55 @@ class Generate:
     """Understands a parsed body, or raises `ApiError` or `UserError`. The rung is for one that leaves its Subnet open."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        backend, control = self.backend, self.backend.resolver.control
-        with backend.gate.enter(), closing(Ticket(control)) as ticket:
-            try:
-                http = HttpRequest(scope, receive)
-                tree = await read_json(http)
-                with backend.metrics.refused.count_exceptions(ApiError):
-                    rung = backend.resolver.rung(control.num_waiting)
-                ticket.add(1)  # before the body is understood, or a burst would not see itself
-                length = http.headers.get("content-length", "")
-                if length.isdecimal() and int(length) < _LONG_BODY:
-                    answer = self.read(backend, tree, rung)
-                else:
-                    answer = await asyncio.to_thread(self.read, backend, tree, rung)
-                await while_connected(receive, self._send(answer, ticket, scope, receive, send))
-            except GoneError:
-                backend.metrics.gone.labels(scope["path"]).inc()
+        backend, http = self.backend, HttpRequest(scope, receive)
+        try:
+            async with backend.gate.admit(http) as tree:
+                with closing(Ticket(backend.resolver.control)) as ticket:
+                    await while_connected(receive, self._serve(http, tree, ticket, send))
+        except GoneError:
+            backend.metrics.gone.labels(scope["path"]).inc()
 
-    async def _send(self, answer: Answer, ticket: Ticket, scope: Scope, receive: Receive, send: Send) -> None:
-        job, metrics = answer.job, self.backend.metrics
+    async def _serve(self, http: HttpRequest, tree: Any, ticket: Ticket, send: Send) -> None:
         with ExitStack() as stack:
-            ticket.add(len(job.requests) - 1)
-            submit = self.backend.service.submit
-            streams = [stack.enter_context(closing(submit(request))) for request in job.requests]
-            for stream in streams:
-                await stream.admitted()
-            metrics.started(job.given)
-            batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
-            if job.body.stream:
-                batches = await begun(batches)
-                # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
-                # does for whole answers, too; the latter also ends streams with the process, which here drains them.
-                headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
-                response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
-                await response.stream_response(send)
-            else:
-                await JSONResponse(answer.whole(await _collect(job, batches)))(scope, receive, send)
+            try:
+                async with asyncio.timeout(self.backend.max_wait_s):
+                    answer = await self._understood(http, tree, ticket)
+                    submit = self.backend.service.submit
+                    streams = [stack.enter_context(closing(submit(request))) for request in answer.job.requests]
+                    for stream in streams:
+                        await stream.admitted()
+            except TimeoutError:
+                raise overloaded("the engine did not take this request in time; come back later", 5.0, 503) from None
+            await self._send(answer, streams, ticket, http, send)
+
+    async def _understood(self, http: HttpRequest, tree: Any, ticket: Ticket) -> Answer:
+        backend, control = self.backend, self.backend.resolver.control
+        with backend.metrics.refused.count_exceptions(ApiError):
+            rung = backend.resolver.rung(control.num_waiting)
+        ticket.add(1)  # before the body is understood, or a burst would not see itself
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and int(length) < _LONG_BODY:
+            answer = self.read(backend, tree, rung)
+        else:
+            answer = await asyncio.to_thread(self.read, backend, tree, rung)
+        ticket.add(len(answer.job.requests) - 1)
+        return answer
+
+    async def _send(
+        self, answer: Answer, streams: Sequence[Stream], ticket: Ticket, http: HttpRequest, send: Send
+    ) -> None:
+        job = answer.job
+        self.backend.metrics.started(job.given)
+        batches = merged([self._watched(stream, job.given, ticket) for stream in streams])
+        if job.body.stream:
+            batches = await begun(batches)
+            # Not called as an app, nor sse-starlette's: both listen for a client that goes, which `while_connected`
+            # does for whole answers, too; the latter also ends streams with the process, which here drains them.
+            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold the chunks back
+            response = StreamingResponse(_frames(answer, batches), 200, headers, "text/event-stream")
+            await response.stream_response(send)
+        else:
+            await JSONResponse(answer.whole(await _collect(job, batches)))(http.scope, http.receive, send)
 
     async def _watched(self, stream: Stream, given: Given, ticket: Ticket) -> AsyncIterator[list[Event]]:
         """Events of one request, those together that came together; its first token and its ends are noted."""
@@ -489,5 +515,7 @@ async def _frames(answer: Answer, batches: AsyncIterator[list[Event]]) -> AsyncI
             if frames := b"".join(frame for event in events for frame in answer.push(event)):
                 yield frames
         yield b"".join(answer.finish())
-    except KNOWN_ERRORS as error:
+    except Exception as error:
         yield answer.fail(as_api_error(error))
+        if not isinstance(error, KNOWN_ERRORS):
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -16,8 +17,9 @@ from stretto.engine.request import VERSIONS, EngineStats
 from stretto.model.spec import Subnet, SubnetChoice, count
 from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
-from stretto.serve.limits import parse_body, read_json
-from stretto.serve.messages import Body, Message, Tool
+from stretto.serve.limits import parse_body
+from stretto.serve.messages import Body, FieldError, Message, Tool
+from stretto.text.chat import named_tokens
 
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -31,7 +33,10 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
     tools: list[Tool] = Field(default_factory=list)
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as of /v1/chat/completions."""
     parse_special: bool = True
+    """Whether spellings of special tokens in ``prompt`` are those tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -73,10 +78,20 @@ class Info:
             Route("/api/cost", self.cost),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            *([Route("/admin/load_weights", self.load_weights, methods=["POST"])] if with_admin else []),
+            Route("/tokenize", self._gated(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._gated(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
+            *([Route("/admin/load_weights", self._gated(self.load_weights), methods=["POST"])] if with_admin else []),
         ]
+
+    def _gated(self, work: Callable[[Any], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """An endpoint that lets ``work`` have a body as those that generate get theirs."""
+
+        async def endpoint(http: HttpRequest) -> Response:
+            async with self._backend.gate.admit(http) as tree:
+                return await work(tree)
+
+        return endpoint
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._model.names()]})
@@ -91,7 +106,8 @@ class Info:
         stats = await self._stats()
         # What a Subnet keeps of each axis is a beginning of the last three.
         same = ("vocab_size", "num_experts", "num_moe_layers", "moe_layers", "expert_orders", "layer_ranking")
-        limits = {"layers": config.num_layers, "min_layers": model.min_depth}
+        has_template = model.tokenizer is not None and model.tokenizer.chat_template is not None
+        limits = {"layers": config.num_layers, "min_layers": model.least.layers}
         return JSONResponse(
             {
                 "model": model.name,
@@ -100,7 +116,8 @@ class Info:
                 "limits": limits | {"experts": config.num_experts, "top_k": config.top_k},
                 "max_len": model.max_len,
                 **{name: getattr(config, name) for name in same},
-                "has_chat_template": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+                "has_chat_template": has_template,
+                "is_chat_tuned": has_template and model.is_chat_tuned,
                 "kernels": {} if stats is None else stats.kernels,
                 "is_batch_invariant": None if stats is None else stats.is_batch_invariant,
             }
@@ -122,26 +139,37 @@ class Info:
         text = self._backend.metrics.render(await self._stats())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def tokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(TokenizeBody, await read_json(http))
+    async def tokenize(self, tree: Any) -> Response:
+        body = parse_body(TokenizeBody, tree)
         self._backend.resolver.preset_of(body.model)
         prompts = self._backend.prompts
         if body.messages is not None:
-            ids = await asyncio.to_thread(prompts.chat, body.messages, body.tools, body.add_generation_prompt)
+            rest = body.tools, body.add_generation_prompt, body.chat_template_kwargs
+            ids = await asyncio.to_thread(prompts.chat, body.messages, *rest)
         else:
             ids = await asyncio.to_thread(prompts.text, body.prompt or "", body.parse_special)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
 
-    async def detokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(DetokenizeBody, await read_json(http))
+    async def detokenize(self, tree: Any) -> Response:
+        body = parse_body(DetokenizeBody, tree)
         self._backend.resolver.preset_of(body.model)
         tokenizer = self._backend.prompts.tokenizer
-        return JSONResponse({"prompt": tokenizer.decode(self._backend.check_ids(body.tokens, "tokens"))})
+        ids = self._backend.check_ids(body.tokens, "tokens")
+        return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, ids)})
 
-    async def load_weights(self, http: HttpRequest) -> Response:
-        body = parse_body(LoadWeightsBody, await read_json(http))
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        """tokenizer_config.json with the chat template, as vLLM answers: lm-eval asks for it to tokenise here."""
+        tokenizer = self._backend.prompts.tokenizer
+        told = dict(tokenizer.config) | {"vocab_size": tokenizer.vocab_size, "chat_template": tokenizer.chat_template}
+        return JSONResponse(told | named_tokens(tokenizer))
+
+    async def load_weights(self, tree: Any) -> Response:
+        body = parse_body(LoadWeightsBody, tree)
         service = self._backend.service
-        await service.load_weights(body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum)
+        try:
+            await service.load_weights(body.version, body.path, keep_cache=body.keep_cache, checksum=body.checksum)
+        except OSError as error:
+            raise FieldError("path", f"cannot be read: {error.strerror}") from None
         return JSONResponse({"weight_version": body.version})
 
     async def _stats(self) -> EngineStats | None:

@@ -13,19 +13,21 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from stretto.base.errors import UserError, nearest
+from stretto.base.config import first_problem
+from stretto.base.errors import UserError
 from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
+from stretto.serve.dialects import MAX_DEPTH, is_deep
 from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
@@ -37,6 +39,8 @@ IGNORED = (
 )
 """Fields accepted without effect: labels, hints about price, caching and effort, and defaults that clients spell out."""
 MAX_BODY_BYTES = 4 << 20
+MAX_HELD_BYTES = 256 << 20
+"""Of all bodies that are arriving or being worked on. As Python objects they take a multiple of it."""
 BODY_TIMEOUT_S = 30.0
 """For a body to arrive."""
 _LINGER_S = 20.0
@@ -44,8 +48,8 @@ _LINGER_S = 20.0
 (a connection closed on unread bytes is reset)."""
 _REQUEST = re.compile(r"^request \S+: ")
 """How the engine's messages begin; its number means nothing to a client."""
-_FIELD = re.compile(r"(?!(?:str|int|list|dict|bool|float)$)[a-z_]\w*|\d+")
-"""A step of a path that a client knows; pydantic adds the members of unions (``Axes``, ``str``, ``list[int]``)."""
+_LONGEST = 2000
+"""Characters of a message: many repeat what the client sent, which may be megabytes."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -62,15 +66,16 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}…"
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """A 429 that says when to come back."""
-    return ApiError(429, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
+def overloaded(message: str, retry_after_s: float, status: int = 429) -> ApiError:
+    """An answer that says when to come back."""
+    return ApiError(status, message, code="overloaded", headers={"Retry-After": str(max(1, round(retry_after_s)))})
 
 
 class GoneError(ConnectionError):
@@ -134,30 +139,72 @@ def check_host(header: str | None, allowed: Sequence[str] | None) -> None:
 
 
 class Gate:
-    """Counts open requests, and closes for good when the server drains."""
+    """Who is worked for, and how much of what they sent is held; closes for good when the server drains."""
 
-    def __init__(self, max_open: int) -> None:
+    def __init__(self, max_open: int, max_body_bytes: int = MAX_HELD_BYTES) -> None:
         self.num_open = 0
+        self.num_body_bytes = 0
+        """Of bodies that are arriving or being worked on."""
         self.is_draining = False
         self._max_open = max_open
+        self._max_body_bytes = max_body_bytes
+
+    @asynccontextmanager
+    async def admit(self, http: Request) -> AsyncIterator[Any]:
+        """The body as JSON, and then a place for its request: who sends slowly holds none.
+
+        Raises:
+            ApiError: 503 while draining, 429 where all places are taken or too much is held, and what `read_json` raises.
+            GoneError: the client went away.
+        """
+        self._check()  # who cannot have a place need not send
+        with self._held() as hold:
+            tree = await read_json(http, hold)
+            with self.enter():
+                yield tree
 
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Hold a place for one request. Raises `ApiError`: 503 while draining, 429 where all places are taken."""
-        if self.is_draining:
-            headers = {"Retry-After": "5", "Connection": "close"}
-            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
-        if self.num_open >= self._max_open:
-            raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
+        self._check()
         self.num_open += 1
         try:
             yield
         finally:
             self.num_open -= 1
 
+    def _check(self) -> None:
+        if self.is_draining:
+            headers = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down; ask another one", code="draining", headers=headers)
+        if self.num_open >= self._max_open:
+            raise overloaded(f"{self._max_open} requests are open, which is the limit; come back later", 1.0)
 
-async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> Any:
-    """The body as JSON; it is parsed only when all of it has arrived and is not too large.
+    @contextmanager
+    def _held(self) -> Iterator[Callable[[int], None]]:
+        """A function that counts bytes of one body, raising `ApiError` 429 where that makes too many."""
+        num_held = 0
+
+        def hold(num: int) -> None:
+            nonlocal num_held
+            if self.num_body_bytes + num > self._max_body_bytes:
+                raise overloaded(f"the server holds {self.num_body_bytes:,} bytes of bodies; come back later", 1.0)
+            num_held += num
+            self.num_body_bytes += num
+
+        try:
+            yield hold
+        finally:
+            self.num_body_bytes -= num_held
+
+
+async def read_json(
+    request: Request,
+    hold: Callable[[int], None] = lambda num: None,
+    max_bytes: int = MAX_BODY_BYTES,
+    timeout_s: float = BODY_TIMEOUT_S,
+) -> Any:
+    """The body as JSON; it is parsed only when all of it has arrived and is not too large. ``hold`` hears of each piece.
 
     Raises:
         ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
@@ -168,14 +215,14 @@ async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES, timeout_s
         raise ApiError(415, f"content-type: {kind or 'none'} is not application/json; set that header")
     try:
         async with asyncio.timeout(timeout_s):
-            return parse_json(await _read(request, max_bytes))
+            return parse_json(await _read(request, hold, max_bytes))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} seconds") from None
     except ClientDisconnect:
         raise GoneError from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = declared.isdecimal() and int(declared) > max_bytes
     raw = bytearray()
@@ -184,6 +231,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         async for piece in request.stream():
             too_large = too_large or len(raw) + len(piece) > max_bytes
             if not too_large:
+                hold(len(piece))
                 raw += piece
             elif time.monotonic() > deadline_s:
                 break
@@ -193,7 +241,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack. Else raises `ApiError` 400."""
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack of whoever walks it. Else raises
+    `ApiError` 400."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -203,11 +252,15 @@ def parse_json(raw: bytes) -> Any:
         tree = json.loads(text, parse_constant=refuse)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
+        if is_deep(tree):
+            raise RecursionError
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     except UnicodeEncodeError:
         raise ApiError(400, "the body holds half a surrogate pair, which is no character") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ApiError(400, f"the body is more than {MAX_DEPTH} lists and objects deep; flatten it") from None
+    except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return tree
 
@@ -225,24 +278,8 @@ def parse_body(kind: type[BodyT], tree: Any) -> BodyT:
 
 def from_validation(error: ValidationError, kind: type[BaseModel]) -> FieldError:
     """The first problem pydantic found; an unknown field is told the nearest known one."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = [str(part) for part in problem["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
-    field = ".".join(path) or None
-    if problem["type"] != "extra_forbidden":
-        return FieldError(field, problem["msg"].removeprefix("Value error, "))
-    models = [kind]  # at last those that lie where the field was sent, whichever member of a union it is
-    for part in path[:-1]:
-        if not part.isdecimal():
-            inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-            models = [model for annotation in inner for model in _models_in(annotation)]
-    known = [name for model in models for name in model.model_fields]
-    return FieldError(field, f"unknown field{nearest(path[-1], known)}", "unknown_parameter")
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models_in(part)]
+    problem = first_problem(error, kind)
+    return FieldError(problem.field, problem.message, "unknown_parameter" if problem.is_unknown else None)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

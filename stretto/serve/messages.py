@@ -1,20 +1,17 @@
-"""Conversations in and out: messages and tools to token ids under the chat template, and calls read back from an answer.
+"""Conversations in and out: messages and tools to token ids under the chat template, and what must be read in an answer.
 
 A message that spells ``<|im_end|>`` must not end its own turn. Spellings of special tokens in contents are swapped for
 marks while the template renders, and encoded as the ordinary text they are.
 
-A call is ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as `stretto.text.chat.CHATML` and the templates of
-Qwen and its relatives render it. An answer that begins one and does not finish it stays text.
-
-Knows neither HTTP nor torch: RL renders and reads its conversations here, too.
+How calls and reasoning are written is a matter of `stretto.serve.dialects`. Knows neither HTTP nor torch: RL renders and
+reads its conversations here, too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -22,17 +19,32 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stretto.base.errors import UserError
 from stretto.engine.request import Grammar
-from stretto.text.chat import render
+from stretto.serve.dialects import (
+    AnswerReader,
+    Schemas,
+    answer_rules,
+    dialect_of,
+    marks,
+    parse_json,
+    think_of,
+)
+from stretto.text.chat import OWN_NAMES, named_tokens, render
 from stretto.text.tokenizer import Tokenizer
 
-CALL_START = "<tool_call>"
-CALL_END = "</tool_call>"
-# Spacing of json.dumps, which is what templates render and models have seen.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end_of_sentence|>", "<|observation|>", "<|user|>")
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_sentence|>",
+    "<|observation|>",
+    "<|user|>",
+)
 """Special tokens that end an assistant's turn in the templates of the families we read (and of their relatives)."""
 _MARK = "\ue000{}\ue001"
 _MARKED = re.compile("\ue000(\\d+)\ue001")
+_SEEN = 16
+"""Tokens of a prompt's end in which reasoning may have been opened."""
 
 
 class FieldError(UserError):
@@ -47,7 +59,7 @@ class FieldError(UserError):
 class Body(BaseModel):
     """Base of what a client sends: an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class FunctionType(Body):
@@ -104,24 +116,31 @@ class ResponseFormat(Body):
         return self
 
 
-class ContentPart(BaseModel):
+class Returned(BaseModel):
+    """Base of what clients send back as it came: fields of other servers' answers are left aside."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ContentPart(Returned):
     """A piece of a message; parts that are not text are refused."""
 
     type: str
     text: str | None = None
 
 
-class CallFunction(BaseModel):
+class CallFunction(Returned):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class MessageCall(BaseModel):
+class MessageCall(Returned):
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CallFunction
 
 
-class Message(BaseModel):
+class Message(Returned):
     """One turn. Fields that answers carry and clients send back (refusal, annotations…) are left aside."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -130,26 +149,43 @@ class Message(BaseModel):
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    """What the assistant thought, as an answer carried it; the template decides how much of it is shown again."""
 
 
 class Prompts:
-    """Turns messages and texts into ids with one tokenizer."""
+    """One tokenizer's conversations: messages and texts to ids, and readers of what is answered."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises `UserError` for a ``response_template`` that transformers refuses."""
         self.tokenizer = tokenizer
+        template, declared = tokenizer.chat_template or "", tokenizer.config.get("response_template")
+        self.dialect, self.think = dialect_of(template, declared), think_of(template, declared)
         added = tokenizer.rust.get_added_tokens_decoder()
         ids = {token.content: token_id for token_id, token in added.items() if token.special}
         special = sorted(ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(["\ue000", *map(re.escape, special)]))  # our own mark is one, too
         self.turn_ends = tuple(ids[end] for end in _TURN_ENDS if end in ids)
+        named = {token.content: token_id for token_id, token in added.items()}
+        self.marks = marks(named, self.dialect, self.think)
+        """Ids of the tokens that are marks of calls and reasoning, by their spelling; special or not."""
+        self.visible_ids = frozenset(self.marks.values())
+        """Part of an answer's text, special or not."""
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation, ending with the header of the turn to be written.
 
+        Args:
+            variables: for the template, beside what every template is given (``chat_template_kwargs``).
+
         Raises:
             UserError: the checkpoint has no chat template, it refuses these messages, or a content is not text.
+            FieldError: a variable that is not the client's to set.
         """
         template = self.tokenizer.chat_template
         if template is None:
@@ -158,7 +194,11 @@ class Prompts:
         swapped: list[str] = []
         turns = [self._swap(_turn(message, f"messages.{place}"), swapped) for place, message in enumerate(messages)]
         offered = [self._swap(tool.model_dump(exclude_none=True), swapped) for tool in tools]
-        text = render(template, turns, offered, add_generation_prompt=generation_prompt)
+        named = named_tokens(self.tokenizer)
+        if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
+            raise FieldError("chat_template_kwargs", f"{taken[0]} is the server's own; leave it out")
+        given = self._swap(dict(variables or {}), swapped)
+        text = render(template, turns, offered, add_generation_prompt=generation_prompt, variables=named | given)
         ids: list[int] = []
         for number, piece in enumerate(_MARKED.split(text)):
             if number % 2:
@@ -171,10 +211,40 @@ class Prompts:
         """Ids of a text; ``parse_special``: spellings of special tokens are those tokens."""
         return self.tokenizer.encode_rendered(text) if parse_special else self.tokenizer.encode(text)
 
+    def thinks(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends within reasoning that it has opened itself."""
+        end = self.tokenizer.decode(ids[-_SEEN:]).rstrip()
+        return self.think is not None and end.endswith(self.think.open)
+
+    def reader(self, schemas: Schemas | None, reads_thoughts: bool, is_thinking: bool = False) -> AnswerReader:
+        """A reader of one answer. ``schemas``: of the tools on offer; None: no calls are read."""
+        dialect = None if schemas is None else self.dialect
+        return AnswerReader(dialect, schemas, self.think if reads_thoughts else None, is_thinking)
+
+    def grammar(
+        self, use: ToolUse, form: ResponseFormat | None, parallel: bool, is_thinking: bool = False
+    ) -> Grammar | None:
+        """The grammar that tools and ``response_format`` ask for together; None where anything may be written."""
+        shaped = form is not None and form.type != "text"
+        if not use.forced and not shaped:
+            return None
+        schema = None
+        if form is not None and shaped and not use.forced:
+            schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+            if not use.offered and not is_thinking:
+                kind = "json_object" if form.json_schema is None else "json_schema"
+                return Grammar(kind=kind, text=json.dumps(schema) if kind == "json_schema" else "")
+        if use.offered and not self.dialect.call:
+            problem = "calls cannot be forced: no grammar is known for this checkpoint's response_template"
+            raise FieldError("tool_choice" if use.forced else "response_format", problem)
+        thinks = self.think if is_thinking else None
+        text = answer_rules(self.dialect, use.schemas(), self.marks, parallel, schema, thinks)
+        return Grammar(kind="lark", text=text)
+
     def _swap(self, value: Any, swapped: list[str]) -> Any:
         """``value`` with special spellings in its strings replaced by marks, which are places in ``swapped``."""
         if isinstance(value, dict):
-            return {self._swap(key, swapped): self._swap(item, swapped) for key, item in value.items()}
+            return type(value)({self._swap(key, swapped): self._swap(item, swapped) for key, item in value.items()})
         if isinstance(value, list):
             return [self._swap(item, swapped) for item in value]
         if not isinstance(value, str):
@@ -204,12 +274,28 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
         arguments = call.function.arguments
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except (json.JSONDecodeError, RecursionError):
+                arguments = parse_json(arguments or "{}")
+            except ValueError:
                 raise FieldError(f"{where}.tool_calls", "arguments are not JSON") from None
+        if isinstance(arguments, dict):
+            arguments = _Arguments(arguments)
         function = {"name": call.function.name, "arguments": arguments}
-        turn.setdefault("tool_calls", []).append({"type": "function", "function": function})
+        named = {} if call.id is None else {"id": call.id}
+        turn.setdefault("tool_calls", []).append({**named, "type": "function", "function": function})
     return turn
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call for a template: an object to most, JSON to those that append it to a text (DeepSeek's)."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +306,10 @@ class ToolUse:
     """Rendered into the prompt; empty: none."""
     forced: bool
     """A call must come; the grammar sees to it."""
+
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the parameters, by the tools' names."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.offered}
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
@@ -243,118 +333,3 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:
     if not wanted:
         raise FieldError("tool_choice", "a call is wanted and there are no tools")
     return ToolUse(tuple(tool for tool in tools if tool.function.name in wanted), forced)
-
-
-def answer_grammar(use: ToolUse, form: ResponseFormat | None, parallel: bool) -> Grammar | None:
-    """The grammar that tools and ``response_format`` ask for together; None where anything may be written."""
-    if use.forced:
-        return Grammar(kind="lark", text=_call_grammar(use.offered, parallel))
-    if form is None or form.type == "text":
-        return None
-    schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    if use.offered:
-        return Grammar(kind="lark", text=_call_grammar(use.offered, parallel, beside=schema))
-    if form.json_schema is None:
-        return Grammar(kind="json_object")
-    return Grammar(kind="json_schema", text=json.dumps(schema))
-
-
-def _call_grammar(tools: Sequence[Tool], parallel: bool, beside: dict[str, Any] | None = None) -> str:
-    """One rule a tool, whose schema stays the root that its own references point into."""
-    rules = [f"start: {'call+' if parallel else 'call'}{'' if beside is None else ' | answer'}"]
-    if beside is not None:
-        rules.append(f"answer: %json {json.dumps(beside)}")
-    names = " | ".join(f"tool{number}" for number in range(len(tools)))
-    rules.append(f'call: "{CALL_START}" ({names}) "{CALL_END}"')
-    for number, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
-        schema = {"x-guidance": _SPACING, **(tool.function.parameters or {"type": "object"})}
-        rules += [f'tool{number}: {head} arguments{number} "}}"', f"arguments{number}: %json {json.dumps(schema)}"]
-    return "\n".join(rules) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call that the model wrote."""
-
-    id: str
-    name: str
-    arguments: str
-    """A JSON object as text."""
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-def read_call(text: str) -> Call | None:
-    """The call that ``text`` (between the marks) spells, or None."""
-    try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    tree = tree.get("function", tree) if isinstance(tree, dict) else None
-    if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
-        return None
-    arguments = tree.get("arguments", {})
-    if not isinstance(arguments, str):  # some models write the object as a string of JSON
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(f"call_{uuid.uuid4().hex[:24]}", tree["name"], arguments)
-
-
-class CallReader:
-    """Splits streamed text into content and calls; holds back what may be the beginning of a mark."""
-
-    def __init__(self, is_reading: bool = True) -> None:
-        """``is_reading`` false: all text is content."""
-        self._is_reading = is_reading
-        self._held = ""
-        self._inside = False
-        self._searched = 0  # within the held call: no end mark that closes a readable call lies before
-
-    def push(self, text: str) -> list[str | Call]:
-        """What is certain now: pieces of content and finished calls, in order."""
-        if not self._is_reading:
-            return [text] if text else []
-        self._held += text
-        found: list[str | Call] = []
-        while self._take_call(found) if self._inside else self._take_content(found):
-            pass
-        return found
-
-    def finish(self) -> list[str | Call]:
-        """The rest; a call that was not finished is text."""
-        rest = (CALL_START if self._inside else "") + self._held
-        self._held, self._inside = "", False
-        return [rest] if rest else []
-
-    def _take_content(self, found: list[str | Call]) -> bool:
-        content, start, rest = self._held.partition(CALL_START)
-        if not start:  # the longest end that may begin the mark stays
-            ends = (CALL_START[:size] for size in range(len(CALL_START) - 1, -1, -1))
-            rest = next(end for end in ends if content.endswith(end))
-            content = content.removesuffix(rest)
-        if content:
-            found.append(content)
-        self._held, self._inside, self._searched = rest, bool(start), 0
-        return self._inside
-
-    def _take_call(self, found: list[str | Call]) -> bool:
-        # An end mark inside a string of the arguments does not close the call: what is before it is not yet JSON.
-        while (end := self._held.find(CALL_END, self._searched)) >= 0:
-            call = read_call(self._held[:end])
-            if call is not None:
-                found.append(call)
-                self._held, self._inside = self._held[end + len(CALL_END) :], False
-                return True
-            self._searched = end + len(CALL_END)
-        return False
-
-
-def read_answer(text: str) -> tuple[str, list[Call]]:
-    """Content and calls of a whole answer; white space between calls is no content."""
-    reader = CallReader()
-    pieces = [*reader.push(text), *reader.finish()]
-    calls = [piece for piece in pieces if isinstance(piece, Call)]
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    return (content.strip() if calls else content), calls

@@ -55,8 +55,9 @@ class Metrics(Collector):
 
         self.requests = counter("http_requests", "Answers sent, by path and status", "path", "status")
         self.gone = counter("http_gone", "Requests whose client went away or stopped reading", "path")
-        open_now = Gauge("stretto_http_open", "Generating requests open now", registry=registry)
-        open_now.set_function(lambda: gate.num_open)
+        Gauge("stretto_http_open", "Requests worked on now", registry=registry).set_function(lambda: gate.num_open)
+        held = Gauge("stretto_http_body_bytes", "Bytes of bodies arriving or worked on", registry=registry)
+        held.set_function(lambda: gate.num_body_bytes)
         text = "Rung new requests get: 0 is the target, the last the floor"
         Gauge("stretto_elastic_level", text, registry=registry).set_function(lambda: control.level)
         self.refused = counter("elastic_refused", "Requests refused on the floor")

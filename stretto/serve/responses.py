@@ -10,16 +10,19 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from stretto.engine.request import Completion, TokenEvent
 from stretto.serve.completions import ChatBody, chat_job
+from stretto.serve.dialects import Call, Piece, Thought
 from stretto.serve.elastic import Rung
-from stretto.serve.generate import Answer, Backend, Generation, Job, sse
+from stretto.serve.generate import Answer, Backend, Generation, Job, is_cut, sse
 from stretto.serve.limits import ApiError, parse_body
-from stretto.serve.messages import Body, Call, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType
+from stretto.serve.messages import Body, ContentPart, FieldError, FunctionName, FunctionSpec, FunctionType, Returned
 
 _LOGPROBS = "message.output_text.logprobs"
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Items whose text grows, and what their one part is called."""
 
 
 class FlatTool(FunctionSpec, FunctionType):
@@ -50,8 +53,8 @@ class TextOptions(Body):
     """Accepted without effect."""
 
 
-class InputItem(BaseModel):
-    """A message, a call made or its result. Items of reasoning are left aside."""
+class InputItem(Returned):
+    """A message, a call made or its result, or reasoning."""
 
     type: str = "message"
     role: str | None = None
@@ -74,6 +77,8 @@ class ResponsesBody(Generation):
     text: TextOptions = TextOptions()
     top_logprobs: int | None = None
     include: list[str] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, as of /v1/chat/completions."""
     truncation: Literal["disabled"] = "disabled"
     store: bool = False
     background: bool = False
@@ -107,6 +112,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": _LOGPROBS in body.include or bool(body.top_logprobs),
         "top_logprobs": body.top_logprobs,
+        "chat_template_kwargs": body.chat_template_kwargs,
         "max_completion_tokens": body.max_output_tokens,
         "response_format": {"type": form.type, **schema},
     }
@@ -135,19 +141,23 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    thought = ""  # of the assistant's turn that follows
     for place, item in enumerate(body.input):
         match item.type:
             case "message":
                 messages.append({"role": item.role or "user", "content": item.content})
+                if thought and item.role == "assistant":
+                    messages[-1]["reasoning_content"], thought = thought, ""
             case "function_call":
                 call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-                if not (messages and messages[-1]["role"] == "assistant"):
-                    messages.append({"role": "assistant"})
+                if thought or not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", **({"reasoning_content": thought} if thought else {})})
+                    thought = ""
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
             case "reasoning":
-                pass
+                thought = "".join(part.text or "" for part in item.content or () if isinstance(part, ContentPart))
             case _:
                 raise FieldError(f"input.{place}", f"items of type {item.type!r} are not supported")
     return messages
@@ -160,7 +170,7 @@ class ResponseAnswer(Answer):
         super().__init__(backend, job)
         self._body = body
         self._items: list[dict[str, Any]] = []
-        self._is_writing = False  # the last item is a message whose text grows, in `_part`
+        self._writing: str | None = None  # kind of the last item, while its text grows in `_part`
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not out yet
         self._num_events = 0
 
@@ -180,7 +190,8 @@ class ResponseAnswer(Answer):
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: ApiError) -> bytes:
-        return self._event("error", message=error.message, code=error.code or "server_error", param=error.param)
+        told = error.body()["error"]
+        return self._event("error", message=told["message"], code=error.code or told["type"], param=error.param)
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
         if self.job.logprobs:
@@ -189,43 +200,60 @@ class ResponseAnswer(Answer):
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         reader = self._readers[index]
-        yield from self._pieces([*reader.push(rest), *reader.finish()])
+        yield from self._pieces([*reader.push(rest), *reader.finish(is_cut(done))])
         if not self._items:  # an answer without a word is still a message
-            yield from self._begin_message()
-        yield from self._end_message()
-        if done.finish_reason == "length":
+            yield from self._begin("message")
+        yield from self._finish_item()
+        if done.finish_reason == "length" and self._items[-1]["type"] != "function_call":  # which is whole
             self._items[-1]["status"] = "incomplete"
 
-    def _pieces(self, pieces: Sequence[str | Call]) -> Iterator[bytes]:
+    def _pieces(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         for piece in pieces:
             if isinstance(piece, Call):
-                yield from self._end_message()
+                yield from self._finish_item()
                 yield from self._call(piece)
-            elif self._is_writing or piece.strip() or not self._items:
-                if not self._is_writing:
-                    yield from self._begin_message()
-                logprobs, self._logprobs = self._logprobs, []
-                self._part["text"] += piece
+                continue
+            kind, text = ("reasoning", piece.text) if isinstance(piece, Thought) else ("message", piece)
+            if kind != self._writing:
+                if not text.strip() and self._items:
+                    continue
+                yield from self._finish_item()
+                yield from self._begin(kind)
+            # What is known of tokens is told of the answer's alone.
+            logprobs, self._logprobs = self._logprobs if kind == "message" else [], []
+            self._part["text"] += text
+            told = {}
+            if kind == "message":
                 self._part["logprobs"] += logprobs
-                yield self._of_item("response.output_text.delta", content_index=0, delta=piece, logprobs=logprobs)
+                told = {"logprobs": logprobs}
+            yield self._of_item(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **told)
 
-    def _begin_message(self) -> Iterator[bytes]:
-        self._part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": "in_progress"}
+    def _begin(self, kind: str) -> Iterator[bytes]:
+        self._part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
+        item: dict[str, Any] = {"type": kind, "status": "in_progress"}
+        if kind == "message":
+            self._part |= {"annotations": [], "logprobs": []}
+            item |= {"id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
+        else:
+            item |= {"id": f"rs_{secrets.token_hex(12)}", "summary": []}
         self._items.append(item | {"content": [self._part]})
-        self._is_writing = True
+        self._writing = kind
         yield self._item("added", item | {"content": []})
         yield self._of_item("response.content_part.added", content_index=0, part=self._part)
 
-    def _end_message(self) -> Iterator[bytes]:
-        if self._is_writing:
+    def _finish_item(self) -> Iterator[bytes]:
+        if self._writing is None:
+            return
+        texts: dict[str, Any] = {"text": self._part["text"]}
+        if self._writing == "message":
             self._part["logprobs"] += self._logprobs
-            self._logprobs, self._is_writing = [], False
-            self._items[-1]["status"] = "completed"
-            texts = {"text": self._part["text"], "logprobs": self._part["logprobs"]}
-            yield self._of_item("response.output_text.done", content_index=0, **texts)
-            yield self._of_item("response.content_part.done", content_index=0, part=self._part)
-            yield self._item("done", self._items[-1])
+            self._logprobs = []
+            texts["logprobs"] = self._part["logprobs"]
+        self._items[-1]["status"] = "completed"
+        yield self._of_item(f"response.{_PARTS[self._writing]}.done", content_index=0, **texts)
+        yield self._of_item("response.content_part.done", content_index=0, part=self._part)
+        yield self._item("done", self._items[-1])
+        self._writing = None
 
     def _call(self, call: Call) -> Iterator[bytes]:
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}

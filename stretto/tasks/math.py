@@ -1,35 +1,26 @@
 """Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K and MATH.
 
-Whether two formulas are the same is for math-verify, in a process of its own: it bounds its own time with an alarm signal,
+Whether two formulas are the same is for math-verify, in a `LimitedProcess`: it bounds its own time with an alarm signal,
 which only a main thread may have, and which does not interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes
-all time or all memory there is. The process is started as a program: a spawned worker of `multiprocessing` would import
-the caller's main module, torch and all.
+all time or all memory there is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import multiprocessing
 import random
 import re
-import resource
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-import stretto
 from stretto.base.config import Config
+from stretto.base.limited import LimitedProcess, Overrun, serve
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
@@ -37,10 +28,6 @@ from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, Task
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """GSM8K's notes for a calculator, inside its worked answers."""
-_START_S = 120.0
-"""Patience with a process that imports sympy on a busy machine."""
-_PATIENCE, _PATIENCE_S = 20, 60.0
-"""Wall seconds that we wait for an answer: this often the processor seconds that it may take, and these."""
 _MEMORY_BYTES = 2 << 30
 _MAX_CHARS = 2_000
 """No answer is longer; a parser's time grows faster than its text."""
@@ -160,13 +147,12 @@ def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
 
 
 class Checker:
-    """A process that compares formulas, started at the first question and again after one that brought it down."""
+    """A process that compares formulas."""
 
     def __init__(self, limit_s: float) -> None:
         """``limit_s``: processor seconds of one comparison."""
-        self._limit_s = limit_s
-        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
-        self._lock = threading.Lock()
+        # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
+        self._process = LimitedProcess("stretto.tasks.math", limit_s=limit_s)
 
     def same(self, gold: str, answer: str) -> Score:
         """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose.
@@ -179,75 +165,27 @@ class Checker:
         """
         if len(answer) > _MAX_CHARS:
             return Score.of(False, detail=f"an answer of {len(answer)} characters")
-        with self._lock:
-            process, connection = self._running = self._running or _start()
-            try:
-                connection.send_bytes(json.dumps([self._limit_s, gold, answer]).encode())
-            except OSError:
-                self._end()
-                raise RuntimeError("math-verify's process was gone before it was asked") from None
-            is_silent = not connection.poll(_PATIENCE_S + _PATIENCE * self._limit_s)
-            try:
-                if not is_silent:
-                    return Score.of(json.loads(connection.recv_bytes()))
-            except (EOFError, OSError):
-                process.wait(_PATIENCE_S)  # its own end, not ours
-            self._end()
-        if is_silent:
-            raise RuntimeError("math-verify's process neither answered nor used up its processor time")
-        if process.returncode == -signal.SIGPROF:
-            why = f"comparing it took more than {self._limit_s:g} processor seconds"
-            return Score(0.0, Outcome.TIMEOUT, detail=why)
-        return Score(0.0, Outcome.CRASH, detail="comparing it ended the process that did")
+        try:
+            return Score.of(json.loads(self._process.ask(json.dumps([gold, answer]).encode())))
+        except Overrun as error:
+            return Score(0.0, Outcome.TIMEOUT if error.is_late else Outcome.CRASH, detail=f"comparing it {error}")
 
     def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        if self._running is not None:
-            process, connection = self._running
-            process.kill()
-            process.wait()
-            connection.close()
-            self._running = None
+        self._process.close()
 
 
-def _start() -> tuple[subprocess.Popen[bytes], Connection]:
-    ours, theirs = multiprocessing.Pipe()
-    # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
-    command = [sys.executable, "-m", "stretto.tasks.math", str(theirs.fileno())]
-    folder, mute = Path(stretto.__file__).parents[1], subprocess.DEVNULL
-    with theirs:
-        process = subprocess.Popen(command, stdin=mute, stdout=mute, cwd=folder, pass_fds=[theirs.fileno()])
-    with contextlib.suppress(EOFError, OSError):
-        if ours.poll(_START_S) and ours.recv_bytes() == b"ready":
-            return process, ours
-    process.kill()
-    raise RuntimeError(f"math-verify's process did not start (exit {process.wait()})")
-
-
-def _serve(connection: Connection) -> None:
-    """Answers ``true`` or ``false`` to each ``[limit_s, gold, answer]``, until the other side is gone."""
+def _compare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Answers ``true`` or ``false`` to each ``[gold, answer]``."""
     from math_verify import parse, verify
 
     logging.disable(logging.WARNING)  # it warns at length that its own time limits are off
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            limit_s, *texts = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        # Processor time, so that a busy machine refuses no right answer; nothing handles the signal, so that it ends
-        # the process inside C code too.
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        gold, answer = (parse(text, parsing_timeout=None) for text in texts)
-        is_same = verify(gold, answer, timeout_seconds=None)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(json.dumps(bool(is_same)).encode())
+    def answer(question: bytes) -> bytes:
+        gold, answer = (parse(text, parsing_timeout=None) for text in json.loads(question))
+        return json.dumps(bool(verify(gold, answer, timeout_seconds=None))).encode()
+
+    return answer
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve(_compare, memory_bytes=_MEMORY_BYTES)

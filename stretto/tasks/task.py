@@ -19,7 +19,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Outcome
+from stretto.base.trajectory import Outcome, StepReward
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 
@@ -73,6 +73,8 @@ class Score:
     """One line for people: why it was refused."""
     sandbox_s: float = 0.0
     """Processor seconds in the sandbox."""
+    steps: tuple[StepReward, ...] = ()
+    """What turns, or steps within them, earned by themselves: for algorithms that give credit more finely."""
 
     @property
     def ok(self) -> bool:
@@ -139,6 +141,12 @@ class TaskSource(ABC):
     def tools(self) -> tuple[Tool, ...]:
         """The same for all of its problems."""
         return ()
+
+    def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """What an environment answers to the model's last turn, if that called no tool; ``messages``: all since the prompt,
+        that turn the last. None: the episode is over. It is asked again after a failure: what it says, and its state, must
+        come from its arguments alone."""
+        return None
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """The turns of a right answer, tool turns included: what SFT trains on."""
@@ -222,6 +230,7 @@ def score_fault(score: Any) -> str | None:
     if not isinstance(score, Score):
         return f"score() returned {_short(score)}, not a Score"
     numbers: dict[str, Any] = {"reward": score.reward, **score.parts}
+    numbers |= {f"the reward of step {number}": step.reward for number, step in enumerate(score.steps)}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return f"score() gave {name} as {_short(value)}, not a number"

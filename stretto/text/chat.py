@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -54,8 +54,23 @@ class Conversation:
     """One a token: whether the assistant wrote it (its end-of-turn token included), so that a loss may be taken."""
 
 
+OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
+"""What `render` gives every template."""
+
+
+def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Spellings of the special tokens that templates know by name (``bos_token``…), as transformers gives them."""
+    told = {name: value for name, value in tokenizer.config.items() if name.endswith("_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in told.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 def render(
-    template: str, messages: Sequence[Message], tools: Sequence[Message] = (), add_generation_prompt: bool = False
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (),
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Text of ``messages`` under a chat template.
 
@@ -64,6 +79,7 @@ def render(
         messages: at least one.
         tools: JSON schemas of the functions that may be called.
         add_generation_prompt: end with the header of an assistant turn that is yet to be written.
+        variables: what else the template may ask for; not one of `OWN_NAMES`.
 
     Raises:
         UserError: the template is not valid or refuses the messages.
@@ -72,8 +88,9 @@ def render(
         raise UserError("messages: the conversation is empty; give at least one message")
     offered = list(tools) or None
     try:
-        return _compile(template).render(messages=messages, tools=offered, add_generation_prompt=add_generation_prompt)
-    except (jinja2.TemplateError, TypeError) as error:
+        given = {"messages": messages, "tools": offered, "add_generation_prompt": add_generation_prompt}
+        return _compile(template).render({**(variables or {}), **given})
+    except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"chat_template: cannot render these messages: {error}; check roles and contents") from None
 
 
@@ -89,7 +106,8 @@ def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequ
     """
     if tokenizer.chat_template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
-    full, special = render(tokenizer.chat_template, messages, tools), tokenizer.special_ids()
+    rendered = partial(render, tokenizer.chat_template, tools=tools, variables=named_tokens(tokenizer))
+    full, special = rendered(messages), tokenizer.special_ids()
     tokens: list[int] = []
     mask: list[bool] = []
     done = 0  # characters
@@ -98,8 +116,8 @@ def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequ
             continue
         if turn == 0:
             raise UserError("messages: message 0: the assistant cannot speak first; begin with a system or user turn")
-        prompt = render(tokenizer.chat_template, messages[:turn], tools, add_generation_prompt=True)
-        through = render(tokenizer.chat_template, messages[: turn + 1], tools)
+        prompt = rendered(messages[:turn], add_generation_prompt=True)
+        through = rendered(messages[: turn + 1])
         if not (full.startswith(prompt) and full.startswith(through)) or len(prompt) > len(through):
             problem = "the chat template rewrites earlier turns"
             raise UserError(f"messages: message {turn}: {problem}; split the conversation there")

@@ -31,8 +31,8 @@ _BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
 class Detokenizer:
     """Text of one sequence, token by token.
 
-    All that `push` and `finish` return, joined, is `Tokenizer.decode` of all the ids with special tokens skipped,
-    however the ids were split. Nothing is returned that a later token could still change.
+    All that `push` and `finish` return, joined, is `Tokenizer.decode` of all the ids but the special ones, however the
+    ids were split. Nothing is returned that a later token could still change.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Detokenizer:
     ) -> None:
         """
         Args:
-            special_ids: of the tokenizer; given, they are not gathered anew for each sequence.
+            special_ids: tokens that are no part of the text; None: all special ones of the tokenizer.
             after: ids that precede the first one, a few of the prompt's last. A tokenizer that drops the space before
                 the first word then keeps it, because the word is not the first.
         """
@@ -79,8 +79,8 @@ class Detokenizer:
 
     def _flush(self, is_last: bool) -> str:
         """Text of the pending tokens. One token of context shows the library that they are not the first."""
-        known: str = self._rust.decode(self._context, skip_special_tokens=True)
-        text: str = self._rust.decode(self._context + self._pending, skip_special_tokens=True)
+        known: str = self._rust.decode(self._context, skip_special_tokens=False)
+        text: str = self._rust.decode(self._context + self._pending, skip_special_tokens=False)
         assert text.startswith(known), f"{known!r} is not the beginning of {text!r}"
         if text.endswith(REPLACEMENT) and not is_last:
             return ""

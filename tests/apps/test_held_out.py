@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from stretto.apps.run import RunInfo, prepare_data
@@ -13,15 +14,15 @@ from stretto.model.parallel import Ranks
 from stretto.train.recipe import Recipe
 
 
-def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path) -> None:
-    parsed = read_recipe(recipe, Recipe)
+@pytest.mark.parametrize(("world", "micro_batches"), [(2, 4), (4, 2)])  # as many rows a micro-batch as ranks
+def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path, world: int, micro_batches: int) -> None:
+    parsed = read_recipe(recipe, Recipe, [f"train.micro_batches={micro_batches}"])
     mixture, tokenizer, data_hash = prepare_data(tmp_path / "run", [str(text)], None, parsed.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=parsed, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
 
-    def ids(rank: int, world: int) -> torch.Tensor:
-        batches = held_out(info, parsed.train, Ranks(rank, world, torch.device("cpu"), 1))
-        return torch.cat([batch.ids_BT for batch in batches])
+    def ids(world: int) -> list[torch.Tensor]:
+        """Batch by batch, the rows of all ranks."""
+        of_ranks = [held_out(info, parsed.train, Ranks(rank, world, torch.device("cpu"), 1)) for rank in range(world)]
+        return [torch.cat([batch.ids_BT for batch in shares]) for shares in zip(*of_ranks, strict=True)]
 
-    alone = ids(0, 1)
-    assert torch.equal(torch.cat([ids(0, 2), ids(1, 2)]), alone)
-    assert torch.equal(torch.cat([ids(rank, 4) for rank in range(4)]), alone)
+    assert all(torch.equal(*pair) for pair in zip(ids(world), ids(1), strict=True))

@@ -29,6 +29,11 @@ from tests.apps.rl_recipes import OWN, TINY
         ("runtime.kind=slurm", ("tiny.toml: runtime.kind", "'local' or 'ray'")),
         ("sources.flip.kind=strinks", ("sources.flip: kind", "did you mean 'strings'", "file.py:Class")),
         ("sources.flip.kind=none.py:Task", ("sources.flip: kind", "cannot import 'none.py'")),
+        ("loss.advantage=none.py:mine", ("loss.advantage: cannot import 'none.py'", "check the name")),
+        ("loss.advantage=grop", ("tiny.toml: loss: advantage: no 'grop'", "did you mean 'grpo'")),
+        ("loss.preset=gpso", ("tiny.toml: loss: preset: no 'gpso'", "did you mean 'gspo'")),
+        ("loss.proximal=recompute", ("tiny.toml", "loss.proximal 'recompute'", "train.minibatches")),
+        ("loss.correction=tis", ("tiny.toml: loss: correction 'tis'", "proximal")),
         ("sources.flip.args.operation=halve", ("sources.flip.args: operation", "'complement'")),
     ],
 )
@@ -41,9 +46,8 @@ def test_a_bad_recipe_is_refused_before_anything_is_written(
     assert not run.exists()
 
 
-def test_r2_needs_the_recomputation_that_it_replays(stretto: Run, tiny: Path, tmp_path: Path) -> None:
-    overrides = ("--set", "replay=r2", "--set", "loss.proximal=behaviour")
-    refused(stretto("rl", tiny, "--out", tmp_path / "run", *overrides), "replay 'r2'", "loss.proximal")
+def test_r2_needs_several_updates(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    refused(stretto("rl", tiny, "--out", tmp_path / "run", "--set", "replay=r2"), "replay 'r2'", "train.minibatches")
     assert not (tmp_path / "run").exists()
 
 

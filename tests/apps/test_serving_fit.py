@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from stretto.apps.search import SEARCH_FILE, SearchRecord
-from stretto.apps.serve import Fit, fitting_subnet, parse_bytes
+from stretto.apps.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt
 from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.spec import Subnet, count, extracted_config
 from stretto.ops.native import Library
+from stretto.ops.tuning import threads_kept
 from stretto.search.search import (
     Candidate,
     Correlations,
@@ -134,3 +135,17 @@ def test_speed_is_measured_where_it_is_asked_for(served_run: Path) -> None:
     with pytest.raises(UserError, match=r"^--latency-ms 1e-06: the fastest .* takes \d+\.\d+ ms a token") as caught:
         fit(served_run, latency_ms=1e-6)
     assert "\n" not in str(caught.value)
+
+
+def test_serving_takes_the_threads_that_decode_fastest(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {4: 0.4, 2: 0.1, 1: 0.3}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("stretto.apps.serve.engine_seconds", lambda device: lambda *_: seconds[torch.get_num_threads()])
+    with threads_kept():
+        torch.set_num_threads(4)
+        _open(served_run, ServeOptions(device="cpu"))
+        assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")  # what a user set stands
+        torch.set_num_threads(4)
+        _open(served_run, ServeOptions(device="cpu"))
+        assert torch.get_num_threads() == 4

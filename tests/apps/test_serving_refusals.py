@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.apps.serve import SERVING
 from stretto.serve.server import open_socket
@@ -48,7 +49,7 @@ def copy(served_run: Path, tmp_path: Path) -> Path:
         ("--cache-memory 40KB --max-len 200", ("max_len", "holds", "not 200")),
         ("--cache-memory 2MB --memory 1MB", ("memory", "would fit: a cache of")),
         ("--memory 8XB", ("--memory 8XB", "not a size")),
-        ("--memory 1KB", ("memory", "smaller one")),
+        ("--memory 1KB", ("memory", "--subnet auto")),
         ("--memory 250KB", ("memory", "would fit", "corner")),
         ("--subnet auto --memory 10KB", ("--memory 10000", "smallest sub-model", "needs")),
         ("--subnet auto --latency-ms 0.000001", ("--latency-ms 1e-06", "ms a token here")),
@@ -113,6 +114,30 @@ def test_prompts_and_settings_of_the_console(stretto: Run, served_run: Path) -> 
     refused(stretto(*generate, "x", "--temperature", -1), "--temperature")
     refused(stretto(*generate, "x", "--max-tokens", 0), "--max-tokens")
     refused(stretto("chat", served_run, "--temperature", "nan"), "--temperature")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what must be missing")
+@pytest.mark.parametrize("command", ["serve --port 0", "chat", "generate --prompt x", "latency", "extract --subnet half -o {out}"])  # fmt: skip
+def test_a_device_that_is_not_there(stretto: Run, served_run: Path, tmp_path: Path, command: str) -> None:
+    name, *rest = command.format(out=tmp_path / "out").split()
+    refused(stretto(name, served_run, *rest, "--device", "cuda"), "--device cuda", "use cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what must be missing")
+def test_a_device_to_train_on_that_is_not_there(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
+    command = ("pretrain", recipe, "--data", text, "-o", tmp_path / "run", "--device", "cuda")
+    refused(stretto(*command), "--device cuda", "use cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what must be missing")
+def test_a_device_to_reinforce_on_that_is_not_there(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    refused(stretto("rl", tiny, "-o", tmp_path / "run", "--device", "cuda"), "--device cuda", "use cpu")
+
+
+def test_bytes_that_are_no_text(stretto: Run, served_run: Path) -> None:
+    """As Python reads them from the command line."""
+    refused(stretto("generate", served_run, "--prompt", "a\udcff"), "--prompt", "character 2 is not UTF-8")
+    refused(stretto("chat", served_run, "--system", "\udcff"), "--system", "not UTF-8")
 
 
 def test_loads_that_cannot_be(stretto: Run, served_run: Path) -> None:

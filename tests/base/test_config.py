@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from stretto.base.config import Config, read_recipe
+from stretto.base.config import Config, Problem, first_problem, read_recipe
 from stretto.base.errors import UserError, nearest
 
 
@@ -19,6 +19,19 @@ class Inner(Config):
 class Recipe(Config):
     train: Inner = Inner()
     seed: int = 0
+
+
+class Aliased(Config):
+    schema_: int = Field(default=0, alias="schema")
+
+
+class Whole(Config):
+    """Fields of every form that a path can lead through."""
+
+    either: str | list[int] | Inner = ""
+    maybe: Inner | None = None
+    several: list[Inner | Aliased] = Field(default_factory=list)
+    by_number: dict[int, Inner] = Field(default_factory=dict)
 
 
 @pytest.fixture
@@ -52,6 +65,29 @@ def test_a_bad_override_is_one_line(recipe: Path, override: str, message: str) -
     with pytest.raises(UserError, match=message) as caught:
         read_recipe(recipe, Recipe, [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "field", "message", "is_unknown"),
+    [
+        ({"Maybe": 1}, "Maybe", "unknown field (did you mean 'maybe'?)", True),
+        ({"": 1}, "''", "unknown field", True),
+        ({"$ref": 1}, "$ref", "unknown field", True),
+        ({"q\nz": 1}, r"'q\nz'", "unknown field", True),
+        ({"x" * 5000: 1}, "x" * 80 + "…", "unknown field", True),
+        ({"maybe": {"stesp": 1}}, "maybe.stesp", "unknown field (did you mean 'steps'?)", True),
+        ({"maybe": {"steps": 0}}, "maybe.steps", "Input should be greater than 0", False),
+        ({"either": {"str": 1}}, "either", "Input should be a valid string", False),
+        ({"several": [{}, {"schem": 1, "steps": 1}]}, "several.1.schem", "unknown field", True),
+        ({"by_number": {"7": {"name": 1}}}, "by_number.7.name", "Input should be a valid string", False),
+        ({"by_number": {"x": {}}}, "by_number.x", "Input should be a valid integer, unable to parse string as an integer", False),
+        ([], None, "Input should be a valid dictionary or instance of Whole", False),
+    ],
+)  # fmt: skip
+def test_a_problem_names_its_field(tree: object, field: str | None, message: str, is_unknown: bool) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Whole.model_validate(tree)
+    assert first_problem(caught.value, Whole) == Problem(field, message, is_unknown)
 
 
 @pytest.mark.parametrize(

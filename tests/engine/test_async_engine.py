@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed, Stream
+from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed, RequestFailed, Stream
 from stretto.engine.engine import Engine
-from stretto.engine.request import Completion, TokenEvent
+from stretto.engine.grammar import GrammarState
+from stretto.engine.request import Completion, Grammar, Request, TokenEvent
 from tests.engine.engines import check_idle, engine, network, request
 
 MODEL = network()
@@ -222,3 +224,77 @@ def test_busy_time_is_that_of_steps_alone() -> None:
         assert (await service.stats()).busy_s == busy_s, "nothing to do is not work"
 
     with_service(work)
+
+
+class Gate:
+    """Holds up whoever reads a grammar until it opens."""
+
+    def __init__(self, subject: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open, self._grammar = threading.Event(), subject.grammar
+        monkeypatch.setattr(subject, "grammar", self._held)
+
+    def _held(self, request: Request) -> GrammarState | None:
+        if request.sampling.grammar is not None:
+            assert threading.current_thread().name.startswith("grammar"), "the engine's thread has other things to do"
+            assert self.is_open.wait(30)
+        return self._grammar(request)
+
+
+WORD = Grammar(kind="regex", text="(the|cat)")
+
+
+def test_a_grammar_is_read_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
+        gate = Gate(subject, monkeypatch)
+        word = asyncio.create_task(collect(service, "word", grammar=WORD))
+        left = service.submit(request("left", (5, 6), grammar=WORD))
+        assert (await collect(service, "plain", max_tokens=20, ignore_eos=True)).finish_reason == "length"
+        left.close()
+        draining = asyncio.create_task(service.drain())
+        await asyncio.sleep(0)
+        assert not word.done()
+        gate.is_open.set()
+        assert (await word).text in ("the", "cat")
+        await draining
+        assert (await service.stats()).output_tokens == 20 + len(word.result().tokens), "who left was never begun"
+        await service.call(check_idle)
+
+    with_service(work, text=True)
+
+
+def test_close_tells_those_whose_grammar_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
+        gate = Gate(subject, monkeypatch)
+        streams = [service.submit(request(f"r{index}", (5, 6), grammar=WORD)) for index in range(100)]
+        await asyncio.to_thread(service.close)
+        for stream in streams:
+            with pytest.raises(EngineFailed, match="closed"):
+                await anext(stream)
+        gate.is_open.set()
+
+    with_service(work, text=True)
+
+
+def test_what_cannot_be_taken_is_told_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expected or not, in reading the grammar or behind it; once as a library in Rust panics."""
+
+    class Panic(BaseException):
+        pass
+
+    def broken(*_: object, **__: object) -> None:
+        raise Panic
+
+    async def work(service: AsyncEngine, subject: Engine) -> None:
+        nested = Grammar(kind="json_schema", text='{"properties":{"a":' * 64 + "{}" + "}}" * 64)
+        with pytest.raises(UserError, match="recursion limit"):
+            await service.submit(request("nested", (5, 6), grammar=nested)).admitted()
+        for name, asked in (("grammar", {"grammar": WORD}), ("add", {})):
+            with monkeypatch.context() as patch:
+                patch.setattr(subject, name, broken)
+                with pytest.raises(RequestFailed, match="Panic"):
+                    await service.submit(request("x", (5, 6), **asked)).admitted()
+            assert (await collect(service, "x", max_tokens=3)).finish_reason == "length"
+        assert service.error is None
+        await service.drain()
+
+    with_service(work, text=True)

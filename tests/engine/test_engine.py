@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from stretto.engine.engine import Engine
 from stretto.engine.reference import generate_naive
 from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Request, SpeculateConfig, TokenEvent
 from stretto.engine.runner import state_checksum
+from stretto.engine.sequence import SequenceState
 from stretto.model.checkpoint import weights_hash, write_checkpoint
 from tests.engine.engines import (
     CONFIG,
@@ -130,6 +133,114 @@ def test_an_error_of_one_request_is_its_own() -> None:
     assert done["bad", 0].finish_reason == "error" and "grammar" in (done["bad", 0].error or "")
     for one in others:
         check_greedy(MODEL, one, done[one.id, 0])
+    check_idle(subject)
+
+
+WORD = Grammar(kind="regex", text="[a-z ]{200}")
+
+
+def broken(*_: object, **__: object) -> Any:
+    raise ValueError("broken")
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it: no Exception."""
+
+
+def panics(*_: object) -> Any:
+    raise Panic
+
+
+class Stubborn(list[float]):
+    __iadd__ = broken
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[SequenceState], object]]] = {
+    "mask": ({"grammar": WORD}, lambda seq: setattr(seq.grammar, "mask", broken)),
+    "accept": ({"grammar": WORD}, lambda seq: setattr(seq.grammar, "accept", panics)),
+    "settings": ({"presence_penalty": 1.0}, lambda seq: seq.sampling.__dict__.update(presence_penalty=10**400)),
+    "logprobs": ({"top_logprobs": 2}, lambda seq: seq.sampling.__dict__.update(top_logprobs="2")),
+    "scores": ({"prompt_logprobs": True}, lambda seq: setattr(seq, "prompt_log_probs", Stubborn())),
+    "text": ({}, lambda seq: setattr(seq.detokenizer, "push", panics)),
+    "stops": ({"stop": ("zzz",)}, lambda seq: setattr(seq.stops, "push", broken)),
+    "rest": ({}, lambda seq: setattr(seq.detokenizer, "finish", broken)),
+}
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_one_request_is_its_own(fault: str, speculate: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever depends on one request alone: it raises there, that request ends with an error, the others do not notice."""
+    settings, inflict = FAULTS[fault]
+    others = [request(f"r{index}", prompt) for index, prompt in enumerate(prompts(8, 3))]
+    options = {"speculate": SpeculateConfig(draft=CORNER, lookup=True)} if speculate else {}
+    subject = engine(MODEL, text=True, **options)
+    for one in [*others, request("bad", (5, 6, 5, 6, 5, 6), n=2, **settings)]:
+        subject.add(one)
+    hurt = subject._open["bad"][0]
+    inflict(hurt)
+    done = run(subject)
+    assert done["bad", 0].finish_reason == "error" and not done["bad", 0].is_refused
+    assert re.fullmatch(
+        r"the engine could not finish this request: (ValueError|TypeError|OverflowError|Panic)",
+        done["bad", 0].error or "",
+    )
+    assert done["bad", 1].finish_reason in ("stop", "length")
+    assert "request bad, choice 0 has failed" in caplog.text
+    for one in others:
+        check_greedy(MODEL, one, done[one.id, 0])
+    check_idle(subject)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ("zzz",)}], ids=["at the end", "token by token"])
+def test_a_fault_in_text_that_nobody_streams(settings: dict[str, Any]) -> None:
+    subject = engine(MODEL, text=True)
+    subject.add(request("bad", (5, 6), **settings), stream=False)
+    subject._open["bad"][0].detokenizer.push = panics  # type: ignore[union-attr, method-assign]
+    assert run(subject)["bad", 0].finish_reason == "error"
+    subject.add(request("bad", (5, 6), **settings))
+    subject._open["bad"][0].detokenizer.finish = panics  # type: ignore[union-attr, method-assign]
+    assert subject.abort("bad")[0].finish_reason == "error"
+    check_idle(subject)
+
+
+def test_a_fault_that_nobody_is_to_blame_for_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice without settings of its own: whoever came next would meet the same."""
+    monkeypatch.setattr("stretto.engine.speculation.sample", broken)
+    subject = engine(MODEL)
+    subject.add(request("x", (5, 6)))
+    with pytest.raises(ValueError, match="broken"):
+        run(subject)
+
+
+def test_a_grammar_that_leads_nowhere_is_the_requests_own_fault() -> None:
+    subject = engine(MODEL, text=True)
+    wide = "start: first\nfirst: " + " | ".join(f'"a" "w{at}" first?' for at in range(2500))
+    bias = dict.fromkeys(range(CONFIG.vocab_size), -100.0) | {tokenizer().encode("a")[0]: 100.0}
+    subject.add(request("bad", (5, 6), grammar=Grammar(kind="lark", text=wide), logit_bias=bias))
+    done = run(subject)["bad", 0]
+    assert done.is_refused and done.finish_reason == "error" and "grammar: " in (done.error or "")
+    check_idle(subject)
+
+
+def test_a_grammar_that_names_the_end_is_the_requests_own_fault() -> None:
+    subject, end = engine(MODEL, text=True), tokenizer().rust.id_to_token(tokenizer().eos_id)
+    grammar = Grammar(kind="lark", text=f'start: {end} "b"')
+    subject.add(request("bad", (5, 6), grammar=grammar, ignore_eos=True))
+    done = run(subject)["bad", 0]
+    assert done.is_refused and "do not name the end token" in (done.error or "")
+    check_idle(subject)
+
+
+def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = engine(MODEL)
+    monkeypatch.setattr("stretto.engine.scheduler.chain_hash", broken)
+    with pytest.raises(ValueError, match="broken"):
+        subject.add(request("x", (5,) * 20, n=3))
+    assert not subject.has_work
+    monkeypatch.undo()
+    subject.add(request("x", (5,) * 20))
+    assert len(run(subject)) == 1
     check_idle(subject)
 
 

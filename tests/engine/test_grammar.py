@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from functools import cache
 from pathlib import Path
+from threading import BoundedSemaphore
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.engine.grammar import GrammarCompiler, GrammarState
-from stretto.engine.request import Grammar, Sampling
+from stretto.engine.grammar import MASK_PATIENCE_S, MASK_S, MAX_CHARS, GrammarCompiler, GrammarState
+from stretto.engine.request import Grammar, QueueFull, Sampling
 from stretto.engine.sampling import process, sample
 from stretto.text.stream import Detokenizer
 from stretto.text.tokenizer import TURN_END, Tokenizer, train_tokenizer
@@ -188,3 +190,127 @@ def test_bad_grammars_are_one_line(compiler: GrammarCompiler, grammar: Grammar, 
     with pytest.raises(UserError, match=message) as caught:
         compiler.compile(grammar)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def nested(depth: int) -> str:
+    return '{"properties":{"a":' * depth + "{}" + "}}" * depth
+
+
+def chain(length: int) -> str:
+    """Of references, each to the next."""
+    links = {str(at): {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{at + 1}"}}} for at in range(length)}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": {**links, str(length): {}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", nested(64), "recursion limit exceeded"),
+        ("json_schema", nested(300), "recursion limit exceeded"),
+        ("json_schema", chain(1000), "reading it overflowed the stack; send a simpler one"),
+        ("json_schema", '{"$ref":"#"}', "nothing matches it"),
+        ("json_schema", '{"const": "\\ud800"}', "hex escape"),
+        ("regex", r"[^\s\S]", "nothing matches it"),
+        ("regex", "\ud800", "surrogates not allowed"),
+        ("regex", "a" * (MAX_CHARS + 1), "characters are more than"),
+        ("lark", "start: start", "nothing matches it"),
+        (
+            "lark",
+            "start: r0\n" + "\n".join(f'r{at}: "a" r{at + 1}' for at in range(5000)) + '\nr5000: "b"',
+            "overflowed",
+        ),
+    ],
+    ids=range(10),
+)
+def test_what_cannot_be_followed_is_refused_at_once(
+    compiler: GrammarCompiler, kind: str, text: str, message: str
+) -> None:
+    for source in ("first", "second"):  # the second is remembered, and says whose it is
+        with pytest.raises(UserError, match=rf"^{source}: grammar\.{kind}: .*{message}") as caught:
+            compiler.compile(Grammar(kind=kind, text=text), source=source)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_reading_takes_no_longer_than_it_may(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.engine.grammar.TRIAL_S", 0.3)
+    parts = [{"type": "string", "pattern": f".*{chr(97 + at)}.{{{5 + at}}}x"} for at in range(20)]
+    impatient = GrammarCompiler(tokenizer)
+    with pytest.raises(UserError, match=r"reading it took more than 0\.3 processor seconds; send a simpler one"):
+        impatient.compile(Grammar(kind="json_schema", text=json.dumps({"allOf": parts})))
+    assert impatient.compile(Grammar(kind="regex", text="a")).accept(tokenizer.encode("a")[0])
+
+
+def test_those_who_wait_to_be_read_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Grammar(kind="regex", text="known")
+    compiler.compile(known)
+    monkeypatch.setattr(compiler, "_trials", BoundedSemaphore(1))
+    assert compiler._trials.acquire()
+    with pytest.raises(QueueFull, match="try again later"):
+        compiler.compile(Grammar(kind="regex", text="another"))
+    compiler.compile(known)
+
+
+def walk(state: GrammarState, tokenizer: Tokenizer, num_tokens: int, wanted: str = "") -> str:
+    """Random text of a grammar; of the tokens that may come, those made of ``wanted`` characters first."""
+    rng, ids = random.Random(0), []
+    while len(ids) < num_tokens and not state.is_finished:
+        choices = sorted(allowed(state, tokenizer.vocab_size))
+        text = {token: tokenizer.decode([token]) for token in choices}
+        token = rng.choice([at for at in choices if text[at] and set(text[at]) <= set(wanted)] or choices)
+        assert state.accept(token)
+        ids.append(token)
+    return tokenizer.decode(ids)
+
+
+def test_json_does_not_run_on_in_whitespace(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """A model that likes nothing better than whitespace still finishes an object of two fields."""
+    fields = {"city": {"enum": ["Rome", "Oslo"]}, "people": {"type": "integer", "maximum": 10**6, "minimum": 0}}
+    schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    state = compiler.compile(Grammar(kind="json_schema", text=json.dumps(schema)))
+    text = walk(state, tokenizer, 200, wanted=" \t\r\n")
+    assert set(json.loads(text)) == {"city", "people"}
+    assert 1 < max(map(len, re.findall(r"\s+", text))) <= 17
+
+
+@pytest.mark.parametrize("rule", ["x x | /[a-z ]/", "x x x | x x | /[a-z ]/ | "])
+def test_what_is_too_ambiguous_is_not_followed(compiler: GrammarCompiler, tokenizer: Tokenizer, rule: str) -> None:
+    with pytest.raises(UserError, match=r"request: grammar: .*; use a simpler one"):
+        walk(compiler.compile(Grammar(kind="lark", text=f"start: x\nx: {rule}")), tokenizer, 400, "abc xyz")
+
+
+def test_masks_may_be_dear_once_but_not_always(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, cost_s = 0.0, 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += cost_s
+        return now_s
+
+    monkeypatch.setattr("stretto.engine.grammar.time.thread_time", clock)
+    state = compiler.compile(Grammar(kind="regex", text="[a-z]*"))
+    for cost_s in (MASK_PATIENCE_S / 2, MASK_S / 4, MASK_PATIENCE_S / 2):
+        state.mask()
+        cost_s = MASK_S / 4
+        walk(state, tokenizer, 400, wanted="abc")
+    with pytest.raises(UserError, match="takes more than 2 ms a token"):
+        for cost_s in [2 * MASK_S] * 200:  # noqa: B007
+            walk(state, tokenizer, 1, wanted="abc")
+
+
+def test_a_try_that_fails_leaves_no_trace(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Drafts are such tries: what goes wrong behind one that is not taken must not end the sequence."""
+    a, b, z = (tokenizer.encode(text)[0] for text in "abz")
+    grammar = 'start: "b" "a" wide | "b" "b"\nwide: ' + " | ".join(f'"z" "w{at}" wide?' for at in range(2500))
+    state = compiler.compile(Grammar(kind="lark", text=grammar))
+    assert state.accept(b)
+    before = state.mask()
+    assert state.try_accept(z) is None and state.try_accept(a) is None, "what follows is too wide"
+    assert state._matcher.is_error() is False and (state.mask() == before).all()
+    assert state.try_accept(b) is not None
+    state.rollback(1)
+    assert (state.mask() == before).all()
+    with pytest.raises(UserError, match="Current row has"):
+        state.accept(a)
+        state.mask()

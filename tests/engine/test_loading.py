@@ -70,7 +70,9 @@ def test_memory_that_does_not_suffice_says_what_would_fit(run_folder: Path) -> N
     with pytest.raises(UserError, match=r"memory: .* would fit: a cache of \d+\.\d MiB") as caught:
         open_engine(run_folder, EngineConfig(cache_bytes=1 << 30), memory_bytes=2 << 20, library=TORCH)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="nothing of this network would fit"):
+    with pytest.raises(
+        UserError, match="neither a preset nor another dtype would fit; let `stretto serve --subnet auto` look"
+    ):
         open_engine(run_folder, EngineConfig(cache_bytes=1 << 30), memory_bytes=1000, library=TORCH)
     small = EngineConfig(num_pages=40, page_size=4)
     assert open_engine(run_folder, small, memory_bytes=2 << 20, library=TORCH).engine.allocator.num_pages == 40

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
+from stretto.engine import speculation
 from stretto.engine.cache import PageAllocator
 from stretto.engine.engine import Engine
 from stretto.engine.request import Grammar, Phases, SpeculateConfig
 from stretto.engine.runner import Runner
-from stretto.engine.sampling import probabilities, process
+from stretto.engine.sampling import Purpose, probabilities, process
 from stretto.engine.sequence import Chunk, SequenceState, SubnetTable
 from stretto.engine.speculation import (
     FIRST_WAIT,
@@ -239,6 +242,43 @@ def test_grammars_are_rolled_back() -> None:
     )[0]
     assert drawn.usage.drafted_tokens > 0
     assert drawn.text[:8].isalpha() and (len(drawn.text) == 12 or drawn.finish_reason == "length")
+
+
+def test_grammars_of_all_kinds_in_one_batch_end_at_their_own_time(library: Library) -> None:
+    """One draft meets the end of its text while the others go on, refuses a token, or cannot be followed."""
+    texts = ["(a{1,1000}){1,1000}", "(ab|cd){5}", "[a-z ]*", "the( cat){1,3}", "[^b]{1,3}"]
+    asked = [
+        request(f"{text}-{prompt}", (prompt, 6, 7), max_tokens=60, grammar=Grammar(kind="regex", text=text))
+        for text in texts
+        for prompt in (5, 90)
+    ]
+    plain = engine(MODEL, text=True).generate(asked)
+    subject = drafting(CORNER, library, text=True)
+    assert [one.tokens for one in subject.generate(asked)] == [one.tokens for one in plain]
+    assert subject.stats().drafted_tokens > 0
+    drawn = [replace(one, sampling=one.sampling.model_copy(update={"temperature": 1.0})) for one in asked]
+    for done in drafting(CORNER, library, text=True).generate(drawn):
+        text = done.request_id.rpartition("-")[0]
+        assert done.finish_reason == "length" or re.fullmatch(text, done.text)
+
+
+def test_drafting_that_fails_costs_nobody_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Grammar(kind="regex", text="[a-z ]{40}")
+    asked = [request("plain", (5, 6, 7), max_tokens=30), request("word", (5, 6), max_tokens=30, grammar=grammar)]
+    wanted = [one.tokens for one in engine(MODEL, text=True).generate(asked)]
+    subject, sample, num_failed = drafting(CORNER, text=True), speculation.sample, 0
+
+    def fails_behind_a_draft(*arguments: Any, **rest: Any) -> torch.Tensor:
+        nonlocal num_failed
+        if arguments[-1] is Purpose.DRAFT and any(seq.drafts for seq in subject._scheduler.running):
+            num_failed += 1
+            raise RuntimeError("no draft")
+        return sample(*arguments, **rest)
+
+    monkeypatch.setattr(speculation, "sample", fails_behind_a_draft)
+    assert [one.tokens for one in subject.generate(asked)] == wanted
+    assert num_failed > 0
+    check_idle(subject)
 
 
 def test_candidates_and_which_can_draft() -> None:

@@ -159,7 +159,8 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
             reports = asyncio.run(run_synchronously(plan, prompts.task, agent, [engine], trainer))
         finally:
             engine.close()
-        version = trainer.publish()
+        trainer.copy_weights()
+        version = asyncio.run(trainer.publish())
         assert version is not None
         return reports, fetch(version)
 

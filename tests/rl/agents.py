@@ -57,6 +57,19 @@ class Toy(TaskSource):
         return self._tools
 
 
+class Guessing(Toy):
+    """An environment that says how often it was spoken to, until it hears 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        self.heard.append(messages[-1]["content"])
+        turns = [message["content"] for message in messages if message["role"] == "assistant"]
+        return None if turns[-1] == "7" else f"no, {len(turns)}"
+
+
 class Rewards:
     """A verifier in this loop."""
 

@@ -26,8 +26,7 @@ def main(start: Path, refs_file: Path, out: Path) -> None:
     trainer.copy_weights()
     version = asyncio.run(trainer.publish())
     assert (version is not None) == ranks.is_first
-    state, reference = full_state(trainer._model), trainer._reference
-    assert reference is not None
+    state, reference = full_state(trainer._model), trainer._teachers["reference"]
     if ranks.world > 1:  # of neither network a rank holds more than its part
         for network in (trainer._model, reference):
             matrices = [each for each in network.blocks.parameters() if each.dim() == 3]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Outcome, WeightVersion
+from stretto.base.trajectory import Group, Outcome, StepReward, Verdict, WeightVersion
 from stretto.rl.agent import Dialogue, GroupFailed, ToolCall
 from stretto.rl.clients import Generated, GenerateRequest, Trouble
 from stretto.rl.recipe import GROUPS, LOGS
@@ -29,6 +29,7 @@ from tests.rl.agents import (
     ONE,
     OTHER,
     TASK,
+    Guessing,
     Rewards,
     Spoken,
     Toy,
@@ -174,6 +175,50 @@ def test_verifiers_see_all_turns(tmp_path: Path) -> None:
     assert asked["content"] == "hm" and asked["tool_calls"][0]["function"]["name"] == "add"
     assert told == {"role": "tool", "name": "add", "content": "5", "outcome": "ok"}
     assert last == {"role": "assistant", "content": "it is 5"}
+
+
+def test_an_environment_answers_until_it_is_over(tmp_path: Path) -> None:
+    rewards = Rewards()
+    done, engine = run_spoken(tmp_path, ["5", "7"], Guessing(), rewards)
+    made = tokenizer()
+    assert [segment.is_sampled for segment in done.segments] == [False, True, False, True]
+    told = made.decode(done.segments[2].tokens.tolist())
+    assert told == "\n<|im_start|>user\nno, 1<|im_end|>\n<|im_start|>assistant\n"
+    assert (done.finish_reason, done.num_turns) == ("stop", 2) and not engine._turns
+    roles = [(message["role"], message["content"]) for message in rewards.requests[0].messages]
+    assert roles == [("assistant", "5"), ("user", "no, 1"), ("assistant", "7")]
+
+
+def test_an_environment_has_no_more_turns_than_the_recipe(tmp_path: Path) -> None:
+    done, _ = run_spoken(tmp_path, ["5", "6", "8"], Guessing())
+    assert (done.finish_reason, done.num_turns) == ("turns", 3)
+
+
+def test_an_environments_turn_is_logged_like_any_other(tmp_path: Path) -> None:
+    """An attempt that is lost behind it goes on from it: the environment is not asked for it again."""
+    source = Guessing()
+    first = agent(tmp_path, [Spoken([spoken_turn("5")])], source=source, **LONG)
+    with pytest.raises(IndexError):  # it has nothing more to say
+        asyncio.run(first._within_lease(ONE, 0))
+    second = agent(tmp_path, [Spoken([spoken_turn("7")])], source=source, **LONG)
+    (done,) = asyncio.run(second._within_lease(ONE, 1)).trajectories
+    assert done.num_turns == 2 and source.heard == ["5", "7"]
+
+
+def test_a_step_of_reasoning_ends_at_a_token(tmp_path: Path) -> None:
+    steps = (StepReward(0, 0.5), StepReward(1, 0.25, end=4), StepReward(1, -1.0, end=1000))
+    rewards = Rewards(lambda request: Verdict(1.0, Outcome.OK, 0.0, steps=steps))
+    done, _ = run_spoken(tmp_path, ["5 is it", "7"], Guessing(), rewards)
+    assert [step.end for step in done.verdict.steps] == [None, 2, 2], "a character, and the turn's end"
+    done, _ = run_spoken(tmp_path / "long", ["7 is what I say", "7"], Guessing(), rewards)
+    first, last = (segment.tokens for segment in done.segments if segment.is_sampled)
+    assert len(first) > len(last) == 2
+
+
+def test_a_reward_for_a_turn_that_is_not_there_is_a_failure_of_ours(tmp_path: Path) -> None:
+    rewards = Rewards(lambda request: Verdict(1.0, Outcome.OK, 0.0, steps=(StepReward(1, 0.5),)))
+    with pytest.raises(GroupFailed, match=r"sources\.toy: score\(\) rewards turn 1, and there are 1"):
+        run_spoken(tmp_path, ["7"], Guessing(), rewards)
 
 
 def test_a_tool_cannot_end_the_turn_it_answers_in(tmp_path: Path) -> None:
@@ -332,7 +377,7 @@ def test_a_template_that_rewrites_is_refused() -> None:
     rewriting = CHATML.replace(
         "{%- for message in messages %}", "{{- messages | length }}{%- for message in messages %}"
     )
-    with pytest.raises(UserError, match="chat_template: rewrites earlier turns when a tool answers"):
+    with pytest.raises(UserError, match="chat_template: rewrites earlier turns when a tool or the user answers"):
         Dialogue(tokenizer(rewriting)).tool_turn(ASKED, (), [ADD], ["3"])
 
 

@@ -17,11 +17,12 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, Verdict
-from stretto.rl.agent import GroupFailed
-from stretto.rl.clients import Generated, GenerateRequest, RewardRequest, infra
+from stretto.rl.agent import GroupFailed, GroupUnfinished
+from stretto.rl.clients import Generated, GenerateRequest, RewardRequest, Trouble, infra
+from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import read_logs
+from stretto.rl.samples import load_group, read_logs
 from stretto.sandbox.outcome import ToolResult
 from tests.rl.agents import (
     CALL,
@@ -254,3 +255,63 @@ def test_faults_of_the_code_are_not_tried_again(tmp_path: Path) -> None:
     assert Faulty.num == 1
     with pytest.raises(UserError, match=r"sources\.other: no such source; there are toy"):
         asyncio.run(agent(tmp_path, [Faulty()]).run_group(replace(TASK, source="other"), 0))
+
+
+def refusing(number: int) -> Any:
+    async def refuse(num: int, request: GenerateRequest) -> None:
+        if request.id.split(".")[1] == str(number):
+            raise Trouble("it does not like this one")
+
+    return refuse
+
+
+def test_what_ended_of_a_group_is_trained_where_nothing_more_comes(tmp_path: Path) -> None:
+    """One of three samples fails whatever is tried; the others go on, and are not lost with it."""
+
+    async def work(engine: EngineRole) -> GroupRef:
+        subject = agent(tmp_path, [Watched(engine, refusing(1))])
+        with pytest.raises(GroupUnfinished, match="does not like this one"):
+            await subject.run_group(TASK, 0, True)  # the attempt has brought it further
+        with pytest.raises(GroupFailed) as caught:
+            await subject.run_group(TASK, 1)  # this one has not, but it is not the last
+        assert type(caught.value) is GroupFailed
+        return await subject.run_group(TASK, 2, True)
+
+    ref = with_engines(work, role())
+    group = load_group(ref.location)
+    assert ref.num_samples == 2 and [sample.sample for sample in group.trajectories] == [0, 2]
+    whole = draw(tmp_path / "whole")
+    for one, other in zip(group.trajectories, (whole.trajectories[0], whole.trajectories[2]), strict=True):
+        assert_same(one, other)
+
+
+def test_one_sample_is_no_group(tmp_path: Path) -> None:
+    async def work(engine: EngineRole) -> None:
+        subject = agent(tmp_path, [Watched(engine, refusing(1))])
+        task = replace(TASK, group=2)
+        for attempt in range(2):
+            with pytest.raises(GroupFailed):
+                await subject.run_group(task, attempt, True)
+
+    with_engines(work, role())
+    assert not (tmp_path / GROUPS).exists()
+
+
+def test_a_long_group_goes_on_in_its_next_lease(tmp_path: Path) -> None:
+    """Each attempt is over after four chunks: each says that it came further, until one finds the end."""
+
+    async def stop(num: int, request: GenerateRequest) -> None:
+        if num > 4:
+            raise Trouble("the lease is nearly over")
+
+    async def work(engine: EngineRole) -> int:
+        for attempt in range(100):
+            subject = agent(tmp_path, [Watched(engine, stop)], chunk_tokens=3)
+            try:
+                await subject.run_group(replace(TASK, group=2), attempt)
+                return attempt
+            except GroupUnfinished:
+                continue
+        raise AssertionError
+
+    assert with_engines(work, role()) > 1

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Trajectory
 from stretto.data.pack import IGNORED, PADDING
-from stretto.rl.algorithms import Streams, assign
-from stretto.rl.batch import Batch, pack
+from stretto.rl.algorithms import Streams, TokenCredit, give_credit, unroll
+from stretto.rl.batch import Batch, by_sample, credited, pack
 from tests.rl.samples import equal, group, trajectory
 
 ROUTES = (3, 2, 8)
-LOSS = ("grpo", "token")
 
 
 def packed(groups: list[Group], seq_len: int = 24, rows: int = 4, **extra: Any) -> list[Batch]:
-    return pack(assign(groups, *LOSS), seq_len, rows, **extra)
+    return pack(unroll(groups), seq_len, rows, **extra)
 
 
-def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, credit: Streams) -> int:
+def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, streams: Streams, credit: TokenCredit) -> int:
     """Its own columns behind those it shares are the sample, in every stream; returns how many it shares."""
     own = np.flatnonzero(batch.documents_BT[row] == number)
     assert (np.diff(own) == 1).all(), "a sample lies in one piece"
@@ -35,7 +34,7 @@ def check_sample(batch: Batch, row: int, number: int, sample: Trajectory, credit
     tokens, logprobs, versions = (
         np.concatenate([getattr(part, name) for part in sample.segments]) for name in ("tokens", "logprobs", "versions")
     )
-    mask = credit.mask_S
+    mask = streams.mask_S
     assert not mask[: end - first].any()
     assert np.array_equal(batch.tokens_BT[row, at], tokens[:-1])
     assert np.array_equal(batch.targets_BT[row, at], np.where(mask, tokens[1:], IGNORED))
@@ -60,10 +59,15 @@ def test_all_streams_follow_the_tokens(seed: int, num: int, seq_len: int, rows: 
     rng = np.random.default_rng(seed)
     rewards = [1.0, 0.0, 0.5, 0.0, 1.0]
     groups = [group(rng, rewards, ordinal=index, versions=(2, 3), routes=ROUTES) for index in range(num)]
-    credits = [credit for each in assign(groups, *LOSS) for credit in each]
+    streams = [one for each in unroll(groups) for one in each]
+    credits = give_credit(unroll(groups), "grpo", "token", 18)
     samples = [sample for each in groups for sample in each.trajectories]
     seen, num_inputs, num_shared = [], 0, 0
-    for batch in pack(assign(groups, *LOSS), seq_len, rows, with_routes=with_routes):
+    batches = packed(groups, seq_len, rows, with_routes=with_routes)
+    back = by_sample(batches, [batch.behaviour_BT for batch in batches], [each.num_inputs for each in streams])
+    for one, found_S in zip(streams, back, strict=True):
+        assert np.array_equal(found_S, np.where(one.mask_S, one.logprobs_S, 0))
+    for batch in (credited(batch, credits) for batch in batches):
         B, T = batch.tokens_BT.shape
         assert rows >= B and seq_len >= T and (batch.routes_BTLK is None) is not with_routes
         padding = batch.documents_BT == PADDING
@@ -77,7 +81,7 @@ def test_all_streams_follow_the_tokens(seed: int, num: int, seq_len: int, rows: 
                 index = int(batch.samples_BT[row, batch.documents_BT[row] == number][0])
                 if index >= 0:
                     seen.append(index)
-                    num_shared += check_sample(batch, row, number, samples[index], credits[index])
+                    num_shared += check_sample(batch, row, number, samples[index], streams[index], credits[index])
     assert sorted(seen) == list(range(len(samples)))
     assert num_inputs < sum(sample.num_tokens - 1 for sample in samples) or not num_shared
 

@@ -164,6 +164,18 @@ def test_a_group_is_given_up_after_so_many_failures_of_its_own(tmp_path: Path) -
     assert controller.counts()["failed"] == 5
 
 
+def test_an_attempt_knows_whether_it_is_the_last(tmp_path: Path) -> None:
+    controller, _ = started(tmp_path)
+    assert not any([each.is_last for each in controller.admit()]) and not controller.last_given_up
+    controller.group_failed(0, 0, "the engine was killed", counts=False)
+    (again,) = controller.admit()
+    controller.group_failed(0, 1, "the reward raised")
+    (last,) = controller.admit()
+    assert (again.is_last, last.is_last) == (False, True)
+    controller.group_failed(0, 2, "the reward raised")
+    assert controller.last_given_up == "group 0: the reward raised"
+
+
 def test_no_more_is_handed_out_than_the_run_will_train(tmp_path: Path) -> None:
     controller, _ = started(tmp_path, num_steps=1)
     assert handed(controller) == [(0, 0), (1, 0)]

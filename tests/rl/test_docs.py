@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.extend import EXAMPLES, PARTS, Part, run
 from stretto.base.config import validate
-from stretto.rl.recipe import RlRecipe, SourceConfig
+from stretto.rl.recipe import PRESETS, RlRecipe, SourceConfig
 from stretto.tasks.registry import KINDS, open_source
+from stretto.tasks.task import Answer
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "RL.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
@@ -29,7 +31,7 @@ def test_what_the_recipe_calls_the_default_is() -> None:
     tree = tomllib.loads(block("toml"))
     recipe = validate(RlRecipe, tree, "docs/RL.md")
     bare = validate(RlRecipe, {name: tree[name] for name in ("sources", "optim", "train")}, "docs/RL.md")
-    assert recipe.loss.model_copy(update={"clip_high": 0.2}) == bare.loss
+    assert recipe.loss == bare.loss
     assert (recipe.staleness, recipe.replay, recipe.precision, recipe.failures) == (
         bare.staleness, bare.replay, bare.precision, bare.failures,
     )  # fmt: skip
@@ -43,6 +45,30 @@ def test_the_task_of_the_guide_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = open_source("ones", SourceConfig(kind="parity.py:Parity", args={"length": 12}))
     source.validate()
     assert len(source.problem(3).messages[0]["content"].split()) == 2 + 12 + 2
+
+
+@pytest.mark.parametrize("name", ["guess.py:Guess", "brief.py:Brief"])
+def test_the_example_tasks_are_sound(name: str) -> None:
+    args = {"operation": "reverse"} if name.startswith("brief") else {}
+    source = open_source("own", SourceConfig(kind=f"{EXAMPLES / name}", args=args))
+    source.validate()
+    problem = source.problem(3)
+    turns = [*source.demonstration(problem)]
+    assert source.score(problem, Answer(turns[-1]["content"], tuple(turns))).ok
+    for place in (place for place, turn in enumerate(turns) if turn["role"] == "assistant"):
+        told = source.reply(problem, turns[: place + 1])
+        assert told == (turns[place + 1]["content"] if place + 1 < len(turns) else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS, ids=[part.what for part in PARTS])
+def test_the_examples_are_whole_runs(tmp_path: Path, part: Part) -> None:
+    found = run(part, 2, tmp_path, lambda num, status: None)
+    assert found.is_well, found
+
+
+def test_every_preset_is_in_the_guide() -> None:
+    assert [preset for preset in PRESETS if f"| `{preset}` |" not in TEXT] == []
 
 
 def test_every_kind_is_in_the_guide() -> None:

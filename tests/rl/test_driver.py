@@ -14,7 +14,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
-from stretto.rl.agent import Wait
+from stretto.rl.agent import GroupUnfinished, Wait
 from stretto.rl.controller import Controller, Limits
 from stretto.rl.driver import Driver, EngineWeights
 from stretto.rl.launch import Factories, Roles, TrainerLost, start_roles
@@ -91,7 +91,7 @@ class Agent:
     def __init__(self, world: World):
         self._world = world
 
-    async def run_group(self, task: Task, attempt: int) -> GroupRef:
+    async def run_group(self, task: Task, attempt: int, is_last: bool = False) -> GroupRef:
         oldest = min(self._world.active.values())
         self._world.events.append(("group", task.ordinal, oldest))
         if self._world.on_group is not None:
@@ -306,6 +306,20 @@ def test_a_group_that_keeps_failing_is_given_up_and_the_run_goes_on(tmp_path: Pa
     told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
     assert [ordinals for _, ordinals in told] == [(0, 2)]
     assert counts["failed"] == 1 and counts["trained"] == 2 and counts["failed_attempts"] == 2
+
+
+def test_a_group_that_comes_further_with_each_lease_is_not_given_up(tmp_path: Path) -> None:
+    """One that takes five of them, where two failures are the end."""
+
+    async def go_on(task: Task, attempt: int) -> GroupRef:
+        if task.ordinal == 1 and attempt < 5:
+            raise GroupUnfinished("not finished within its lease")
+        return ref(task.ordinal, attempt)
+
+    world = World(on_group=go_on)
+    counts: dict[str, float] = {}
+    told = drive(tmp_path, world, steps=1, watch=lambda controller: counts.update(controller.counts()))
+    assert [ordinals for _, ordinals in told] == [(0, 1)] and counts["failed"] == 0
 
 
 def test_a_run_whose_groups_all_fail_stops_with_the_reason(tmp_path: Path) -> None:

@@ -124,6 +124,17 @@ def test_the_final_weights_are_the_plain_loops_to_the_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset", ["decoupled", "gspo", "dapo"])
+def test_any_loss_is_the_plain_loops_to_the_bit(tmp_path: Path, preset: str) -> None:
+    tables: dict[str, Any] = {"train": {"minibatches": 2}, "loss": {"preset": preset}, "runtime": {"isolate": "none"}}
+    chosen = recipe_of(3, **tables)
+    start = start_of(chosen, tmp_path / "sft")
+    plain = plain_run(chosen, tmp_path / "plain", start, lambda num, status: None)
+    found = whole_run(preset, chosen, tmp_path / "run", start, lambda num, status: None)
+    assert found.checksum == plain.checksum and found.rewards == plain.rewards
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_shared_operators_leave_no_mismatch(tmp_path: Path, precision: str) -> None:
     """From published weights to the trainer's own forward pass: nothing on the way rounds twice, or not at all."""

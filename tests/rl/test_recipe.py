@@ -1,12 +1,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from stretto.base.errors import UserError
 from stretto.optim.schedule import OptimConfig
-from stretto.rl.recipe import RlRecipe, RlTrainConfig, SourceConfig, plan_prompts
+from stretto.rl.recipe import (
+    PRESETS,
+    SUPERVISED,
+    LossConfig,
+    Prompts,
+    RlRecipe,
+    RlTrainConfig,
+    SourceConfig,
+    plan_prompts,
+)
+from tests.rl.policies import recipe
 
 RECIPE = RlRecipe(
     sources={"many": SourceConfig(kind="gym", weight=3.0), "few": SourceConfig(kind="math")},
@@ -45,3 +59,93 @@ def test_held_out_problems_are_never_trained_on() -> None:
 def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
     with pytest.raises(UserError, match=r"sources\.few: has 5 problems, and 5 are held out"):
         plan_prompts(RECIPE, {"many": None, "few": 5})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sources=st.lists(
+        st.tuples(st.floats(0.01, 10.0), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=5
+    ),
+    phase=st.sampled_from([0, SUPERVISED]),
+    seed=st.integers(0, 2**40),
+)
+def test_an_epoch_sees_every_item_once_before_one_comes_again(
+    sources: list[tuple[float, int | None]], phase: int, seed: int
+) -> None:
+    """Of each source by itself, whatever the mixture, and in supervised training too."""
+    total = sum(weight for weight, _ in sources)
+    names = tuple(map(str, range(len(sources))))
+    shares, sizes = tuple(weight / total for weight, _ in sources), tuple(size for _, size in sources)
+    prompts = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    drawn: dict[str, list[int]] = {name: [] for name in names}
+    for ordinal in range(phase, phase + 300):
+        task = prompts.task(ordinal)
+        drawn[task.source].append(task.item)
+    for name, size, share in zip(names, sizes, shares, strict=True):
+        assert abs(len(drawn[name]) - 300 * share) <= 64 + len(names), (
+            "by weight, but for what the last deck still holds"
+        )
+        epoch = size or 300
+        for start in range(0, len(drawn[name]), epoch):
+            items = drawn[name][start : start + epoch]
+            assert len(set(items)) == len(items), f"an item of {name} comes twice in an epoch of {epoch}"
+            assert size is None or set(items) <= set(range(size))
+    # as an agent of a resumed run asks: any ordinal, in any order
+    again = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    assert [again.task(phase + ordinal) for ordinal in (299, 7, 63, 64)] == [
+        prompts.task(phase + ordinal) for ordinal in (299, 7, 63, 64)
+    ]
+
+
+def test_epochs_are_shuffled_each_in_its_own_way() -> None:
+    prompts = Prompts(("few",), (1.0,), (20,), group=2, max_tokens=8, seed=0)
+    epochs = [[prompts.task(20 * epoch + within).item for within in range(20)] for epoch in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_written_down_in_full(preset: str) -> None:
+    """A run's recipe on the disk says every value, and reads as the same one."""
+    loss = LossConfig(preset=preset)
+    assert LossConfig.model_validate_json(loss.model_dump_json()) == loss
+    assert LossConfig(**loss.model_dump()) == loss
+
+
+def test_what_the_recipe_says_comes_before_the_preset() -> None:
+    assert LossConfig(preset="gspo", clip_high=1e-3).clip_low == 3e-4
+    assert LossConfig(preset="gspo", policy="ppo").clip_high == 0.2, "bounds of a policy belong to it"
+    assert LossConfig(preset="decoupled", correction="tis").tis_cap == 2.0
+    assert LossConfig(preset="decoupled").icepop_range == (0.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "train", "message"),
+    [
+        ({"proximal": "recompute"}, {}, "loss.proximal 'recompute' .* set train.minibatches to 2 or more"),
+        ({"correction": "tis"}, {"minibatches": 2}, "correction 'tis' .* set proximal = \"recompute\""),
+        ({"tis_cap": 3.0}, {}, "tis_cap belongs to correction 'tis'"),
+        ({"icepop_range": (0.5, 2.0)}, {}, "icepop_range belongs to correction 'icepop'"),
+        ({"preset": "decoupled", "icepop_range": (2.0, 0.5)}, {"minibatches": 2}, "a lower and a higher ratio"),
+        ({"preset": "gpso"}, {}, "preset: no 'gpso' .did you mean 'gspo'"),
+        ({"advantage": "grop"}, {}, "advantage: no 'grop' .did you mean 'grpo'"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(
+    loss: dict[str, Any], train: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        recipe(loss=loss, **{f"train__{name}": value for name, value in train.items()})
+
+
+def test_replay_of_the_policys_own_routes_needs_several_updates() -> None:
+    """With one, they are those that it chooses anyway."""
+    with pytest.raises(ValidationError, match=r"replay 'r2' .* set train.minibatches"):
+        recipe(replay="r2")
+    recipe(replay="r2", train__minibatches=2)
+
+
+def test_teachers_need_somebody_who_asks_them() -> None:
+    with pytest.raises(ValidationError, match="teachers: 'grpo' asks none"):
+        recipe(teachers={"maths": "runs/maths"})
+    with pytest.raises(ValidationError, match=r"teachers\.policy: the name is taken"):
+        recipe(teachers={"policy": "runs/maths"}, loss__advantage="mine.py:distilled")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Outcome, Segment, Task, Verdict
+from stretto.base.trajectory import Group, Outcome, Segment, StepReward, Task, Verdict
 from stretto.rl.clients import Trouble
 from stretto.rl.samples import (
     HEADER_BYTES,
@@ -29,6 +29,7 @@ from stretto.rl.samples import (
     logged_ordinals,
     open_samples,
     pack_routes,
+    packed_bytes,
     read_logs,
     remove_logs,
     signed_routes,
@@ -245,6 +246,37 @@ def test_a_stored_group_comes_back_bit_for_bit(tmp_path: Path, routes: tuple[int
     assert ref.num_tokens == sum(sample.num_sampled for sample in before.trajectories)
     assert ref.mean_reward == pytest.approx(1.25 / 3) and not ref.is_uniform
     assert os.listdir(tmp_path / "groups") == ["group-00000017-0.group"]
+
+
+def test_a_group_without_some_of_its_samples_comes_back(tmp_path: Path) -> None:
+    whole = group(np.random.default_rng(0), [1.0, 0.0, 0.5, 0.0], ordinal=3, routes=ROUTES)
+    some = Group(whole.task, (whole.trajectories[0], whole.trajectories[2]))
+    ref = store_group(tmp_path, some)
+    assert ref.num_samples == 2 and ref.mean_reward == 0.75 and equal(load_group(ref.location), some)
+    path = Path(ref.location)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match="not readable as a group"):
+        load_group(path)
+
+
+def test_rewards_of_steps_come_back_and_make_a_group_uneven(tmp_path: Path) -> None:
+    whole = group(np.random.default_rng(0), [1.0, 1.0], routes=ROUTES)
+    assert store_group(tmp_path, whole).is_uniform
+    first, second = whole.trajectories
+    steps = (StepReward(0, 0.5), StepReward(0, -0.25, end=3))
+    uneven = Group(whole.task, (first, replace(second, verdict=replace(second.verdict, steps=steps))))
+    ref = store_group(tmp_path, uneven)
+    assert not ref.is_uniform and equal(load_group(ref.location), uneven)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_experts", "absent"), [(np.uint8, 24, False), (np.uint8, 32, True), (np.uint16, 300, True)]
+)
+def test_packed_routes_weigh_what_is_said(dtype: type, num_experts: int, absent: bool) -> None:
+    routes = np.random.default_rng(1).integers(0, num_experts, (11, 3, 2)).astype(dtype)
+    if absent:
+        routes[4, 1] = np.iinfo(dtype).max
+    assert packed_bytes(routes) == len(pack_routes(routes))
 
 
 def test_a_token_without_an_expert_comes_back_as_one(tmp_path: Path) -> None:

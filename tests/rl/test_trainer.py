@@ -16,20 +16,21 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, WeightVersion
-from stretto.model.checkpoint import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
-from stretto.model.transformer import MoeLayer, Replay, Transformer
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import MoeLayer, Replay, Transformer, build
 from stretto.ops.matmul import PLAIN, Arithmetic
-from stretto.rl.algorithms import assign
+from stretto.rl.algorithms import Streams, give_credit, unroll
 from stretto.rl.batch import pack
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch
-from stretto.rl.recipe import LossConfig
-from stretto.rl.samples import store_group
-from stretto.rl.trainer import Pass, TrainerRole, micro_batch, place, recompute, score
+from stretto.rl.recipe import PRESETS, LossConfig
+from stretto.rl.samples import load_group, pack_routes, store_group
+from stretto.rl.trainer import Pass, TrainerRole, give_pass_credit, micro_batch, place, recompute, score
 from stretto.rl.weights import fetch
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
-from tests.rl.policies import checkpoint, groups, network, recipe
+from tests.rl.policies import SHAPE, checkpoint, groups, network, recipe
 
 
 @pytest.fixture
@@ -81,12 +82,15 @@ def test_a_step_reports_what_it_did(tmp_path: Path, start: Path) -> None:
     scalars = report.scalars
     assert all(math.isfinite(value) for value in scalars.values()), scalars
     assert first.scalars["mismatch/same_share"] == 1.0 and "mismatch/stale_k3_mean" not in first.scalars
-    assert 0.3 < scalars["mismatch/same_share"] < 0.7
-    assert {"mismatch/same_k3_mean", "mismatch/stale_k3_mean", "mismatch/stale_k1_p99"} <= scalars.keys()
+    assert scalars["mismatch/same_share"] < 0.1, "all but the shortest samples were begun under the version before"
+    assert {"mismatch/mixed_k3_mean", "mismatch/stale_k3_mean", "mismatch/stale_k1_p99"} <= scalars.keys()
     assert scalars["staleness/max"] == 1.0 and 0 < scalars["staleness/mean"] < 1
     assert scalars["reward/mean"] == pytest.approx(0.375) and scalars["reward/source/digits"] == pytest.approx(0.375)
     assert scalars["reward/part/format"] == 1.0 and scalars["reward/uniform_groups"] == 0.0
-    assert first.scalars["policy/ratio_max"] == 1.0 and first.scalars["policy/clip_fraction"] == 0.0
+    assert first.scalars["policy/ratio_max"] > 1.0, "π/μ: of noise in the first step"
+    refs = [load_group(ref.location) for ref in refs]
+    packed = [len(pack_routes(one.routes)) / len(one.routes) for each in refs for one in each.trajectories]
+    assert min(packed) < scalars["routes/bytes_per_token"] < max(packed)
     assert first.scalars["routes/flips"] == 0.0 and "routes/flips" not in scalars
     assert abs(first.scalars["policy/kl_reference"]) < 1e-6 < 1e-4 < scalars["policy/kl_reference"]
     assert 0.9 < first.scalars["policy/ess"] < 1.0 and scalars["optim/grad_norm"] > 1e-3
@@ -116,11 +120,50 @@ def test_steps_are_numbered_and_taken_in_order_of_ordinals(tmp_path: Path, start
         forth.step(refs, 0)
 
 
+DECOUPLED: dict[str, Any] = {"loss__preset": "decoupled", "train__minibatches": 2}
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "preset": ({}, {"loss__preset": "icepop"}),
+    "advantage": ({}, {"loss__advantage": "rloo"}),
+    "policy": ({"loss__clip_low": 0.2, "loss__clip_high": 0.2}, {"loss__policy": "ppo"}),
+    "clip_low": ({"loss__policy": "gspo"}, {"loss__clip_low": 0.3}),
+    "clip_high": ({}, {"loss__clip_high": 0.2}),
+    "normaliser": ({}, {"loss__normaliser": "sequence"}),
+    "proximal": ({"train__minibatches": 2}, {"loss__proximal": "recompute"}),
+    "correction": (DECOUPLED, {"loss__correction": "none"}),
+    "tis_cap": (DECOUPLED | {"loss__correction": "tis"}, {"loss__tis_cap": 1.1}),
+    "icepop_range": (DECOUPLED, {"loss__icepop_range": (0.9, 1.1)}),
+    "kl_weight": ({}, {"loss__kl_weight": 0.5}),
+    "overlong_share": ({}, {"loss__overlong_share": 0.5}),
+}
+"""Of the loss: a run in which it acts, and another value of it. What it does not act in, the recipe refuses."""
+BOUNDED = {
+    f"{policy} {bound}": ({"loss__policy": policy}, {f"loss__clip_{bound}": 0.1})
+    for policy in ("ppo", "gspo", "cispo", "icepop")
+    for bound in ("low", "high")
+}
+
+
+def test_every_setting_of_the_loss_is_asked() -> None:
+    assert {*FIELDS, "drop_uniform"} == set(LossConfig.model_fields), "that one chooses groups: test_plain"
+
+
+@pytest.mark.parametrize("case", [*FIELDS, *BOUNDED])
+def test_every_setting_of_the_loss_acts(tmp_path: Path, start: Path, case: str) -> None:
+    """In a run with stale samples: other weights after a second step, the first that a KL to the start acts in."""
+    common, change = (FIELDS | BOUNDED)[case]
+    found = []
+    for name, changes in (("one", common), ("other", common | change)):
+        trainer = role(tmp_path / name, start, **changes)
+        for step in range(2):
+            made = groups(network(), seed=step, noise=0.5)
+            trainer.step(stored(tmp_path / f"{name}-{step}", made), step)
+        found.append(weights(trainer))
+    assert not same(*found)
+
+
 def test_several_updates_a_step_move_out_of_the_trust_region(tmp_path: Path, start: Path) -> None:
-    one, two = (role(tmp_path / str(n), start, train__minibatches=n, loss__clip_low=0.01) for n in (1, 2))
-    refs = refs_of(0, tmp_path)
-    assert one.step(refs, 0).scalars["policy/ratio_max"] == 1.0
-    report = two.step(refs, 0)
+    trainer = role(tmp_path, start, train__minibatches=2, loss__preset="decoupled", loss__clip_low=0.01)
+    report = trainer.step(refs_of(0, tmp_path), 0)
     assert report.step == 1 and report.scalars["policy/ratio_max"] > 1.0 and report.scalars["policy/clip_fraction"] > 0
 
 
@@ -128,8 +171,8 @@ def test_several_updates_a_step_move_out_of_the_trust_region(tmp_path: Path, sta
     "change",
     [
         {},
-        pytest.param({"replay": "r2"}, marks=pytest.mark.slow),
-        pytest.param({"loss__proximal": "behaviour"}, marks=pytest.mark.slow),
+        pytest.param({"replay": "r2", "train__minibatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"loss__preset": "decoupled", "train__minibatches": 2}, marks=pytest.mark.slow),
         pytest.param({"loss__kl_weight": 0.05}, marks=pytest.mark.slow),
     ],
 )
@@ -212,12 +255,12 @@ def test_the_result_is_a_checkpoint_with_its_cost(tmp_path: Path, start: Path) -
     assert same(dict(result.model.state_dict()), weights(trainer))
     assert result.lineage is not None and result.lineage.stage == "rl"
     assert result.lineage.receipt.tokens == report.num_tokens and result.lineage.receipt.flops > 0
-    assert result.lineage.config["loss"]["policy"] == "ppo"
+    assert result.lineage.config["loss"]["preset"] == "tis"
 
 
 def test_learning_makes_the_rewarded_more_likely(tmp_path: Path, start: Path) -> None:
     """The sign of everything: the same groups again and again, naive PPO with a wide region."""
-    trainer = role(tmp_path / "run", start, optim__lr=3e-3, loss__clip_high=10.0, loss__clip_low=0.9)
+    trainer = role(tmp_path / "run", start, optim__lr=3e-3, loss__clip_high=10.0)
     made = groups(network())
     for step in range(6):
         trainer.step(stored(tmp_path / "groups", made), step)
@@ -235,22 +278,25 @@ def test_learning_makes_the_rewarded_more_likely(tmp_path: Path, start: Path) ->
 
 
 def test_mismatch_by_hand_apart_by_age() -> None:
-    behaviour = np.array([-1.0, -1.0, -1.0, -1.0])
-    logp = behaviour + np.array([0.1, -0.1, 0.5, 0.0])
-    found = mismatch(logp, behaviour, np.array([True, True, False, False]))
-    k3 = np.expm1([0.1, -0.1, 0.5]) - [0.1, -0.1, 0.5]
-    assert found["mismatch/same_share"] == 0.5
-    assert found["mismatch/same_k1_mean"] == pytest.approx(0.0) and found["mismatch/stale_k1_mean"] == pytest.approx(
-        -0.25
-    )
+    """Sample 0 is of this version; sample 1 began under the one before and has ended under this one."""
+    behaviour = np.full(5, -1.0)
+    delta = np.array([0.1, -0.1, 0.5, 0.0, 0.3])
+    found = mismatch(behaviour + delta, behaviour, np.array([0, 0, 1, 1, 0]), np.array([0, 0, 1, 1, 1]))
+    k3 = np.expm1(delta) - delta
+    assert found["mismatch/same_share"] == 0.4
+    assert found["mismatch/same_k1_mean"] == pytest.approx(0.0)
     assert found["mismatch/same_k2_mean"] == pytest.approx(0.005)
     assert found["mismatch/same_k3_mean"] == pytest.approx(k3[:2].mean())
+    assert found["mismatch/stale_k1_mean"] == pytest.approx(-0.25)
     assert found["mismatch/stale_k3_max"] == pytest.approx(k3[2])
-    ratio = np.exp([0.1, -0.1, 0.5, 0.0])
-    assert found["policy/ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()))
+    assert found["mismatch/mixed_k3_mean"] == pytest.approx(k3[4])
+    ratio = np.exp(delta)
+    assert found["policy/ess"] == pytest.approx(ratio.sum() ** 2 / (5 * (ratio**2).sum()))
     assert found["policy/chi2"] == pytest.approx((ratio**2).mean() - 1)
 
 
+CENTRED = LossConfig(policy="ppo", proximal="recompute", correction="tis")
+"""Decoupled: its first update stands at the centre, which is what it is asked about here."""
 SAME = 1e-6
 """Relative difference that another order of summation may make: a few dozen fp32 roundings of 6e-8."""
 
@@ -276,8 +322,16 @@ def passes(
     replay: str = "r3",
     arithmetic: Arithmetic = PLAIN,
 ) -> list[Pass]:
-    batches = pack(assign(made, loss.advantage, loss.normaliser), seq_len, rows)
-    return [place(batch, join("cpu"), arithmetic, replays=replay == "r3") for batch in batches]
+    samples = unroll(made, loss.overlong_share)
+    placed = [place(batch, join("cpu"), arithmetic, replays=replay == "r3") for batch in pack(samples, seq_len, rows)]
+    return given_credit(placed, samples, loss)
+
+
+def given_credit(placed: list[Pass], samples: list[list[Streams]], loss: LossConfig) -> list[Pass]:
+    credits = give_credit(samples, loss.advantage, loss.normaliser, 18)
+    for each in placed:
+        give_pass_credit(each, credits, join("cpu"))
+    return placed
 
 
 def gradient(
@@ -290,10 +344,9 @@ def gradient(
 ) -> tuple[dict[str, Tensor], StepResult, list[Pass]]:
     flat = passes(made, loss, replay=replay, **how)
     for each in flat:
-        if loss.proximal == "recompute":
-            recompute(model, each, temperature, replay)
+        recompute(model, each, temperature, replay)
         if loss.kl_weight:
-            each.reference_BT = score(network(7), each, temperature)
+            each.scores["reference"] = score(network(7), each, temperature)
     catch = Catch(model)
     batches = [micro_batch(each, loss, temperature, model.config.full()) for each in flat]
     result = optimisation_step(
@@ -311,12 +364,12 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "loss",
     [
-        LossConfig(),
-        LossConfig(normaliser="sequence", advantage="rloo", correction="icepop"),
-        LossConfig(normaliser="constant", advantage="dr_grpo", policy="cispo", kl_weight=0.1),
-        LossConfig(policy="gspo", normaliser="sequence", clip_low=1e-3, clip_high=1e-3, proximal="behaviour"),
+        *(LossConfig(preset=preset) for preset in PRESETS),
+        LossConfig(normaliser="sequence", advantage="rloo", policy="icepop"),
+        LossConfig(normaliser="constant", advantage="dr_grpo", kl_weight=0.1),
+        LossConfig(policy="gspo", normaliser="sequence", clip_low=1e-3, clip_high=1e-3),
     ],
-    ids=["dapo", "rloo", "cispo", "gspo"],
+    ids=[*PRESETS, "rloo", "kl", "wide gspo"],
 )
 def test_the_normaliser_is_global(loss: LossConfig) -> None:
     """Micro-batches of any size, and any packing, are one and the same gradient."""
@@ -334,13 +387,14 @@ def test_the_normaliser_is_global(loss: LossConfig) -> None:
 @pytest.mark.parametrize("replay", ["off", "r2", "r3"])
 def test_a_shared_prompt_is_the_gradient_of_its_copies(replay: str) -> None:
     """Also where a sample shares a part of it only."""
-    model, loss = network(), LossConfig()
+    model, loss = network(), CENTRED
     made = groups(None, num=3, rewards=(1.0, 0.0, 0.0, 0.5, 1.0, 0.0))
     shared, result, flat = gradient(model, made, loss, replay=replay, seq_len=200)
-    alone = [[one] for each in assign(made, loss.advantage, loss.normaliser) for one in each]
-    batches = pack(alone, 200, 2)
+    samples = unroll(made)
+    batches = pack([[one] for each in samples for one in each], 200, 2)
     assert sum(each.batch.num_inputs for each in flat) < 0.9 * sum(each.num_inputs for each in batches)
-    copies = [place(batch, join("cpu"), PLAIN, replays=replay == "r3") for batch in batches]
+    placed = [place(batch, join("cpu"), PLAIN, replays=replay == "r3") for batch in batches]
+    copies = given_credit(placed, samples, loss)
     for each in copies:
         recompute(model, each, 1.0, replay)
     catch = Catch(model)
@@ -352,9 +406,10 @@ def test_a_shared_prompt_is_the_gradient_of_its_copies(replay: str) -> None:
 def test_shared_prompts_change_no_bit_of_exact_log_probs() -> None:
     model, exact = network(), Arithmetic("fp32", batch_invariant=True)
     made = groups(None, num=2)
-    alone = [[one] for each in assign(made, "grpo", "token") for one in each]
+    whole = unroll(made)
+    alone = [[one] for each in whole for one in each]
     found = []
-    for batches in (pack(assign(made, "grpo", "token"), 200, 2), pack(alone, 200, 2)):
+    for batches in (pack(whole, 200, 2), pack(alone, 200, 2)):
         by_sample: dict[int, list[float]] = {}
         for batch in batches:
             placed = place(batch, join("cpu"), exact, replays=True)
@@ -381,10 +436,10 @@ def test_the_update_sees_what_the_recomputation_saw(replay: str) -> None:
     """To the bit: with equal routes both passes are one network, so every ratio is exactly one."""
     model = network()
     made = groups(None)
-    _, result, flat = gradient(model, made, LossConfig(), replay=replay, rows=3)
+    _, result, flat = gradient(model, made, CENTRED, replay=replay, rows=3)
     for each, streams in zip(flat, result.streams_N, strict=True):
         kept_BT = each.mine["targets_BT"] >= 0
-        assert torch.equal(streams["logp"].view_as(each.proximal_BT), each.proximal_BT)
+        assert torch.equal(streams["logp"].view_as(kept_BT.float()), each.scores["policy"])
         assert (streams["ratio"].view_as(kept_BT)[kept_BT] == 1.0).all() and not streams["clipped"].any()
         assert not streams["logp"].view_as(kept_BT)[~kept_BT].any()
 
@@ -398,8 +453,8 @@ def test_replay_is_of_the_engines_routes_in_r3_only() -> None:
         scored[replay] = flat
         assert sum(each.num_flips for each in flat) > 0.5 * sum(each.num_recorded for each in flat) > 0
     for off, r2, r3 in zip(*scored.values(), strict=True):
-        assert torch.equal(off.proximal_BT, r2.proximal_BT)
-        assert not torch.equal(off.proximal_BT, r3.proximal_BT)
+        assert torch.equal(off.scores["policy"], r2.scores["policy"])
+        assert not torch.equal(off.scores["policy"], r3.scores["policy"])
         assert off.ctx.routing is None and isinstance(r2.ctx.routing, Replay)
         assert isinstance(r3.ctx.routing, Replay) and r3.ctx.routing.routes_BTLK is r3.mine["routes_BTLK"]
 
@@ -414,14 +469,14 @@ def test_recorded_routes_give_the_recorded_log_probs_whatever_the_router_would_d
     for replay, closest in (("r3", 1e-5), ("off", None)):
         for each in passes(made, LossConfig(), replay=replay):
             recompute(model, each, 1.0, replay)
-            gap = (each.proximal_BT - each.mine["behaviour_BT"]).abs().max()
+            gap = (each.scores["policy"] - each.mine["behaviour_BT"]).abs().max()
             assert gap < closest if closest else gap > 1e-2
             assert each.num_flips > 0.2 * each.num_recorded
 
 
 def test_gradients_reach_the_router_through_replayed_routes() -> None:
     model = network()
-    caught, _, _ = gradient(model, groups(None), LossConfig(correction="none"))
+    caught, _, _ = gradient(model, groups(None), LossConfig(clip_high=1e9))
     gates = [grad for name, grad in caught.items() if name.endswith("mlp.gate")]
     assert len(gates) == 2 and all(grad.norm() > 1e-5 for grad in gates)
 
@@ -441,13 +496,13 @@ def test_decoupled_ppo_at_age_zero_is_ppo() -> None:
     """Tokens of these very weights, by this very arithmetic: the trust region's centre is what sampled them."""
     model = network()
     made = groups(model)
-    decoupled, _, _ = gradient(model, made, LossConfig(proximal="recompute", correction="tis"))
-    plain, _, _ = gradient(model, made, LossConfig(proximal="behaviour", correction="none"))
-    assert (
-        distance(decoupled, plain) < 1e-4
-    )  # of batched against single rows: the log-probabilities differ by roundings
-    stale, _, _ = gradient(model, groups(model, noise=0.5), LossConfig(proximal="recompute", correction="tis"))
-    assert distance(decoupled, stale) > 1e-2
+    decoupled, _, _ = gradient(model, made, CENTRED)
+    plain, _, _ = gradient(model, made, LossConfig(policy="ppo"))
+    assert distance(decoupled, plain) < 1e-4, (
+        "of batched against single rows: the log-probabilities differ by roundings"
+    )
+    stale = groups(model, noise=0.5)
+    assert distance(gradient(model, stale, CENTRED)[0], gradient(model, stale, LossConfig(policy="ppo"))[0]) > 1e-2
 
 
 def test_tokens_that_nobody_sampled_take_no_part() -> None:
@@ -488,3 +543,39 @@ def test_batch_invariant_arithmetic_packs_to_the_bit() -> None:
                 found[sample] = logp_BT[each.mine["samples_BT"] == sample].tolist()
         by_sample.append({sample: values for sample, values in found.items() if sample >= 0})
     assert by_sample[0] == by_sample[1]
+
+
+DISTILLED = """
+import numpy as np
+
+def distilled(groups):
+    return [[np.clip(one.scores["maths"] - one.scores["policy"], -5, 5) for one in group] for group in groups]
+"""
+"""Towards a teacher, by the log-probabilities of what was sampled (METHODS 8)."""
+
+
+def test_an_algorithm_sees_teachers(tmp_path: Path, start: Path) -> None:
+    """A teacher equal to the policy teaches nothing but roundings; another one does."""
+    (tmp_path / "mine.py").write_text(DISTILLED, encoding="utf-8")
+    made = groups(network())
+    norms = []
+    for name, seed in (("same", 0), ("other", 1)):
+        teachers = {"maths": str(checkpoint(tmp_path / name, seed))}
+        trainer = role(
+            tmp_path / f"run-{name}", start, loss__advantage=f"{tmp_path / 'mine.py'}:distilled", teachers=teachers
+        )
+        report = trainer.step(stored(tmp_path / f"groups-{name}", made), 0)
+        norms.append(report.scalars["optim/grad_norm"])
+    assert norms[0] < 1e-5 * norms[1] and norms[1] > 0.1
+
+
+def test_teachers_of_another_vocabulary_are_refused(tmp_path: Path, start: Path) -> None:
+    model = build(ModelConfig(**{**SHAPE, "vocab_size": 40}), 0)
+    write_checkpoint(tmp_path / "wide", model, model.config)
+    with pytest.raises(UserError, match=r"^teachers\.wide: a vocabulary of 40, the policy's is 31"):
+        role(
+            tmp_path / "run",
+            start,
+            loss__advantage="stretto.rl.algorithms:advantages",
+            teachers={"wide": str(tmp_path / "wide")},
+        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +19,9 @@ from stretto.engine.request import Sampling
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.serve import elastic
+from stretto.serve.elastic import ServedModel
 from stretto.text.tokenizer import Tokenizer
+from tests.serve.templates import TEMPLATES
 
 PATH, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello 🙂"}], "max_tokens": 6, "seed": 1}
@@ -158,6 +162,89 @@ def test_a_forced_call_is_parsed(ask: Ask, wanted: Any) -> None:
     assert not any(choice["delta"].get("content") for choice in received)
 
 
+def spelled(arguments: str) -> str:
+    """An expression for a call of TOOL, so that a random network writes it."""
+    return re.escape(f'<tool_call>{{"name": "pick", "arguments": {arguments}}}</tool_call>').replace("/", "\\/")
+
+
+def test_an_answer_that_is_cut_says_so_and_tells_nothing_of_an_unfinished_call(ask: Ask, tokenizer: Tokenizer) -> None:
+    fields = {"tools": [TOOL], "regex": spelled('{"n": 1}') * 2}
+    [whole] = chat(ask, **fields, max_tokens=240, return_token_ids=True)["choices"]
+    assert whole["finish_reason"] == "tool_calls" and len(whole["message"]["tool_calls"]) == 2
+    seen = set()
+    for max_tokens in range(1, len(whole["token_ids"]), 17):
+        [choice] = chat(ask, **fields, max_tokens=max_tokens)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert not choice["message"]["content"]
+        received = [chunk["choices"][0] for chunk in chunks(ask, **fields, max_tokens=max_tokens)]
+        assert received[-1]["finish_reason"] == "length"
+        assert not any(each["delta"].get("content") for each in received)
+        calls = [call for each in received for call in each["delta"].get("tool_calls", [])]
+        assert len(calls) == len(choice["message"].get("tool_calls", []))
+        seen.add(len(calls))
+    assert seen == {0, 1}
+
+
+def test_half_a_surrogate_pair_in_arguments_cuts_no_stream(ask: Ask) -> None:
+    fields = {"tools": [TOOL], "regex": spelled('{"n": "\\ud800"}'), "max_tokens": 200}
+    received = [chunk["choices"][0] for chunk in chunks(ask, **fields)]
+    [streamed] = [call for each in received for call in each["delta"].get("tool_calls", [])]
+    [call] = chat(ask, **fields)["choices"][0]["message"]["tool_calls"]
+    assert streamed["function"] == call["function"]
+    assert json.loads(call["function"]["arguments"]) == {"n": "\ufffd"}
+    again = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    assert chat(ask, messages=again)["choices"]
+    for arguments, status in (('{"n": "\\ud800"}', 200), ('{"n":' * 900 + "1" + "}" * 900, 400)):
+        sent = {"role": "assistant", "tool_calls": [{"function": {"name": "pick", "arguments": arguments}}]}
+        for path in (PATH, "/tokenize"):
+            body = {"messages": [*HELLO["messages"], sent]}
+            assert ask("POST", path, json=body).status_code == status
+
+
+def test_cached_tokens_count_a_prompt_once(ask: Ask) -> None:
+    fields = {"messages": [{"role": "user", "content": "The cat sat on the mat. " * 8}], "n": 4}
+    for _ in range(2):
+        usage = chat(ask, **fields)["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+def test_reasoning_is_told_apart(connect: Any, served: ServedModel, tokenizer: Tokenizer) -> None:
+    """The prompt opens it, the answer closes it; a client sends it back, and the template decides what to show."""
+    template = TEMPLATES["hermes"]
+    thinker = replace(served, tokenizer=Tokenizer(tokenizer.rust, tokenizer.eos_token, template, tokenizer.config))
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    body = {**HELLO, "chat_template_kwargs": {"enable_thinking": True}, "response_format": schema, "max_tokens": 250}
+
+    async def run() -> None:
+        async with connect(served=thinker) as client:
+            ask = {"messages": HELLO["messages"], "chat_template_kwargs": {"enable_thinking": True}}
+            ids = (await client.post("/tokenize", json=ask)).json()["tokens"]
+            assert tokenizer.decode(ids).endswith("assistant\n<think>\n")
+            [choice] = (await client.post(PATH, json=body)).json()["choices"]
+            message = choice["message"]
+            if choice["finish_reason"] == "stop":
+                assert message["content"] == '"yes"'
+            assert message["reasoning_content"] and "think>" not in message["reasoning_content"]
+            streamed = await client.post(PATH, json={**body, "stream": True})
+            frames = [json.loads(each[6:]) for each in streamed.text.split("\n\n")[:-2]]
+            deltas = [frame["choices"][0]["delta"] for frame in frames]
+            assert "".join(each.get("reasoning_content", "") for each in deltas) == message["reasoning_content"]
+            assert "".join(each.get("content", "") for each in deltas) == message["content"]
+            response = {"input": "Hello", "chat_template_kwargs": {"enable_thinking": True}, "max_output_tokens": 9}
+            [item] = (await client.post("/v1/responses", json=response)).json()["output"]
+            assert item["type"] == "reasoning" and item["content"][0]["type"] == "reasoning_text"
+            history = {"input": [{"role": "user", "content": "?"}, item, {"role": "assistant", "content": "Yes."}]}
+            assert (await client.post("/v1/responses", json={**history, "max_output_tokens": 3})).status_code == 200
+            past = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+            told = await client.post("/tokenize", json={"messages": [*HELLO["messages"], past]})
+            assert "<think>\nHm.\n</think>\n\nYes." in tokenizer.decode(told.json()["tokens"])
+            for name in ("messages", "tools", "add_generation_prompt", "eos_token"):
+                refused = await client.post(PATH, json={**HELLO, "chat_template_kwargs": {name: ""}})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+
+    asyncio.run(run())
+
+
 def test_an_answer_that_follows_a_schema(ask: Ask) -> None:
     schema = {
         "type": "object",
@@ -255,7 +342,10 @@ def test_echo_with_log_probabilities(ask: Ask, tokenizer: Tokenizer) -> None:
     assert table["token_logprobs"][0] is None and all(value <= 0 for value in table["token_logprobs"][1:])
     assert len(table["tokens"]) == len(ids) + 5
     assert table["text_offset"][:2] == [0, len(table["tokens"][0])]
-    assert all(len(top) == 2 for top in table["top_logprobs"][len(ids) :])
+    first, *tops = table["top_logprobs"]
+    assert first is None and all(0 < len(top) <= 2 for top in tops)
+    for token, logprob, top in zip(table["tokens"][1:], table["token_logprobs"][1:], tops, strict=True):
+        assert max(top.values()) >= logprob and top.get(token, logprob) == logprob
     [scored] = complete(ask, prompt=prompt, echo=True, logprobs=0, max_tokens=0)["choices"]
     assert scored["text"] == prompt
     assert scored["logprobs"]["token_logprobs"] == table["token_logprobs"][: len(ids)]

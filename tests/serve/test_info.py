@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openapi_spec_validator
 
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import build
+from stretto.serve.completions import ChatBody, CompletionBody
 from stretto.serve.elastic import ServedModel
+from stretto.serve.info import DetokenizeBody, LoadWeightsBody, TokenizeBody
+from stretto.serve.responses import ResponsesBody
+from stretto.serve.server import PLAYGROUND
 from stretto.text.tokenizer import Tokenizer
 
 Ask = Callable[..., httpx.Response]
@@ -29,6 +35,49 @@ def test_special_spellings_are_the_clients_choice(ask: Ask, tokenizer: Tokenizer
     assert plain["tokens"] == tokenizer.encode(text)
     for tokens in (parsed["tokens"], plain["tokens"]):
         assert ask("POST", "/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+def test_a_tokenizer_that_a_client_may_use_from_afar(ask: Ask, tokenizer: Tokenizer) -> None:
+    """What lm-eval asks before and while it counts tokens."""
+    told = ask("GET", "/tokenizer_info").json()
+    assert told["eos_token"] == tokenizer.eos_token and told["chat_template"] == tokenizer.chat_template
+    assert told["vocab_size"] == tokenizer.vocab_size
+    sent = {"prompt": told["eos_token"], "add_special_tokens": False}
+    assert ask("POST", "/tokenize", json=sent).json()["tokens"] == [tokenizer.eos_id]
+
+
+def interface(connect: Any, **settings: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The document that a server answers with, and the methods of its routes but the page's."""
+
+    async def run() -> tuple[dict[str, Any], dict[str, str]]:
+        async with connect(**settings) as client:
+            pages = {"/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())}
+            routes = {route.path.replace(":path", ""): route.methods for route in client.app.routes}
+            methods = {path: "get" if "GET" in told else "post" for path, told in routes.items() if path not in pages}
+            return (await client.get("/openapi.json")).json(), methods
+
+    return asyncio.run(run())
+
+
+def test_the_document_of_the_interface_names_every_route(connect: Any) -> None:
+    for settings in ({}, {"admin_key": "root"}):
+        document, methods = interface(connect, **settings)
+        openapi_spec_validator.validate(document)
+        assert {path: next(iter(told)) for path, told in document["paths"].items()} == methods
+
+
+def test_the_document_of_the_interface_names_every_field(connect: Any) -> None:
+    schemas = interface(connect, admin_key="root")[0]["components"]["schemas"]
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, LoadWeightsBody):
+        properties = schemas[body.__name__]["properties"]
+        assert set(body.model_fields) <= set(properties)
+        for name, field in body.model_fields.items():
+            assert properties[name].get("description") == field.description
+    chat = schemas["ChatBody"]["properties"]
+    assert "Lark" in chat["grammar"]["description"] and "user" in chat  # the last is accepted without effect
+    text = (Path(__file__).parents[2] / "docs" / "SERVING.md").read_text(encoding="utf-8")
+    documented = text.partition("Beside OpenAI's fields: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", documented)) <= set(chat)
 
 
 def test_models_are_the_presets(ask: Ask) -> None:

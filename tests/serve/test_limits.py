@@ -64,7 +64,8 @@ def test_the_gate_counts_and_closes() -> None:
         (b'{"a": "\xff"}', "not UTF-8: byte 7 is 0xff"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": "\\ud800"}', "surrogate"),
-        (b"[" * 200_000, "not JSON"),
+        (b"[" * 200_000, "128 lists and objects deep"),
+        (b"[" * 129 + b"]" * 129, "128 lists and objects deep"),
         (b"", "not JSON"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "not JSON"),
     ],
@@ -77,6 +78,7 @@ def test_bad_json(raw: bytes, problem: str) -> None:
 
 def test_good_json() -> None:
     assert parse_json('{"a": "é \\ud83d\\ude42"}'.encode()) == {"a": "é 🙂"}
+    parse_json(b'{"a":' * 128 + b"1" + b"}" * 128)
 
 
 def body(pieces: list[bytes], headers: dict[str, str], wait_s: float = 0.0) -> Request:
@@ -94,7 +96,7 @@ def body(pieces: list[bytes], headers: dict[str, str], wait_s: float = 0.0) -> R
 
 
 def read(request: Request, timeout_s: float = 5.0) -> object:
-    return asyncio.run(read_json(request, 100, timeout_s))
+    return asyncio.run(read_json(request, max_bytes=100, timeout_s=timeout_s))
 
 
 def test_a_body_in_pieces() -> None:
@@ -106,6 +108,23 @@ def test_a_body_too_large_is_refused_unparsed(headers: dict[str, str]) -> None:
     with pytest.raises(ApiError) as caught:  # it is no JSON either, which nobody looked at
         read(body([b"x" * 60, b"x" * 41], headers))
     assert caught.value.status == 413
+
+
+def test_the_gate_bounds_what_all_bodies_take() -> None:
+    gate = Gate(max_open=2, max_body_bytes=12)
+
+    async def admitted(pieces: list[bytes]) -> int:
+        async with gate.admit(body(pieces, {})) as tree:
+            assert tree == [1, 1] and gate.num_open == 1
+            held = gate.num_body_bytes
+            with pytest.raises(ApiError) as caught:
+                async with gate.admit(body([b"[1,", b"1 ", b" ]"], {})):
+                    pytest.fail("admitted")
+            assert caught.value.status == 429 and gate.num_body_bytes == held
+            return held
+
+    assert asyncio.run(admitted([b"[1,", b"1 ", b"]"])) == 6
+    assert (gate.num_open, gate.num_body_bytes) == (0, 0)
 
 
 def test_a_sender_that_asks_first_is_refused_at_once() -> None:

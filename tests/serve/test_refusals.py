@@ -25,6 +25,15 @@ Ask = Callable[..., httpx.Response]
 DOCS = Path(__file__).parents[2] / "docs"
 USER = [{"role": "user", "content": "hi"}]
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+UNKNOWN = {
+    "Temperature": "Temperature",
+    "": "''",
+    "$ref": "$ref",
+    "ünï": "ünï",
+    "\n": r"'\n'",
+    "a" * 5000: "a" * 80 + "…",
+}
+"""Names of fields that there are not, and how they are shown."""
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -32,6 +41,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+    assert len(error["message"]) < 3000
     return error
 
 
@@ -44,6 +54,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0", "text only"),
         ({"temprature": 1}, "temprature", r"did you mean 'temperature'\?"),
         ({"audio": {}}, "audio", "unknown field"),
+        *(({name: 1}, shown, "unknown field") for name, shown in UNKNOWN.items()),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"temperature": 1e999}, "temperature", "finite"),
         ({"top_p": 0}, "top_p", "greater than 0"),
@@ -98,6 +109,52 @@ def test_bad_chat_bodies(ask: Ask, changes: dict[str, Any], param: str | None, p
     error = refused(ask("POST", CHAT, content=raw, headers={"content-type": "application/json"}), 400)
     assert re.search(problem, error["message"]), error
     assert param is None or error["param"] == param
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def shaped(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def forced(schema: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": "f", "parameters": schema}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+WIDE = {"anyOf": [{"type": "object", "properties": {f"v{at}": {}}, "required": [f"v{at}"]} for at in range(5000)]}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        shaped(nested(64)),
+        shaped({"$ref": "#"}),
+        shaped(WIDE),
+        forced(nested(55)),
+        {"regex": r"[^\s\S]"},
+        {"grammar": "start: start"},
+        {"grammar": "start: x\nx: x x | /[a-z ]/", "min_tokens": 250},
+    ],
+    ids=["64 objects", "itself", "5,000 ways", "55 objects in a tool", "no character", "no word", "ambiguous"],
+)
+def test_grammars_that_cannot_be_followed_are_their_senders_fault(
+    ask: Ask, changes: dict[str, Any], is_stream: bool
+) -> None:
+    """Said before the first token or after some: 400, and whoever comes next is served."""
+    answer = ask("POST", CHAT, json={"messages": USER, "max_tokens": 300, "stream": is_stream, **changes})
+    if is_stream and answer.status_code == 200:
+        last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+    else:
+        refused(answer, 400)
+    assert ask("POST", CHAT, json={"messages": USER, "max_tokens": 3}).status_code == 200
 
 
 def test_the_documented_ranges_are_those() -> None:
@@ -188,6 +245,68 @@ def test_no_other_site_may_read_answers(ask: Ask) -> None:
     assert "access-control-allow-origin" not in ask("GET", "/v1/models", headers=origin).headers
     allowed = ask("GET", "/v1/models", headers=origin, settings={"cors_origins": ("http://evil.example",)})
     assert allowed.headers["access-control-allow-origin"] == "http://evil.example"
+
+
+def test_a_browser_may_ask_before_it_shows_a_key(ask: Ask) -> None:
+    settings = {"cors_origins": ("http://page.example",), "api_keys": ("k",)}
+    origin = {"origin": "http://page.example"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+    preflight = ask("OPTIONS", CHAT, headers=origin | asked, settings=settings)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "http://page.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    refusal = ask("POST", CHAT, json={"messages": USER}, headers=origin, settings=settings)
+    refused(refusal, 401)
+    assert refusal.headers["access-control-allow-origin"] == "http://page.example"
+    other = {"origin": "http://evil.example"}
+    assert ask("OPTIONS", CHAT, headers=other | asked, settings=settings).status_code == 400
+    refused(ask("OPTIONS", CHAT, headers={"host": "evil.example", **origin, **asked}, settings=settings), 403)
+
+
+def test_what_breaks_is_told_counted_and_readable_to_the_page(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any, **rest: Any) -> Any:
+        raise KeyError("inside")
+
+    async def run() -> None:
+        async with connect(cors_origins=("http://page.example",)) as client:
+            monkeypatch.setattr("stretto.serve.generate.Backend.job", broken)
+            headers = {"origin": "http://page.example"}
+            response = await client.post(CHAT, json={"messages": USER}, headers=headers)
+            assert "inside" not in refused(response, 500)["message"]
+            assert response.headers["access-control-allow-origin"] == "http://page.example"
+            counted = f'stretto_http_requests_total{{path="{CHAT}",status="500"}} 1.0'
+            assert counted in (await client.get("/metrics")).text
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_stream_that_breaks_says_so(connect: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    def broken(*given: Any) -> Any:
+        raise KeyError("inside")
+
+    body = {CHAT: {"messages": USER}, RESPONSES: {"input": "a"}}[path]
+
+    async def stream() -> None:
+        async with connect() as client:
+            monkeypatch.setattr("stretto.serve.generate.Answer.push", broken)
+            text = (await client.post(path, json={**body, "stream": True})).text
+            assert "internal error" in text.split("data: ")[-1] and "inside" not in text
+
+    asyncio.run(stream())
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+def test_all_that_works_goes_through_the_gate(connect: Any, path: str, body: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with connect(max_open=1) as client:
+            assert (await client.post(path, json=body)).status_code == 200
+            with client.app.state.gate.enter():
+                refused(await client.post(path, json=body), 429)
+            assert (await client.post(path, json=body)).status_code == 200
+            assert client.app.state.gate.num_open == 0
+
+    asyncio.run(run())
 
 
 def test_without_a_chat_template(ask: Ask, served: ServedModel, tokenizer: Tokenizer) -> None:

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -157,6 +159,155 @@ def test_many_clients_that_come_and_go(service: AsyncEngine, served: ServedModel
         await settled(service, server)
 
     run(service, served, work)
+
+
+def connected(client: Client) -> socket.socket:
+    """A connection of its own to the server that ``client`` speaks to."""
+    url = client._http.base_url
+    assert url.port is not None
+    return socket.create_connection((url.host, url.port), timeout=30)
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+async def received(connection: socket.socket) -> bytes:
+    """All until the server closes."""
+
+    def read() -> bytes:
+        pieces = []
+        while piece := connection.recv(1 << 16):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    return await asyncio.to_thread(read)
+
+
+def test_answers_leave_at_once(service: AsyncEngine, served: ServedModel) -> None:
+    """Without TCP_NODELAY the second answer on a connection waits for the client's delayed acknowledgement."""
+
+    async def work(client: Client, server: Any) -> None:
+        await client.get("/health")
+        [connection] = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(service, served, work)
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /tokenize HTTP/1.1\r\nHost: local"])
+def test_a_connection_must_become_a_request(
+    service: AsyncEngine, served: ServedModel, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr("stretto.serve.server._HEAD_S", 1)
+
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as idle:
+            closed = asyncio.create_task(received(idle))
+            idle.sendall(begun)
+            for _ in range(200):  # a byte now and then does not keep it open
+                if closed.done():
+                    break
+                await asyncio.sleep(0.1)
+                with suppress(OSError):
+                    idle.sendall(b"h" if begun else b"")
+            assert closed.done()
+            await asyncio.gather(closed, return_exceptions=True)
+        assert (await client.get("/health"))["status"] == "ok"
+
+    run(service, served, work)
+
+
+def test_idle_connections_make_room(service: AsyncEngine, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        with ExitStack() as stack:
+            crowd = [stack.enter_context(connected(client)) for _ in range(8)]
+            assert (await client.get("/health"))["status"] == "ok"
+            assert len(server.server_state.connections) == 4
+            assert crowd[0].recv(1) == b""  # the oldest is closed
+
+    run(service, served, work, max_open=2)
+
+
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20), b"GET /" + b"a" * (1 << 20)])
+def test_a_head_has_a_largest_size(service: AsyncEngine, served: ServedModel, head: bytes) -> None:
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as greedy:
+            with suppress(ConnectionError):
+                await asyncio.to_thread(greedy.sendall, head)
+            with pytest.raises(ConnectionResetError):
+                await received(greedy)
+        assert (await client.get("/health"))["status"] == "ok"
+
+    run(service, served, work)
+
+
+def test_a_refused_sender_may_finish_and_ask_again(service: AsyncEngine, served: ServedModel) -> None:
+    """Who is answered before all of a body came gets to read the answer, on a connection that goes on."""
+
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as sender:
+            body = b" " * (1 << 18)
+            await asyncio.to_thread(sender.sendall, post(PATH, body) + post("/nothing", b"{}", "Connection: close"))
+            answers = await received(sender)
+        assert answers.count(b"HTTP/1.1 401 ") == 2
+
+    run(service, served, work, api_keys=("k",))
+
+
+def test_a_socket_is_not_upgraded(service: AsyncEngine, served: ServedModel) -> None:
+    """Nothing gets past host and key by asking for a WebSocket."""
+
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as web:
+            asked = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: " + "A" * 22 + "==")  # fmt: skip
+            web.sendall(post(PATH, b"", *asked, "Connection: close"))
+            assert (await received(web)).startswith(b"HTTP/1.1 401 ")
+
+    run(service, served, work, api_keys=("k",))
+
+
+def test_slow_bodies_hold_no_places(service: AsyncEngine, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        body = json.dumps({"messages": USER, "max_tokens": 2}).encode()
+        with connected(client) as slow:
+            slow.sendall(post(PATH, body, "Connection: close")[:-5])
+            while not server._gate.num_body_bytes:
+                await asyncio.sleep(0.01)
+            assert server._gate.num_open == 0
+            await client.post(PATH, {"messages": USER, "max_tokens": 2})
+            slow.sendall(body[-5:])
+            assert (await received(slow)).startswith(b"HTTP/1.1 200")
+        while server._gate.num_body_bytes:  # given back, a moment after the answer
+            await asyncio.sleep(0.01)
+
+    run(service, served, work, max_open=1)
+
+
+def test_a_body_of_two_lengths_is_refused(service: AsyncEngine, served: ServedModel) -> None:
+    """A proxy in front may believe the other length, and what it took for a body would be a request here."""
+
+    async def work(client: Client, server: Any) -> None:
+        with connected(client) as smuggler:
+            smuggler.sendall(post("/tokenize", b"0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n", "Transfer-Encoding: chunked"))
+            answer = await received(smuggler)
+        assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+    run(service, served, work)
+
+
+def test_an_engine_that_takes_nothing(service: AsyncEngine, served: ServedModel) -> None:
+    async def work(client: Client, server: Any) -> None:
+        stuck = asyncio.create_task(service.call(lambda engine: time.sleep(1.0)))
+        with pytest.raises(ApiFailure) as caught:
+            await client.post(PATH, {"messages": USER, "max_tokens": 2})
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5.0)
+        await stuck
+        await settled(service, server)
+
+    run(service, served, work, max_wait_s=0.1)
 
 
 def test_a_port_in_use_is_told_in_one_line() -> None:

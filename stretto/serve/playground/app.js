@@ -82,7 +82,7 @@ class Page {
     find("#max-tokens").max = info.max_len;
     this.#listen();
     this.#fold();
-    this.setMode(info.has_chat_template ? "chat" : "completion");
+    this.setMode(info.is_chat_tuned ? "chat" : "completion");
     this.prompt.focus();
   }
 

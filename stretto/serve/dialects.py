@@ -1,0 +1,755 @@
+"""What a model writes beside its answer, each family in its own marks: calls of tools, and reasoning before it speaks.
+
+Chat templates write calls in a handful of dialects. `DIALECTS` has a row for each: the marks, how a call between them
+is read, and how one is spelt, which is also the grammar of a call that is forced. A checkpoint that brings a
+``response_template`` (transformers 5) is read by that instead.
+
+Marks may be special tokens, which are no part of other answers' text; `marks` says which must stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import regex
+
+from stretto.base.errors import UserError
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the parameters of the tools on offer, by their names."""
+Found = Sequence[tuple[str, Any]]
+"""Calls that were read: names and arguments."""
+Read = Callable[[str, Mapping[str, str], Schemas], Found | None]
+"""From what stands between the marks, and the groups that the opening one captured, to calls; None: it is none."""
+Pattern = Any
+"""Of the ``regex`` package, whose matches may be partial: `re` cannot say that more text could complete a mark."""
+# Spacing of json.dumps, which is what templates render and models have seen.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = "/(?s:.*)/"
+_MAX_REFERENCES = 8
+"""From schema to schema, followed for the type of a value: they may go round."""
+MAX_DEPTH = 128
+"""Of JSON, as most parsers allow: templates, schemas and messages are walked by functions that call themselves."""
+_SURROGATE = regex.compile("[\ud800-\udfff]")
+
+
+class Slot(Enum):
+    """What is not literal in the spelling of a call."""
+
+    NAME = "name"
+    ARGUMENTS = "arguments"
+    """One JSON object, or `Dialect.argument` for each where that is given."""
+    KEY = "key"
+    VALUE = "value"
+    """A string stands for itself where a literal follows that ends it; everything else is JSON."""
+    SPACE = "space"
+    """A blank, a line break or nothing: templates of one family differ."""
+
+
+NAME, ARGUMENTS, KEY, VALUE, SPACE = Slot
+Spelling = tuple[str | Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object as text."""
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of reasoning."""
+
+    text: str
+
+
+Piece = str | Thought | Call
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How calls are written. A row of `DIALECTS`."""
+
+    sign: str
+    """Stands in the source of chat templates that write it (an expression)."""
+    open: Pattern
+    """Begins a call; what its group ``no`` matches is a mark, too, and begins none."""
+    close: Pattern | None
+    """Ends it. None: all that follows ``open`` belongs to the calls."""
+    read: Read
+    call: Spelling
+    argument: Spelling = ()
+    comma: str = ""
+    """Between two arguments."""
+    begin: Spelling = ()
+    between: Spelling = (SPACE,)
+    end: Spelling = ()
+    """Around all calls, and between two."""
+    is_first: bool = False
+    """Without a mark of its own: a call is one only where the answer begins."""
+
+    @cached_property
+    def spelt(self) -> str:
+        """Every mark, wherever it stands."""
+        parts = (*self.begin, *self.call, *self.between, *self.argument, *self.end)
+        patterns = [each.pattern for each in (self.open, self.close) if each is not None]
+        return "\n".join([*(part for part in parts if isinstance(part, str)), *map(_unescaped, patterns)])
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """The marks around reasoning."""
+
+    open: str
+    close: str
+
+    def opening(self) -> Pattern:
+        return regex.compile(rf"\s*{regex.escape(self.open)}\s?")
+
+    def closing(self) -> Pattern:
+        return regex.compile(rf"\s?{regex.escape(self.close)}\s*")
+
+
+THINKS = (Think("<think>", "</think>"), Think("[THINK]", "[/THINK]"), Think("<seed:think>", "</seed:think>"))
+"""Known marks; a template names the closing one where it can."""
+
+
+def parse_json(text: str) -> Any:
+    """The JSON that ``text`` spells; ValueError where it is none. NaN is none, and half a surrogate pair, which no
+    answer could carry, is replaced. What `is_deep` is refused."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        tree = json.loads(text, parse_constant=refuse)
+        if is_deep(tree):
+            raise RecursionError
+        spelt = json.dumps(tree, ensure_ascii=False)
+        return json.loads(_SURROGATE.sub("\ufffd", spelt)) if _SURROGATE.search(spelt) else tree
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
+def is_deep(tree: Any) -> bool:
+    """Whether lists and objects stand in each other more than `MAX_DEPTH` times."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [each for nodes in inner for each in nodes if isinstance(each, dict | list)]
+    return bool(level)
+
+
+def _tree_calls(tree: Any) -> Found | None:
+    """Of ``{"name": …, "arguments": {…}}``, a list of such, or OpenAI's nesting of it; Llama says ``parameters``."""
+    if isinstance(tree, list):
+        several = [_tree_calls(each) for each in tree]
+        return None if None in several or not several else [call for found in several for call in found or ()]
+    tree = tree.get("function", tree) if isinstance(tree, dict) else None
+    if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
+        return None
+    return [(tree["name"], tree.get("arguments", tree.get("parameters", {})))]
+
+
+def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    try:
+        return _tree_calls(parse_json(groups.get("lead", "") + body))
+    except ValueError:
+        return None
+
+
+def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    """Calls one after the other, by semicolons."""
+    parts = regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)
+    found = [_json_calls(part, {}, schemas) for part in parts]
+    return None if None in found else [call for each in found for call in each or ()]
+
+
+def _named(head: str, tail: str = "", between: str | None = None) -> Read:
+    """Calls of which ``head`` captures the name, followed by the arguments as JSON and by ``tail``."""
+    form = regex.compile(rf"\s*{head}(?P<arguments>.*?){tail}\s*", regex.DOTALL)
+
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+        found = []
+        for part in [body] if between is None else body.split(between):
+            match = form.fullmatch(part)
+            if match is None:
+                return None
+            try:
+                found.append((match["name"], parse_json(match["arguments"])))
+            except ValueError:
+                return None
+        return found
+
+    return read
+
+
+def _tagged(head: str, pair: str) -> Read:
+    """Calls of which ``head`` captures the name, and ``pair`` the ``key`` and the ``value`` of each argument."""
+    form, pairs = regex.compile(rf"\s*{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
+
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+        match = form.match(body)
+        if match is None:
+            return None
+        at, arguments, name = match.end(), {}, match["name"].strip()
+        schema = schemas.get(name, {})
+        while (each := pairs.match(body, at)) is not None:
+            key = each["key"].strip()
+            arguments[key] = _typed(each["value"], _property(schema, key))
+            at = each.end()
+        return [(name, arguments)] if not body[at:].strip() else None
+
+    return read
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value that a tag's ``text`` stands for: a string where the ``schema`` has one there, else JSON where it is."""
+    kinds = _kinds(schema)
+    if kinds == {"string"} or (isinstance(schema, Mapping) and text in (schema.get("enum") or ())):
+        return text
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return text
+    return text if "string" in kinds and value is not None else value
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    """The schema of one property; a reference is followed where it points into the same schema."""
+    known: Any = (schema.get("properties") or {}).get(key)
+    for _ in range(_MAX_REFERENCES):
+        if not (isinstance(known, Mapping) and str(known.get("$ref", "")).startswith("#/")):
+            break
+        steps, known = known["$ref"][2:].split("/"), schema
+        for step in steps:
+            known = known.get(step) if isinstance(known, Mapping) else None
+    return known
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kinds = schema.get("type") or []
+    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    return found.union(*(_kinds(part) for name in ("anyOf", "oneOf") for part in schema.get(name) or ()))
+
+
+def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    """Of ``[name(key=value, …), …]``: Python's literals, and JSON's names for three of them."""
+    try:
+        tree = ast.parse(groups.get("lead", "") + body.strip(), mode="eval").body
+        assert isinstance(tree, ast.List) and tree.elts
+        return [_python_call(node) for node in tree.elts]
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(node: ast.expr) -> tuple[str, Any]:
+    assert isinstance(node, ast.Call) and not node.args
+    arguments = {str(each.arg): _literal_value(each.value) for each in node.keywords if each.arg}
+    return ast.unparse(node.func), parse_json(json.dumps(arguments))
+
+
+def _literal_value(node: ast.expr) -> Any:
+    known = {"true": True, "false": False, "null": None}
+    names = {name: ast.Constant(value) for name, value in known.items()}
+
+    class Named(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return names.get(name.id, name)
+
+    return ast.literal_eval(Named().visit(node))
+
+
+def _marks(open: str, close: str | None) -> tuple[Pattern, Pattern | None]:
+    return regex.compile(open), None if close is None else regex.compile(close)
+
+
+_JSON_CALL: Spelling = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
+_DEEPSEEK = _marks(r"<｜tool▁call▁begin｜>|(?P<no>\s*<｜tool▁calls▁(?:begin|end)｜>)", "<｜tool▁call▁end｜>")
+_HERMES = Dialect(
+    "<tool_call>",
+    *_marks("<tool_call>", "</tool_call>"),
+    _json_calls,
+    ("<tool_call>", SPACE, *_JSON_CALL, SPACE, "</tool_call>"),
+)
+DIALECTS = (
+    Dialect(  # GLM 4.5 and later
+        "<arg_key>",
+        *_marks("<tool_call>", "</tool_call>"),
+        _tagged(r"(?P<name>[^\s<]+)", r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>"),
+        ("<tool_call>", NAME, SPACE, ARGUMENTS, "</tool_call>"),
+        ("<arg_key>", KEY, "</arg_key>", SPACE, "<arg_value>", VALUE, "</arg_value>", SPACE),
+    ),
+    Dialect(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
+        "<function=",
+        *_marks(r"(?:<tool_call>\s*)?<function=|(?P<no>\s*</tool_call>)", "</function>"),
+        _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+        ("<tool_call>", SPACE, "<function=", NAME, ">", SPACE, ARGUMENTS, "</function>", SPACE, "</tool_call>"),
+        ("<parameter=", KEY, ">", SPACE, VALUE, SPACE, "</parameter>", SPACE),
+    ),
+    Dialect(  # DeepSeek V3 and R1
+        "<｜tool▁sep｜>(?s:.*)```json",
+        *_DEEPSEEK,
+        _named(r"\w+<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n", "\n```"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", NAME, "\n```json\n", ARGUMENTS, "\n```<｜tool▁call▁end｜>"),
+        begin=("<｜tool▁calls▁begin｜>",),
+        end=("<｜tool▁calls▁end｜>",),
+    ),
+    Dialect(  # DeepSeek V3.1
+        "<｜tool▁sep｜>",
+        *_DEEPSEEK,
+        _named("(?P<name>[^<]+)<｜tool▁sep｜>"),
+        ("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", ARGUMENTS, "<｜tool▁call▁end｜>"),
+        begin=("<｜tool▁calls▁begin｜>",),
+        between=(),
+        end=("<｜tool▁calls▁end｜>",),
+    ),
+    Dialect(  # Mistral from its tokenizer v11 on
+        r"\[ARGS\]",
+        *_marks(r"\[TOOL_CALLS\]", None),
+        _named(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]", between="[TOOL_CALLS]"),
+        ("[TOOL_CALLS]", NAME, "[ARGS]", ARGUMENTS),
+        between=(),
+    ),
+    Dialect(  # Mistral before
+        r"\[TOOL_CALLS\]",
+        *_marks(r"\[TOOL_CALLS\]", None),
+        _json_calls,
+        _JSON_CALL,
+        begin=("[TOOL_CALLS]", SPACE, "["),
+        between=(", ",),
+        end=("]",),
+    ),
+    Dialect(  # LFM2
+        r"<\|tool_call_start\|>",
+        *_marks(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
+        _python_calls,
+        (NAME, "(", ARGUMENTS, ")"),
+        (KEY, "=", VALUE),
+        comma=", ",
+        begin=("<|tool_call_start|>[",),
+        between=(", ",),
+        end=("]<|tool_call_end|>",),
+    ),
+    Dialect(  # Llama 3.2 (small) and 4
+        r"func_name1\(",
+        *_marks(r"\s*(?:<\|python_start\|>\s*)?(?P<lead>\[\s*[\w.]+\()", None),
+        _python_calls,
+        (NAME, "(", ARGUMENTS, ")"),
+        (KEY, "=", VALUE),
+        comma=", ",
+        begin=("[",),
+        between=(", ",),
+        end=("]",),
+        is_first=True,
+    ),
+    Dialect(  # Llama 3.1 to 3.3
+        r'<\|python_tag\|>|"parameters": dictionary',
+        *_marks(r'\s*(?:<\|python_tag\|>\s*)?(?P<lead>\{\s*"(?:name|type)")', None),
+        _json_sequence,
+        ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
+        between=("; ",),
+        is_first=True,
+    ),
+    _HERMES,  # Hermes, Qwen 2.5 and 3, ERNIE 4.5, our own
+)
+"""The first whose sign a template has; a template that says nothing of calls is taken for the last."""
+
+
+def dialect_of(template: str, response_template: Mapping[str, Any] | None = None) -> Dialect:
+    """The dialect of a chat template. Raises `UserError` for a ``response_template`` that transformers refuses."""
+    known = next((each for each in DIALECTS if regex.search(each.sign, template)), _HERMES)
+    return known if response_template is None else _declared(response_template, known)
+
+
+def _declared(response_template: Mapping[str, Any], known: Dialect) -> Dialect:
+    """As the checkpoint declares it; ``known`` spells forced calls, if what it spells can be read."""
+    # Half a second, for the few that have one.
+    from transformers.utils.chat_parsing.content_parsers import process_field
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        field = load_response_template(dict(response_template)).fields.get("tool_calls")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"tokenizer_config.json: response_template: {error}; mend or remove it") from None
+    if field is None or field.open_re is None:
+        return known
+
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+        try:
+            found = _tree_calls(process_field(body, field, dict(groups)))
+        except (ValueError, KeyError, TypeError):
+            return None
+        return None if found is None else [(name, _all_typed(tree, schemas.get(name, {}))) for name, tree in found]
+
+    declared = replace(known, open=field.open_re, close=field.close_re, read=read, is_first=False)
+    reader = AnswerReader(declared)
+    pieces = [*reader.push(_example(known)), *reader.finish()]
+    is_spelt = [(each.name, each.arguments) for each in pieces if isinstance(each, Call)] == [("f", '{"a": "b"}')]
+    return declared if is_spelt else replace(declared, call=())
+
+
+def _all_typed(arguments: Any, schema: Mapping[str, Any]) -> Any:
+    if not isinstance(arguments, dict):
+        return arguments
+    schemas = {key: _property(schema, key) for key in arguments}
+    return {
+        key: _typed(each, schemas[key]) if isinstance(each, str) and schemas[key] is not None else each
+        for key, each in arguments.items()
+    }
+
+
+def _example(dialect: Dialect) -> str:
+    """A call of ``f`` with ``{"a": "b"}``."""
+    fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: ""}
+    inner = "".join(part if isinstance(part, str) else fill[part] for part in dialect.argument)
+    fill[ARGUMENTS] = inner or '{"a": "b"}'
+    parts = (*dialect.begin, *dialect.call, *dialect.end)
+    return "".join(part if isinstance(part, str) else fill[part] for part in parts)
+
+
+def think_of(template: str, response_template: Mapping[str, Any] | None = None) -> Think | None:
+    """The marks of reasoning in a chat template; None where it has none."""
+    fields = (response_template or {}).get("fields") or {}
+    declared = fields.get("reasoning_content") or fields.get("thinking") or {}
+    match declared:
+        case {"open": str(open), "close": str(close)}:
+            return Think(open.strip(), close.strip())
+    return next((each for each in THINKS if each.close in template), None)
+
+
+def marks(added: Mapping[str, int], dialect: Dialect, think: Think | None) -> dict[str, int]:
+    """The ``added`` tokens of a tokenizer, ids by spelling, that are marks."""
+    spelt = dialect.spelt + ("" if think is None else f"\n{think.open}\n{think.close}")
+    return {text: token for text, token in added.items() if text in spelt and text.strip()}
+
+
+class AnswerReader:
+    """Splits streamed text into content, reasoning and calls; holds back what may be the beginning of a mark."""
+
+    def __init__(
+        self,
+        dialect: Dialect | None = None,
+        schemas: Schemas | None = None,
+        think: Think | None = None,
+        is_thinking: bool = False,
+    ) -> None:
+        """
+        Args:
+            dialect: None: no calls are read.
+            think: None: no reasoning is read.
+            is_thinking: the prompt has opened the reasoning already.
+        """
+        self._dialect, self._schemas = dialect, schemas or {}
+        self._think = None if think is None else (think.opening(), think.closing())
+        self._is_thinking = is_thinking and think is not None
+        self._may_think = not self._is_thinking  # nothing but white space was written so far
+        self._is_first = True  # no content was written so far
+        self._opened: Any = None  # the mark of the call that is being written
+        self._held = ""
+        self._searched = 0  # in the held call: before it no mark closes a call that can be read
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now: pieces of content and of reasoning, and finished calls, in order."""
+        self._held += text
+        return self._read(is_last=False)
+
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """The rest. A call that was not finished is text, unless the answer was cut: then nothing is told of it, nor of
+        half a mark."""
+        marks = [*(self._think or ()), *([self._dialect.open] if self._dialect else [])]
+        halves = [pattern.search(self._held, partial=True) for pattern in marks if is_cut and self._opened is None]
+        self._held = self._held[: min([half.start() for half in halves if half and half.partial], default=None)]
+        found = self._read(is_last=True)
+        rest, opened = self._held, self._opened
+        self._held, self._opened = "", None
+        if opened is not None and not is_cut:
+            found.append(opened.group() + rest)
+        return found
+
+    def _read(self, is_last: bool) -> list[Piece]:
+        found: list[Piece] = []
+        while self._step(found, is_last):
+            pass
+        return found
+
+    def _step(self, found: list[Piece], is_last: bool) -> bool:
+        """Go on by one mark; False where more text is needed."""
+        if self._opened is not None:
+            return self._take_call(found, is_last)
+        if self._is_thinking:
+            return self._take_thought(found, is_last)
+        if self._may_think and self._think is not None:
+            mark = self._find(self._think[0], is_last, is_first=True)
+            if mark is None:
+                return False
+            self._may_think, self._is_thinking = False, bool(mark)
+            if mark:
+                self._held = self._held[mark.end() :]
+            return True
+        return self._take_content(found, is_last)
+
+    def _find(self, pattern: Pattern, is_last: bool, is_first: bool = False) -> Any:
+        """The next match in what is held; False: there is none; None: more text must tell."""
+        look = pattern.match if is_first else pattern.search
+        match = look(self._held, self._searched, partial=not is_last)
+        if match is None:
+            return False
+        # A mark that ends where the text ends may go on (an optional part); nearly always another token comes.
+        if is_last or not (match.partial or match.end() == len(self._held)):
+            return match
+        self._searched = 0 if is_first else match.start()
+        return None
+
+    def _take_thought(self, found: list[Piece], is_last: bool) -> bool:
+        assert self._think is not None
+        content, mark = self._split(self._think[1], is_last)
+        if content:
+            found.append(Thought(content))
+        self._is_thinking = not mark
+        return bool(mark)
+
+    def _take_content(self, found: list[Piece], is_last: bool) -> bool:
+        if self._dialect is None or (self._dialect.is_first and not self._is_first):
+            content, mark = self._held, None
+            self._held = ""
+        elif self._dialect.is_first:
+            mark = self._find(self._dialect.open, is_last, is_first=True)
+            if mark is None:
+                return False
+            content = "" if mark else self._held
+            self._held = self._held[mark.end() :] if mark else ""
+        else:
+            content, mark = self._split(self._dialect.open, is_last)
+        if content:
+            found.append(content)
+            self._is_first = False
+        self._opened = mark if mark and not mark.groupdict().get("no") else None
+        return bool(mark)
+
+    def _split(self, pattern: Pattern, is_last: bool) -> tuple[str, Any]:
+        """Text before the next mark, and the mark if it is there; what may begin one stays."""
+        match = pattern.search(self._held, partial=not is_last)
+        if match is None:
+            content, self._held = self._held, ""
+            return content, None
+        content = self._held[: match.start()]
+        if is_last or not (match.partial or match.end() == len(self._held)):
+            self._held = self._held[match.end() :]
+            return content, match
+        self._held = self._held[match.start() :]
+        return content, None
+
+    def _take_call(self, found: list[Piece], is_last: bool) -> bool:
+        # A closing mark within a string of the arguments does not close the call: what is before it cannot be read yet.
+        assert self._dialect is not None
+        close = self._dialect.close
+        while True:
+            if close is None:
+                end = after = len(self._held) if is_last else -1
+            else:
+                mark = self._find(close, is_last)
+                end, after = mark.span() if mark else (-1, -1)
+            if end < 0:
+                return False
+            calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)
+            if calls:
+                found += [_call(*each) for each in calls]
+                self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
+                return True
+            if close is None:
+                return False
+            self._searched = after
+
+
+def _call(name: str, arguments: Any) -> Call:
+    """Some models write the object as a string of JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError:
+            return Call(_call_id(), name, arguments)
+    return Call(_call_id(), name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A whole answer, read. Written by `read_answer`."""
+
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+
+
+def read_answer(reader: AnswerReader, text: str, is_cut: bool = False) -> Said:
+    """A whole answer; white space around calls is no content."""
+    pieces = [*reader.push(text), *reader.finish(is_cut)]
+    calls = tuple(piece for piece in pieces if isinstance(piece, Call))
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    return Said(content.strip() if calls else content, reasoning, calls)
+
+
+def answer_rules(
+    dialect: Dialect,
+    schemas: Schemas,
+    marked: Mapping[str, int],
+    parallel: bool,
+    beside: Mapping[str, Any] | None = None,
+    thinks: Think | None = None,
+) -> str:
+    """The Lark grammar of an answer that calls one of the tools, or where there are none follows a schema.
+
+    Args:
+        marked: as of `marks`. The library takes special tokens, and any in angle brackets, for nothing but themselves: it
+            would have a model spell them.
+        parallel: several calls may follow each other.
+        beside: the schema of an answer that is allowed instead of calls.
+        thinks: the answer begins within reasoning, which ends first.
+    """
+    spell = _Speller(marked)
+    choices, rules = [], []
+    if schemas:
+        again = f" ({spell(dialect.between)} call)*" if parallel else ""
+        choices.append(f"{spell(dialect.begin)} call{again} {spell(dialect.end)}".strip())
+        rules.append("call: " + " | ".join(f"call{number}" for number in range(len(schemas))))
+        for number, (name, schema) in enumerate(schemas.items()):
+            rules += _call_rules(dialect, name, schema, spell, str(number))
+    if beside is not None:
+        choices.append("answer")
+        rules.append(f"answer: {_json_rule(beside)}")
+    start = " | ".join(choices)
+    if thinks is not None:
+        start = f"thought /[ \\n]/? /[ \\n]/? ({start})"
+        rules.append(spell.text_up_to(thinks.close, "thought"))
+    return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+class _Speller:
+    """Spellings as right-hand sides of Lark rules."""
+
+    def __init__(self, marked: Mapping[str, int]) -> None:
+        self._marked = marked
+        longest = sorted(map(regex.escape, marked), key=len, reverse=True)
+        self._split = regex.compile(f"({'|'.join(longest)})") if marked else None
+
+    def __call__(self, parts: Spelling, fill: Mapping[Slot, str] | None = None) -> str:
+        return " ".join(filter(None, (self._part(part, fill or {}) for part in parts)))
+
+    def _part(self, part: str | Slot, fill: Mapping[Slot, str]) -> str:
+        if part is SPACE:
+            return "/[ \\n]/?"
+        if isinstance(part, Slot):
+            return fill[part]
+        pieces = [part] if self._split is None else self._split.split(part)
+        return " ".join(
+            f"<[{self._marked[piece]}]>" if piece in self._marked else _quoted(piece) for piece in pieces if piece
+        )
+
+    def text_up_to(self, end: str, rule: str) -> str:
+        """The rule of any text and the ``end`` of it."""
+        if end in self._marked:
+            return f"{rule}: {_TEXT} <[{self._marked[end]}]>"
+        return f"{rule}[suffix={_quoted(end)}]: {_TEXT}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+
+
+def _call_rules(dialect: Dialect, name: str, schema: Mapping[str, Any], spell: _Speller, number: str) -> Iterator[str]:
+    """Rules of the call of one tool, whose schema stays the root that its own references point into."""
+    arguments = f"arguments{number}"
+    yield f"call{number}: {spell(dialect.call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
+    if not dialect.argument:
+        yield f"{arguments}: {_json_rule(schema or {'type': 'object'})}"
+        return
+    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    optional: list[str] = []
+    required: list[str] = []
+    wanted = schema.get("required") or ()
+    for place, key in enumerate(schema.get("properties") or {}):
+        rule = f"argument{number}_{place}"
+        (required if key in wanted else optional).append(rule)
+        yield from _argument_rules(dialect, key, _property(schema, key), defined, spell, rule)
+    if not required and not optional and schema.get("additionalProperties") is not False:
+        rule = f"argument{number}"
+        yield from _argument_rules(dialect, None, {}, {}, spell, rule)
+        comma = f"{_quoted(dialect.comma)} " if dialect.comma else ""
+        yield f"{arguments}: ({rule} ({comma}{rule})*)?"
+        return
+    yield f"{arguments}: {_listed(required, optional, dialect.comma)}"
+
+
+def _argument_rules(
+    dialect: Dialect, key: str | None, schema: Any, defined: Mapping[str, Any], spell: _Speller, rule: str
+) -> Iterator[str]:
+    """One argument; with None for its key, any."""
+    parts, ending = dialect.argument, _ending(dialect.argument)
+    kinds = _kinds(schema)
+    texts = (
+        [each for each in (schema.get("enum") or ()) if isinstance(each, str)] if isinstance(schema, Mapping) else []
+    )
+    if ending and texts:
+        value = " | ".join(map(_quoted, texts))
+    elif ending and ("string" in kinds or not kinds):
+        # Up to the mark that ends it, which the rule of the text takes along.
+        parts = (*parts[: parts.index(VALUE) + 1], *parts[parts.index(ending) + 1 :])
+        value = ""
+    else:
+        tree = schema if isinstance(schema, Mapping) else {}
+        value = _json_rule({**tree, **defined}) + (' | "True" | "False"' if kinds == {"boolean"} else "")
+    name = "/[A-Za-z0-9_.-]+/" if key is None else _quoted(key)
+    yield f"{rule}: {spell(parts, {KEY: name, VALUE: f'value_{rule}'})}"
+    yield f"value_{rule}: {value}" if value else spell.text_up_to(ending, f"value_{rule}")
+
+
+def _ending(argument: Spelling) -> str:
+    """The literal that ends a value; empty where none does."""
+    if VALUE not in argument:
+        return ""
+    return next((part for part in argument[argument.index(VALUE) :] if isinstance(part, str)), "")
+
+
+def _listed(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
+    """All that is required, in order, then what is optional."""
+    if not comma:
+        return " ".join([*required, *(f"{rule}?" for rule in optional)])
+    mark = _quoted(comma)
+    if required:
+        return " ".join([f" {mark} ".join(required), *(f"({mark} {rule})?" for rule in optional)])
+    firsts = (
+        " ".join([rule, *(f"({mark} {later})?" for later in optional[place + 1 :])])
+        for place, rule in enumerate(optional)
+    )
+    return f"({' | '.join(firsts)})?" if optional else '""'
+
+
+def _unescaped(pattern: str) -> str:
+    return regex.sub(r"\\(.)", r"\1", pattern)

@@ -1,0 +1,293 @@
+"""Calls and reasoning in every dialect: what a template writes is read back, streamed, forced and cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from stretto.base.errors import UserError
+from stretto.engine.grammar import GrammarCompiler
+from stretto.serve.dialects import (
+    DIALECTS,
+    AnswerReader,
+    Call,
+    Piece,
+    Said,
+    Think,
+    Thought,
+    dialect_of,
+    read_answer,
+    think_of,
+)
+from stretto.serve.messages import Message, Prompts, ResponseFormat, Tool, tool_use
+from stretto.text.chat import CHATML, render
+from stretto.text.tokenizer import Tokenizer, train_tokenizer
+from tests.serve.templates import MARKS, TEMPLATES
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "s": "é </tool_call> {"}}</tool_call>'
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/days"},
+        "unit": {"enum": ["C", "F"]},
+        "dry": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer"}},
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {}}
+TOOLS = [Tool.model_validate({"type": "function", "function": {"name": n, "parameters": s}}) for n, s in SCHEMAS.items()]  # fmt: skip
+SAID: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": 'São "Paulo"', "days": 3, "unit": "C"}),
+    ("get_weather", {"city": "12", "days": 1, "dry": True}),
+]
+
+
+def written(template: str, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> str:
+    """What the model's own turn would be."""
+    from stretto.serve.messages import _turn
+
+    trees = [{"id": "call_123456789", "function": {"name": name, "arguments": tree}} for name, tree in calls]
+    asked = Message(role="user", content="Well?")
+    answer = Message.model_validate({"role": "assistant", "content": content, "tool_calls": trees})
+    turns = [_turn(each, "messages") for each in (asked, answer)]
+    before = render(template, turns[:1], add_generation_prompt=True)
+    return render(template, turns).removeprefix(before).removesuffix("<|im_end|>\n")
+
+
+def told(said: Said) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+def tokenizer_of(template: str, special: bool) -> Tokenizer:
+    trained = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
+    (trained.rust.add_special_tokens if special else trained.rust.add_tokens)(list(MARKS))
+    return Tokenizer(trained.rust, trained.eos_token, template, trained.config)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_writes_is_read(name: str) -> None:
+    template = TEMPLATES[name]
+    dialect = dialect_of(template)
+    content = "" if dialect.is_first else "Let me see.\n"
+    text = written(template, SAID, content)
+    said = read_answer(AnswerReader(dialect, SCHEMAS), text)
+    assert told(said) == SAID
+    assert said.content == content.strip()
+    assert len({call.id for call in said.calls}) == len(SAID)
+
+
+def test_each_template_has_a_dialect_of_its_own() -> None:
+    assert len({dialect_of(template).sign for template in TEMPLATES.values()}) == len(TEMPLATES) == len(DIALECTS)
+    assert dialect_of(CHATML) is dialect_of("") is DIALECTS[-1]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_is_what_the_template_writes(name: str, special: bool) -> None:
+    """To the token, whether the marks are special tokens or ordinary ones."""
+    tokenizer = tokenizer_of(TEMPLATES[name], special)
+    prompts = Prompts(tokenizer)
+    grammar = prompts.grammar(tool_use(TOOLS, "required"), None, parallel=True)
+    assert grammar is not None
+    ids = tokenizer.encode_rendered(written(TEMPLATES[name], SAID))
+    state = GrammarCompiler(tokenizer).compile(grammar)
+    for place, token in enumerate(ids):
+        assert state.accept(token), (tokenizer.decode(ids[:place]), tokenizer.decode([token]))
+    assert state.accept(tokenizer.eos_id)
+    hidden = tokenizer.special_ids() - prompts.visible_ids
+    text = tokenizer.decode([token for token in ids if token not in hidden])
+    assert told(read_answer(prompts.reader(SCHEMAS, True), text)) == SAID
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_forced_call_follows_its_schema(name: str) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name], False)
+    grammar = Prompts(tokenizer).grammar(tool_use(TOOLS[:1], "required"), None, parallel=False)
+    assert grammar is not None
+    for wrong in (
+        [("get_weather", {"city": "a"})],
+        [("get_weather", {"city": "a", "days": "b"})],
+        [("get_weather", {"city": "a", "days": 1, "unit": "K"})],
+        [("now", {})],
+        SAID,  # two
+    ):
+        state = GrammarCompiler(tokenizer).compile(grammar)
+        ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], wrong)), tokenizer.eos_id]
+        assert not all(state.accept(token) for token in ids), wrong
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_nothing_of_a_cut_call_is_told(name: str) -> None:
+    dialect, content = dialect_of(TEMPLATES[name]), ""
+    text = written(TEMPLATES[name], SAID, content)
+    for end in range(len(text)):
+        said = read_answer(AnswerReader(dialect, SCHEMAS), text[:end], is_cut=True)
+        assert told(said) in ([], SAID[:1], SAID)
+        assert said.content == "", (end, said.content)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_streamed_in_any_pieces_it_reads_the_same(name: str, data: st.DataObject) -> None:
+    template = TEMPLATES[name]
+    call = written(template, SAID[:1])
+    parts = ["Hi ", "<", "[", "</tool_call>", "<think>", "</think>\n", "\n", '{"name"', CALL, call]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=6)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    reader, whole = (AnswerReader(dialect_of(template), SCHEMAS, Think("<think>", "</think>")) for _ in range(2))
+    pieces: list[Piece] = []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        pieces += reader.push(text[start:end])
+    pieces += reader.finish()
+
+    def seen(found: list[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+        content = "".join(piece for piece in found if isinstance(piece, str))
+        thoughts = "".join(piece.text for piece in found if isinstance(piece, Thought))
+        return content, thoughts, [(piece.name, piece.arguments) for piece in found if isinstance(piece, Call)]
+
+    assert seen(pieces) == seen([*whole.push(text), *whole.finish()])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "<tool_call>{", "<tool_call>not json</tool_call>", "<tool_cal", "a < b", '<tool_call>{"no": 1}</tool_call>'],
+)  # fmt: skip
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert read_answer(AnswerReader(DIALECTS[-1]), text) == Said(text, "", ())
+
+
+def test_marks_in_arguments_and_white_space_between_calls() -> None:
+    said = read_answer(AnswerReader(DIALECTS[-1]), f"Let me see. {CALL}\n{CALL}")
+    assert (said.content, told(said)) == ("Let me see.", [("add", {"a": 2, "s": "é </tool_call> {"})] * 2)
+
+
+def test_arguments_written_as_a_string() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert told(read_answer(AnswerReader(DIALECTS[-1]), text)) == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '"{\\"a\\": \\"\\\\ud800\\"}"'])
+def test_half_a_surrogate_pair_is_no_character(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    [call] = read_answer(AnswerReader(DIALECTS[-1]), text).calls
+    assert json.loads(call.arguments) == {"a": "\ufffd"} and call.arguments.encode()
+
+
+def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
+    reader = AnswerReader(DIALECTS[-1])
+    assert reader.push("a <tool") == ["a "]
+    assert reader.push("box") == ["<toolbox"]
+    assert AnswerReader().push("<tool_call>") == ["<tool_call>"]
+
+
+def test_values_without_quotes_are_of_the_kind_that_the_schema_says() -> None:
+    dialect = dialect_of(TEMPLATES["glm"])
+    kinds: list[tuple[Any, str, Any]] = [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({}, "[1, 2]", [1, 2]),
+        ({}, "[1, 2", "[1, 2"),
+        ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
+    ]
+    for schema, text, value in kinds:
+        answer = f"<tool_call>f<arg_key>k</arg_key><arg_value>{text}</arg_value></tool_call>"
+        said = read_answer(AnswerReader(dialect, {"f": {"properties": {"k": schema}}}), answer)
+        assert told(said) == [("f", {"k": value})]
+
+
+def test_reasoning_comes_first_or_not_at_all() -> None:
+    think = Think("<think>", "</think>")
+
+    def read(text: str, is_thinking: bool = False, is_cut: bool = False) -> tuple[str, str]:
+        said = read_answer(AnswerReader(None, think=think, is_thinking=is_thinking), text, is_cut)
+        return said.reasoning, said.content
+
+    assert read("<think>\nHm.\n</think>\n\nYes.") == ("Hm.", "Yes.")
+    assert read("Hm.</think>Yes.", is_thinking=True) == ("Hm.", "Yes.")
+    assert read("Yes, <think>is a mark.</think>") == ("", "Yes, <think>is a mark.</think>")
+    assert read("<think>Hm", is_cut=True) == ("Hm", "")
+    assert read("") == ("", "")
+    assert think_of(TEMPLATES["glm"]) == think and think_of(CHATML) is None
+    assert think_of("[THINK]…[/THINK]") == Think("[THINK]", "[/THINK]")
+
+
+def test_a_checkpoint_may_declare_its_own_dialect() -> None:
+    """The one transformers itself has for Qwen 3.5, and one that no grammar of ours spells."""
+    declared: dict[str, Any] = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "<mull>", "close": "</mull>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }
+    template = TEMPLATES["qwen-coder"]
+    dialect = dialect_of(template, declared)
+    text = written(template, SAID, "Well.")
+    said = read_answer(AnswerReader(dialect, SCHEMAS, think_of(template, declared)), f"<mull>Hm.</mull>{text}")
+    assert (said.reasoning, said.content, told(said)) == ("Hm.", "Well.", SAID) and dialect.call
+    declared["fields"]["tool_calls"] |= {"open_pattern": r"<run (?P<name>\w+)>", "close_pattern": "</run>"}
+    own = dialect_of(template, declared)
+    said = read_answer(AnswerReader(own, SCHEMAS), "<run now></run>")
+    assert told(said) == [("now", {})] and not own.call
+    tokenizer = tokenizer_of(template, False)
+    tokenizer = Tokenizer(tokenizer.rust, tokenizer.eos_token, template, {"response_template": declared})
+    with pytest.raises(UserError, match="cannot be forced"):
+        Prompts(tokenizer).grammar(tool_use(TOOLS, "required"), None, True)
+    with pytest.raises(UserError, match="response_template"):
+        dialect_of(template, {"fields": {}})
+
+
+@pytest.mark.parametrize("form", [None, {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_grammars_are_what_the_library_reads(name: str, form: dict | None, parallel: bool, thinking: bool) -> None:
+    prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
+    shape = None if form is None else ResponseFormat.model_validate(form)
+    grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, thinking)
+    assert grammar is not None and grammar.kind == "lark"
+    GrammarCompiler(prompts.tokenizer).compile(grammar)
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text)) in ("", None) or "<[" in grammar.text
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
+    tokenizer = tokenizer_of(TEMPLATES["hermes"], special)
+    prompts = Prompts(tokenizer)
+    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    grammar = prompts.grammar(tool_use([], None), shape, True, is_thinking=True)
+    assert grammar is not None
+    state = GrammarCompiler(tokenizer).compile(grammar)
+    ids = tokenizer.encode_rendered("Hm, 12.\n</think>\n\n12")
+    assert all(state.accept(token) for token in ids) and state.accept(tokenizer.eos_id)
+    assert not all(map(GrammarCompiler(tokenizer).compile(grammar).accept, tokenizer.encode_rendered("Hm.</think>x")))
+
+
+def test_a_format_without_tools_is_a_schema() -> None:
+    none, prompts = tool_use([], None), Prompts(tokenizer_of(CHATML, False))
+    assert prompts.grammar(none, ResponseFormat(type="json_object"), True).kind == "json_object"  # type: ignore[union-attr]
+    shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    grammar = prompts.grammar(none, shape, True)
+    assert grammar is not None and json.loads(grammar.text) == {"type": "integer"}
+    assert prompts.grammar(none, ResponseFormat(type="text"), True) is None

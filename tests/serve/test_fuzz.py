@@ -1,0 +1,85 @@
+"""The bench that sends what nobody should send: its requests, its judgement, and a short run of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.common.bodies import ENDPOINTS, Case, World, make_case
+from bench.fuzz_server import Answer, verdict
+
+WORLD = World("x", ("full",), 512, Path("/x"), "key", "admin")
+HEAD, STREAM = b"content-type: application/json", b"content-type: text/event-stream"
+
+
+def test_requests_come_from_a_seed() -> None:
+    first, again, other = ([make_case(seed, number, WORLD) for number in range(300)] for seed in (1, 1, 2))
+    assert first == again != other
+    assert [Case.load(json.loads(json.dumps(case.dump()))) for case in first] == first
+    assert {case.kind.partition(",")[0] for case in first} == set(ENDPOINTS)
+    assert 20 < sum(case.is_valid for case in first) < 150
+    assert all(b"\r\n\r\n" in case.raw for case in first)
+
+
+def case(**changes: object) -> Case:
+    return Case(**{"number": 0, "kind": "chat", "raw": b"POST", "is_valid": False, "is_whole": True} | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (Answer(200, HEAD, b"{}"), None),
+        (Answer(400, HEAD, b'{"error": {"message": "no"}}'), None),
+        (Answer(400, HEAD, b"no"), "unreadable answers"),
+        (Answer(200, HEAD, b"{"), "unreadable answers"),
+        (Answer(500, HEAD, b"{}"), "500s"),
+        (Answer(502), "500s"),
+        (Answer(503, HEAD, b'{"error": {"message": "later"}}'), None),
+        (Answer(None), "no answer"),
+        (Answer(None, has_ended=False), "hangs"),
+        (Answer(200, STREAM, b'data: {"choices": []}\n\ndata: [DONE]\n\n'), None),
+        (Answer(200, STREAM, b'data: {"choices": []}\n\n'), "unreadable answers"),
+        (Answer(200, STREAM, b'data: {"error": {"type": "server_error"}}\n\n'), "500s"),
+        (Answer(200, STREAM, b'data: {"error": {"type": "server_error", "code": "aborted"}}\n\n'), None),
+        (Answer(200, STREAM, b'data: {"type": "error", "code": "server_error"}\n\n'), "500s"),
+        (Answer(200, STREAM, b'data: {"type": "error", "code": "aborted"}\n\n'), None),
+        (Answer(200, STREAM, b'event: x\ndata: {"type": "response.completed"}\n\n'), None),
+    ],
+)
+def test_answers_are_judged(answer: Answer, problem: str | None) -> None:
+    assert verdict(case(), answer) == problem
+
+
+def test_what_may_be_expected_of_whom() -> None:
+    refusal = Answer(400, HEAD, b'{"error": {"message": "no"}}')
+    assert verdict(case(is_valid=True), refusal) == "valid refused"
+    assert verdict(case(is_valid=True), Answer(429, HEAD, refusal.body)) is None
+    assert verdict(case(is_whole=False), Answer(None)) is None
+    assert verdict(case(is_whole=False), Answer(400, b"content-type: text/plain", b"Invalid")) is None
+    assert verdict(case(is_whole=False, sends=3), Answer(None, has_ended=False)) == "hangs"
+
+
+def fuzz(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.fuzz_server", "--failures", tmp_path / "failures.jsonl", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
+    done = fuzz(tmp_path, "--bodies", 400, "--seed", 3)
+    assert done.returncode == 0, done.stdout + (tmp_path / "failures.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [("dies", "engine died"), ("forgets", "hangs"), ("misreads", "control"), ("stumbles", "500s")],
+)
+def test_it_finds_a_fault(tmp_path: Path, fault: str, problem: str) -> None:
+    done = fuzz(tmp_path, "--bodies", 300, "--seed", 3, "--mutant", fault, "--patience", 10)
+    assert done.returncode == 1, done.stdout
+    assert problem in (tmp_path / "failures.jsonl").read_text()
