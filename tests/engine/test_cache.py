@@ -82,6 +82,8 @@ def test_what_is_not_there_is_not_taken() -> None:
     assert pages is not None
     assert allocator.allocate(2) is None
     assert allocator.num_free == 1
+    with pytest.raises(AssertionError, match="-1 pages"):
+        allocator.allocate(-1)
     allocator.check([pages])
 
 

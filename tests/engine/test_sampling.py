@@ -19,6 +19,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.request import MAX_IDS, Sampling
 from stretto.engine.sampling import (
+    LARGEST,
     Purpose,
     SamplerCache,
     acceptance,
@@ -370,6 +371,8 @@ def test_random_numbers_are_even_and_independent() -> None:
         pairs = (mine * 10).astype(int) * 10 + (other * 10).astype(int)
         off_diagonal = pairs[~np.eye(*pairs.shape, dtype=bool)]  # the transpose shares its diagonal
         chi_square(off_diagonal, np.full(100, 0.01))
+    for total in (1e-300, 0.3, 1.0, 3.0, 1e300):
+        assert 0.99 * total < LARGEST * total < total
     # a release that draws other numbers answers every seed with other tokens
     assert uniform(3, 4, 1) == 0.9225483934211178
     assert uniform(3, 4, 1) == uniform(np.array([3]), np.array([4]), 1) == uniform(3 + 2**64, 4, 1)
@@ -385,6 +388,7 @@ def test_speculation_pieces_give_the_target_distribution(temperature: float) -> 
     drafted_M = sample(draft_1V.expand(num, -1), rows, [9] * num, Purpose.DRAFT)
     p_MV, q_MV = (probabilities(logp_1V, [row]).expand(num, -1) for logp_1V in (target_1V, draft_1V))
     seeds = np.arange(num)
+    assert float(acceptance(p_MV, q_MV, drafted_M).max()) == 1.0  # where the target likes the token better
     accepted_M = torch.from_numpy(uniform(seeds, 9, Purpose.ACCEPT)) < acceptance(p_MV, q_MV, drafted_M)
     replaced_M = draw(residual(p_MV, q_MV).log(), uniform(seeds, 9, Purpose.RESIDUAL))
     final_M = torch.where(accepted_M, drafted_M, replaced_M)

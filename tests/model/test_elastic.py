@@ -172,6 +172,12 @@ def test_no_bias_and_no_rate_mean_no_move() -> None:
         assert torch.equal(biases(model)[0], before[0])
 
 
+def test_balance_is_the_largest_load_over_the_mean() -> None:
+    assert load_balance(torch.tensor([2, 2, 2])) == pytest.approx(1.0)
+    assert load_balance(torch.tensor([6, 0, 0])) == pytest.approx(3.0)
+    assert load_balance(torch.zeros(3, dtype=torch.int64)) == 0.0  # no token, no overload
+
+
 def test_layers_with_fewer_experts_steer_all_of_theirs() -> None:
     model = network(num_layers=2, experts_per_layer=(8, 4), widths=(8,), num_branches=1)
     before = biases(model)

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.model.spec import ModelConfig
-from stretto.model.transformer import Context, MoeLayer, Recorder, Replay, Routing, RowWidths, Transformer, build
+from stretto.model.transformer import (
+    Context,
+    MoeLayer,
+    Recorder,
+    Replay,
+    Routing,
+    RowWidths,
+    Transformer,
+    build,
+    initial_state,
+)
 from stretto.ops.grouped import experts_reference
 from stretto.ops.logprob import IGNORED, head_loss
 
@@ -161,6 +171,17 @@ def test_layers_outside_the_subnet_get_no_gradient_and_no_counts() -> None:
         (grad is None) == name.startswith(f"blocks.{dropped}.") or name == "head.weight" for name, grad in grads.items()
     )
     assert model.config.moe_layers.index(dropped) not in output.counts
+
+
+def test_a_network_starts_with_a_stream_whose_size_does_not_grow_with_depth() -> None:
+    config = ModelConfig(
+        vocab_size=256, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
+        expert_intermediate_size=32,
+    )  # fmt: skip
+    for name, values in initial_state(config, 0):
+        if values.ndim > 1 and values.numel() > 4000:  # 1/√(2·4000): a standard deviation is known to a few per cent
+            expected = 0.5 / 8 * (0.25 if name.endswith(("out.weight", "down")) else 1.0)
+            assert values.std().item() == pytest.approx(expected, rel=0.05), name
 
 
 def test_the_same_seed_gives_the_same_network() -> None:

@@ -78,6 +78,16 @@ def test_document_mask_is_causal_within_documents() -> None:
             assert bool(mask[query, key]) == (same and key <= query), (query, key)
 
 
+def test_a_shared_beginning_is_seen_by_those_that_share_it() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, -1]])  # 1 and 2 go on from what 0 begins, its columns 0 and 1
+    shared = torch.tensor([[[0, 0]] * 3 + [[0, 2]] * 4 + [[0, 0]]])
+    mask = document_mask(documents, shared)[0, 0]
+    for query in range(8):
+        for key in range(8):
+            own = bool(documents[0, query] == documents[0, key]) and key <= query
+            assert bool(mask[query, key]) == (own or (3 <= query < 7 and key < 2)), (query, key)
+
+
 def test_rotation_keeps_lengths_and_depends_on_distance_alone(close: Close) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1, 1, 1, 8, dtype=torch.float32), torch.randn(1, 1, 1, 8)

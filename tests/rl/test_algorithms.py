@@ -77,6 +77,10 @@ def test_weights_of_an_update_are_its_normaliser(kind: str) -> None:
     assert means == pytest.approx(expected[kind])
 
 
+def test_a_sample_without_trained_tokens_takes_no_share_of_the_others() -> None:
+    assert token_weights([0, 2, 5], "sequence", 20) == pytest.approx([0.0, 1 / 4, 1 / 10])
+
+
 def test_only_sampled_tokens_get_credit() -> None:
     rng = np.random.default_rng(3)
     groups = [group(rng, [1.0, 0.0, 0.5], ordinal=ordinal) for ordinal in range(3)]

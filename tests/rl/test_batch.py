@@ -128,6 +128,9 @@ def test_rows_are_shared_evenly_with_empty_ones() -> None:
     alone, shared = packed(groups, 24, 4, share=1), packed(groups, 24, 4, share=4)
     assert all(len(batch.tokens_BT) % 4 == 0 for batch in shared)
     assert sum(batch.num_targets for batch in alone) == sum(batch.num_targets for batch in shared)
+    for batch in shared:  # what fills a row belongs to nobody
+        filled = batch.documents_BT == PADDING
+        assert (batch.versions_BT[filled] == -1).all() and (batch.samples_BT[filled] == -1).all()
     halves = [shared[-1].rows(slice(0, 2)), shared[-1].rows(slice(2, 4))]
     assert sum(half.num_targets for half in halves) == shared[-1].num_targets
     assert all(half.routes_BTLK is not None and len(half.routes_BTLK) == 2 for half in halves)

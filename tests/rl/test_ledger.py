@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -288,6 +289,27 @@ def test_damage_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense" * 1000)
     with pytest.raises(UserError, match="damaged: file is not a database"):
         Ledger.resume(path, None)
+
+
+def test_a_journal_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    ledger = started(tmp_path)
+    ledger._db.execute("PRAGMA max_page_count = 2")
+    with pytest.raises(UserError, match="cannot be written: No space left on device; free some space"):
+        for ordinal in range(2000):
+            dispatched(ledger, ordinal)
+    ledger._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(UserError, match="cannot be written: attempt to write a readonly database"):
+        dispatched(ledger, 5000)
+    ledger.close()
+
+
+def test_threads_may_take_turns_with_a_journal(tmp_path: Path) -> None:
+    ledger = started(tmp_path)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(dispatched, ledger, 0).result()
+    dispatched(ledger, 1)
+    assert list(ledger.state.alive) == [0, 1]
+    ledger.close()
 
 
 def test_a_journal_is_neither_overwritten_nor_invented(tmp_path: Path) -> None:
