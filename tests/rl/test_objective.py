@@ -245,7 +245,12 @@ def test_a_preset_is_its_papers_formula(preset: str) -> None:
     streams["behaviour_BT"] = others["behaviour"]
     centre_BT = others["centre"] if config.proximal == "recompute" else others["behaviour"]
     objective = PolicyObjective(config, 1.0, streams, centre_BT, others["reference"])
-    ours = objective(logits_BTV.flatten(0, 1), torch.eye(VOCAB), targets_BT.flatten()).loss
+    measured = objective(logits_BTV.flatten(0, 1), torch.eye(VOCAB), targets_BT.flatten())
+    ours = measured.loss
+    kept_N = targets_BT.flatten() != IGNORED
+    assert torch.allclose(measured.nll_N[kept_N], -logp_BT.detach().flatten()[kept_N], atol=1e-5)
+    if config.correction == "none":
+        assert not measured.streams_N["cut"].any()  # nothing there that could be cut off
     by_sample = {}
     for one in (sample for each in samples for sample in each):
         here = (streams["samples_BT"] == one.number) & (targets_BT != IGNORED)
