@@ -94,6 +94,8 @@ def gather(run: Path) -> ReportData:
     used = {parent.run_id for _, each in models for parent in each.parents}
     last = [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
     newest = healed[-1].lineage if healed else lineage
+    # as the ledger counts them: padding is no token
+    num_tokens = lineage.receipt.tokens if lineage else recipe.train.steps * recipe.train.rows * recipe.train.seq_len
     mixture = lineage.config.get("mixture", {}) if lineage else {}
     total = sum(mixture.values()) or 1
     return ReportData(
@@ -106,7 +108,7 @@ def gather(run: Path) -> ReportData:
         ),
         environment=f"{device_name(ranks.device)}, torch {torch.__version__}, commit {git_commit() or 'unknown'}",
         prompt=samples[0].prompt if samples else "",
-        pretraining=Curve("full", tuple(read_metrics(run)), recipe.train.rows * recipe.train.seq_len),
+        pretraining=Curve("full", tuple(read_metrics(run)), num_tokens / recipe.train.steps),
         healing=tuple(_healing_curve(each, subnets) for each in healed),
         search=search,
         kept=_kept(config, search.chosen.subnet) if search else None,

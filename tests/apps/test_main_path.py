@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.base import numbers
 from stretto.base.records import read_lineage
 from stretto.model.checkpoint import read_checkpoint
 from tests.apps.conftest import Run
@@ -54,6 +55,8 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
     assert "All 2 together" in ok("cost", run, healed, healed, run)  # each once, however often it is named
     page = Path(ok("report", run).split("report:")[1].strip())
     assert "corner" in page.read_text()
+    trained = read_lineage(run / "checkpoint").receipt.tokens
+    assert f"after {numbers.si(trained)} tokens of pre-training" in page.read_text()  # the ledger's count
     assert "All 3 together" in page.read_text()  # the best was cut out into a folder beside the run
     assert json.loads((run / "search.json").read_text())["result"]["candidates"]
 
