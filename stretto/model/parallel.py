@@ -140,7 +140,9 @@ def join(device: str = "auto", ep: int = 1) -> Ranks:
     if kind == "cuda":
         num = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if local >= num:
-            has = f"torch {torch.__version__} finds {num} of them here, and this is number {local + 1}"
+            has = f"torch {torch.__version__} finds no CUDA device here"
+            if num:
+                has = f"there are {num} CUDA devices here, and this is rank {local + 1}"
             raise UserError(f"--device cuda: {has}; use cpu, or auto, which takes what there is")
         torch.cuda.set_device(local)
         kind = f"cuda:{local}"
