@@ -82,6 +82,7 @@ def test_what_is_not_there_is_not_taken() -> None:
     assert pages is not None
     assert allocator.allocate(2) is None
     assert allocator.num_free == 1
+    assert PageAllocator(1, 1).allocate(1) is not None
     with pytest.raises(AssertionError, match="-1 pages"):
         allocator.allocate(-1)
     allocator.check([pages])

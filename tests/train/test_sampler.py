@@ -86,7 +86,7 @@ def test_every_plan_is_legal(kind: str, seed: int, step: int) -> None:
         assert ((plan.widths.branch_B >= 0) & (plan.widths.branch_B < config.num_branches)).all()
         for branch, allowed_E, counted in zip(plan.widths.branch_B, allowed_BE, plan.widths.counted_B, strict=True):
             if kind == "ernie":  # random subsets share the full network's bias, and must not steer it
-                assert branch == 0 and counted == allowed_E.all()
+                assert branch == 0 and counted == allowed_E.all() and allowed_E.sum() in config.widths
             elif branch < len(config.widths):
                 assert counted and np.array_equal(allowed_E, np.arange(16) < config.widths[branch])
             else:
@@ -216,6 +216,12 @@ def test_a_recipe_without_anchors_still_draws_the_other_axes() -> None:
     drawn = kinds(sampler(anchors={}, anchor_share=0.0, depth_share=0.25, top_k_share=0.25), 0, 400)
     shares = {kind: num / drawn.total() for kind, num in drawn.items()}
     assert shares == pytest.approx({"full": 0.5, "depth": 0.25, "top_k": 0.25}, abs=0.02)
+
+
+def test_the_ramp_rises_by_equal_steps_to_its_end() -> None:
+    ramped = sampler(steps=400, starts_at=0.25, ramp_fraction=0.5)
+    strengths = [ramped._strength(step) for step in (99, 100, 199, 298, 299, 300)]
+    assert strengths == pytest.approx([0.0, 1 / 200, 100 / 200, 199 / 200, 1.0, 1.0])
 
 
 def test_the_ramp_meets_its_integral() -> None:
