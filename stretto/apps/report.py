@@ -158,11 +158,17 @@ def _sizes(
 def _models(run: Path, origin: Lineage | None) -> list[tuple[Path, Lineage]]:
     """Those in the run folder, and what was cut from its network and lies beside it; an export of one is the same model."""
     found: dict[str, tuple[Path, Lineage]] = {}
-    beside = [path for pattern in ("*/lineage.json", "*/*/lineage.json") for path in run.resolve().parent.glob(pattern)]
-    for path in (*sorted(run.glob("*/lineage.json")), *sorted(beside)):
+    for path in sorted(run.glob("*/lineage.json")):
         lineage = read_lineage(path.parent)
-        stems = origin is not None and any(stage.run_id == origin.run_id for stage in history(lineage)[:-1])
-        if path.is_relative_to(run) or (stems and lineage.stage in ("extract", "heal")):
+        found.setdefault(lineage.run_id, (path.parent, lineage))
+    if origin is None:
+        return list(found.values())
+    whole = run.resolve()
+    beside = {path for pattern in ("*/lineage.json", "*/*/lineage.json") for path in whole.parent.glob(pattern)}
+    for path in sorted(path for path in beside if not path.is_relative_to(whole)):
+        lineage = read_lineage(path.parent)
+        stems = any(stage.run_id == origin.run_id for stage in history(lineage)[:-1])
+        if stems and lineage.stage in ("extract", "heal"):
             found.setdefault(lineage.run_id, (path.parent, lineage))
     return list(found.values())
 

@@ -611,8 +611,8 @@ def search(
     scorer.sensitivities = sensitivities
     for name, subnet in {"full": config.full(), **(presets or {})}.items():
         scorer.score(check_subnet(config, subnet), name)
-    num_choices = space.num_choices(config)
-    if num_choices <= options.enumerated:
+    is_complete = space.num_choices(config) <= options.enumerated
+    if is_complete:
         enumerate_all(scorer, space)
     else:
         score_grids(scorer, space)
@@ -632,7 +632,7 @@ def search(
         workload=workload,
         sensitivities=sensitivities,
         num_predicted=len(scorer.all()),
-        is_complete=num_choices <= options.enumerated,
+        is_complete=is_complete,
         num_tokens=num_tokens,
         candidates=tuple(candidates),
         front=pareto_front([candidate.objectives(third) for candidate in candidates]),

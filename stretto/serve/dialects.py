@@ -131,28 +131,29 @@ THINKS = (Think("<think>", "</think>"), Think("[THINK]", "[/THINK]"), Think("<se
 
 def parse_json(text: str) -> Any:
     """The JSON that ``text`` spells; ValueError where it is none. NaN is none, and half a surrogate pair, which no
-    answer could carry, is replaced. What `is_deep` is refused."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(name)
-
+    answer could carry, is replaced."""
     try:
-        tree = json.loads(text, parse_constant=refuse)
-        if is_deep(tree):
-            raise RecursionError
+        tree = strict_json(text)
         spelt = json.dumps(tree, ensure_ascii=False)
         return json.loads(_SURROGATE.sub("\ufffd", spelt)) if _SURROGATE.search(spelt) else tree
     except RecursionError:
         raise ValueError("too deep") from None
 
 
-def is_deep(tree: Any) -> bool:
-    """Whether lists and objects stand in each other more than `MAX_DEPTH` times."""
+def strict_json(text: str) -> Any:
+    """JSON without NaN (ValueError), with lists and objects in each other at most `MAX_DEPTH` times (RecursionError)."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    tree = json.loads(text, parse_constant=refuse)
     level = [tree]
     for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [each for nodes in inner for each in nodes if isinstance(each, dict | list)]
-    return bool(level)
+    if level:
+        raise RecursionError
+    return tree
 
 
 def _tree_calls(tree: Any) -> Found | None:

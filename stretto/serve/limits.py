@@ -27,7 +27,7 @@ from stretto.base.config import first_problem
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import Closed, EngineFailed
 from stretto.engine.request import QueueFull
-from stretto.serve.dialects import MAX_DEPTH, is_deep
+from stretto.serve.dialects import MAX_DEPTH, strict_json
 from stretto.serve.messages import Body, FieldError
 
 T = TypeVar("T")
@@ -243,17 +243,11 @@ async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -
 def parse_json(raw: bytes) -> Any:
     """Strict JSON: UTF-8, no NaN, no lone surrogates, no depth that overflows the stack of whoever walks it. Else raises
     `ApiError` 400."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
     try:
         text = raw.decode("utf-8")
-        tree = json.loads(text, parse_constant=refuse)
+        tree = strict_json(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(tree, ensure_ascii=False).encode()
-        if is_deep(tree):
-            raise RecursionError
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
     except UnicodeEncodeError:
