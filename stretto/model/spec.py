@@ -15,8 +15,54 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 
 
+class RopeScaling(Config):
+    """How rotary frequencies are stretched for positions beyond those a network was first trained at, as in config.json."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"]
+    """``dynamic`` (NTK) changes nothing within ``ModelConfig.max_positions``, beyond which no network here is run."""
+    factor: float = Field(ge=1)
+    original_positions: int | None = Field(default=None, gt=0)
+    """Positions of the first training (yarn, llama3)."""
+    low_freq_factor: float = 1.0
+    """llama3, as the next one."""
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    """yarn (2309.00071), as all that follow."""
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the borders between stretched and kept frequencies are rounded to whole channels."""
+    attention_factor: float | None = None
+    """What cosines and sines are multiplied by; None: what yarn derives from ``factor`` and the two below."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+class LatentAttention(Config):
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values of all heads come from one short vector.
+
+    A head's queries and keys are ``head_dim`` wide, of which the trailing ``rope_dim`` channels are rotated; the rotated part
+    of the key is one for all heads. There are as many key/value heads as query heads.
+    """
+
+    query_rank: int | None = Field(default=None, gt=0)
+    """Width that queries are projected through; None: they are projected at once."""
+    kv_rank: int = Field(gt=0)
+    rope_dim: int = Field(gt=0)
+    value_dim: int = Field(gt=0)
+    """Width of a head's values."""
+    norm_eps: float = Field(default=1e-6, gt=0)
+    """Of the norms on the two short vectors: transformers' own, whatever the network's other norms have."""
+
+
+class ClampedSwiGlu(Config):
+    """gpt-oss's activation: gate and up clamped at ``limit``, then gate · sigmoid(alpha · gate) · (up + 1)."""
+
+    alpha: float = 1.702
+    limit: float = Field(default=7.0, gt=0)
+
+
 class ModelConfig(Config):
-    """Shape of a decoder-only Mixture-of-Experts transformer.
+    """Shape of a decoder-only transformer, dense or Mixture-of-Experts.
 
     Layers that are not in ``dense_layers`` are MoE layers; per-MoE-layer tuples are indexed by their order among the
     MoE layers. ``experts_per_layer`` and ``top_k_per_layer`` describe an extracted network whose layers differ; they
@@ -40,10 +86,26 @@ class ModelConfig(Config):
     top_k_per_layer: tuple[int, ...] | None = None
 
     qk_norm: bool = False
+    """Each query and key head is normed by itself, before it is rotated."""
+    qk_norm_wide: bool = False
+    """All query heads of a token are normed as one vector, and all its key heads (OLMoE)."""
+    qkv_clip: float | None = Field(default=None, gt=0)
+    """Queries, keys and values are clamped to ± this, after any norm (OLMoE)."""
     attention_bias: bool = False
+    """On queries, keys and values; with ``latent``, on the projections to the short vectors."""
+    attention_out_bias: bool = False
+    attention_sinks: bool = False
+    """A trained logit for each head joins every softmax and takes its share to nowhere (gpt-oss)."""
+    attention_scale: float | None = Field(default=None, gt=0)
+    """What scores are multiplied by; None: 1/√``head_dim``."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Positions that a query of ``sliding_layers`` sees, its own among them."""
+    sliding_layers: tuple[int, ...] = ()
+    latent: LatentAttention | None = None
     rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
     rotary_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of ``head_dim`` that is rotated; the leading part, halves paired (not interleaved)."""
+    """Share of ``head_dim`` that is rotated; the leading part, halves paired (not interleaved). ``latent`` has its own."""
     norm_eps: float = Field(default=1e-5, gt=0)
     max_positions: int = Field(default=4096, gt=0)
     tie_embeddings: bool = False
@@ -53,6 +115,18 @@ class ModelConfig(Config):
     """An aux-loss-free balance bias that takes part in choosing experts, never in weighting them."""
     normalize_gates: bool = True
     routed_scaling: float = Field(default=1.0, gt=0)
+    expert_groups: int = Field(default=1, gt=0)
+    """Experts, by id, are cut into so many groups; a token chooses among those of its best ``top_groups`` (DeepSeek-V3), a group
+    counting for the sum of its two highest selection scores."""
+    top_groups: int = Field(default=1, gt=0)
+    router_bias: bool = False
+    """A bias of the router's logits, which unlike the selection bias weights experts too (gpt-oss)."""
+    expert_bias: bool = False
+    """Biases in the routed experts' projections (gpt-oss)."""
+    mlp_bias: bool = False
+    """Biases in dense and shared SwiGLUs."""
+    clamped_swiglu: ClampedSwiGlu | None = None
+    """None: silu(gate) · up."""
 
     widths: tuple[int, ...] = ()
     """Expert counts that have a balance state of their own, largest first; filled in with ``(num_experts,)``."""
@@ -78,10 +152,14 @@ class ModelConfig(Config):
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
-        if sorted(set(self.dense_layers)) != list(self.dense_layers):
-            raise ValueError("dense_layers must be sorted and unique")
-        if not set(self.dense_layers) <= set(every_layer):
-            raise ValueError(f"dense_layers {self.dense_layers} outside 0..{self.num_layers - 1}")
+        for name in ("dense_layers", "sliding_layers"):
+            layers = getattr(self, name)
+            if sorted(set(layers)) != list(layers):
+                raise ValueError(f"{name} must be sorted and unique")
+            if not set(layers) <= set(every_layer):
+                raise ValueError(f"{name} {layers} outside 0..{self.num_layers - 1}")
+        self._check_attention()
+        self._check_groups()
         if self.dense_layers and not self.dense_intermediate_size:
             raise ValueError("dense_intermediate_size must be set when there are dense_layers")
         for name in ("experts_per_layer", "top_k_per_layer", "expert_order"):
@@ -105,6 +183,34 @@ class ModelConfig(Config):
             raise ValueError(f"layer_order {self.layer_order} is not a permutation of the layers")
         return self
 
+    def _check_attention(self) -> None:
+        if self.qk_norm and self.qk_norm_wide:
+            raise ValueError("qk_norm and qk_norm_wide: a network has one or the other")
+        if self.sliding_layers and self.sliding_window is None:
+            raise ValueError("sliding_window must be set when there are sliding_layers")
+        if self.latent is None:
+            return
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(f"latent: num_kv_heads {self.num_kv_heads} must be num_heads {self.num_heads}")
+        if self.latent.rope_dim > self.head_dim:
+            raise ValueError(f"latent.rope_dim {self.latent.rope_dim} exceeds head_dim {self.head_dim}")
+        for name in ("qk_norm", "qk_norm_wide", "qkv_clip", "attention_sinks", "sliding_layers"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: latent attention has none")
+
+    def _check_groups(self) -> None:
+        if self.expert_groups == 1:
+            return
+        for experts, k in zip(self.experts_by_layer, self.top_k_by_layer, strict=True):
+            size = experts // self.expert_groups
+            if experts % self.expert_groups or size < 2 or k > size * self.top_groups:
+                raise ValueError(
+                    f"expert_groups {self.expert_groups} of {experts} experts, top_groups {self.top_groups}: groups must be "
+                    f"equal, of two experts or more, and the chosen ones hold top_k {k}"
+                )
+        if self.top_groups > self.expert_groups:
+            raise ValueError(f"top_groups {self.top_groups} exceeds expert_groups {self.expert_groups}")
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
@@ -123,7 +229,7 @@ class ModelConfig(Config):
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_dim * self.rotary_fraction)
+        return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
 
     @property
     def expert_orders(self) -> tuple[tuple[int, ...], ...]:
@@ -233,6 +339,7 @@ def extracted_config(config: ModelConfig, subnet: Subnet) -> ModelConfig:
     return config.replace(
         num_layers=len(subnet.layers),
         dense_layers=tuple(place[layer] for layer in config.dense_layers if layer in place),
+        sliding_layers=tuple(place[layer] for layer in config.sliding_layers if layer in place),
         num_experts=widest,
         top_k=max(subnet.top_k, default=1),
         experts_per_layer=None if even else subnet.experts,
