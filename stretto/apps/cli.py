@@ -13,7 +13,7 @@ import typer
 from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
-from stretto.base.paths import RECIPES
+from stretto.base.paths import RECIPES, RUN_FILE
 
 app = typer.Typer(
     help="Train one Mixture-of-Experts language model that contains every smaller version of itself.",
@@ -40,26 +40,68 @@ def pretrain(
         Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
+    origin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Run or checkpoint to go on from: its network and tokenizer; the recipe's [model] is not read.",
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
     device: Device = "auto",
     wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
 ) -> None:
-    """Pre-train an elastic network from text."""
+    """Pre-train an elastic network from text, from random weights or from a checkpoint."""
     from stretto.base.config import read_recipe
     from stretto.train.recipe import Recipe
 
-    parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps))
+    folder = out or Path("runs") / recipe.stem
+    given = None
+    if origin is not None or (resume and (folder / RUN_FILE).is_file()):
+        from stretto.apps.train import model_to_go_on_with
+
+        given = model_to_go_on_with(folder, origin)
+    parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps), given)
     from stretto.apps.train import pretrain_command
 
-    folder = out or Path("runs") / recipe.stem
-    made = pretrain_command(parsed, folder, data, tokenizer, resume=resume, device=device, wandb_project=wandb)
-    from stretto.search.search import reachable_limits
+    made = pretrain_command(parsed, folder, data, tokenizer, origin, resume=resume, device=device, wandb_project=wandb)
+    _say_next(folder, made)
 
-    limits = reachable_limits(parsed.model)
-    asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
-    _say(f"checkpoint: {made}\nnext: stretto latency {folder}; stretto search {folder} {asked}")
+
+@app.command()
+def elasticize(
+    source: Annotated[Path, typer.Argument(help="Run or checkpoint.", show_default=False)],
+    data: Data = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="New run folder; left out, the adopted run's own: its checkpoint stays as adopted/."
+        ),
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe (TOML); recipes/elasticize.toml by default.")] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint that teaches; the network itself, as it came, by default.")
+    ] = None,
+    trainable: Annotated[
+        str | None, typer.Option(help="all, or routers: only routers, norms and biases, in a fraction of the memory.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+) -> None:
+    """Train a checkpoint further so that smaller versions of it work too; it teaches them itself."""
+    from stretto.base.config import read_recipe
+    from stretto.train.recipe import ElasticizeRecipe
+
+    told = settings + ([f"trainable={trainable}"] if trainable is not None else [])
+    parsed = read_recipe(recipe or RECIPES / "elasticize.toml", ElasticizeRecipe, _with_steps(told, steps))
+    from stretto.apps.train import elasticize_command
+
+    made = elasticize_command(parsed, source, data, teacher, out, resume=resume, device=device)
+    _say_next(out or source, made)
 
 
 @app.command()
@@ -101,6 +143,9 @@ def latency(
 @app.command()
 def search(
     run: RunFolder,
+    data: Annotated[
+        list[str], typer.Option(help="Text to measure on, instead of the run's own; PATH@WEIGHT in a mixture.")
+    ] = [],  # noqa: B006
     max_total: Annotated[float | None, typer.Option(help="Share of the total parameters (memory).")] = None,
     max_active: Annotated[float | None, typer.Option(help="Share of the active parameters (compute).")] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="Milliseconds a decoding step, by the table.")] = None,
@@ -126,7 +171,7 @@ def search(
 
     limits = parse_limits(max_total, max_active, max_latency_ms)
     options = SearchOptions(seed=seed)
-    result = search_command(run, limits, options, healing, device, nested=nested, per_layer=per_layer)
+    result = search_command(run, limits, options, healing, device, data=data, nested=nested, per_layer=per_layer)
     for line in result.summary():
         _say(line)
     _say(f"next: stretto extract {run} --subnet best -o OUT")
@@ -263,6 +308,15 @@ def main() -> None:
     if code == 130:
         _fail("interrupted; a training run goes on with --resume", 130)
     sys.exit(code or 0)
+
+
+def _say_next(run: Path, made: Path) -> None:
+    from stretto.model.checkpoint import read_config
+    from stretto.search.search import reachable_limits
+
+    limits = reachable_limits(read_config(made))
+    asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
+    _say(f"checkpoint: {made}\nnext: stretto latency {run}; stretto search {run} {asked}")
 
 
 def _with_steps(settings: list[str], steps: int | None) -> list[str]:

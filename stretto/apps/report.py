@@ -28,7 +28,7 @@ from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.search.latency import LatencyTable
-from stretto.train.recipe import ElasticConfig, Recipe
+from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe
 
 KV_BYTES = 2
 """Bytes of a cache element where a model is served: bf16."""
@@ -71,8 +71,10 @@ def cost_command(folders: Sequence[Path]) -> None:
 def gather(run: Path) -> ReportData:
     """Everything the run folder holds, evaluated on the run's held-out data where need be."""
     info = read_info(run)
-    if not isinstance(info.recipe, Recipe):
-        raise UserError(f"{run}: a {info.stage} run; name the folder of the pre-training run")
+    if not isinstance(info.recipe, Recipe | ElasticizeRecipe):
+        raise UserError(
+            f"{run}: a {info.stage} run; name the folder of the pre-training run, or `stretto elasticize` it"
+        )
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)
     config, lineage = checkpoint.config, checkpoint.lineage
@@ -236,9 +238,11 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     return family([origin, *(lineage for _, lineage in sizes)], alone)
 
 
-def _configured(elastic: ElasticConfig) -> dict[str, float]:
-    """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive."""
-    if elastic.sampler not in ("anchored", "complements"):
+def _configured(elastic: MixtureConfig) -> dict[str, float]:
+    """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive, and where axes
+    join one after another.
+    """
+    if not isinstance(elastic, ElasticConfig) or elastic.sampler not in ("anchored", "complements"):
         return {}
     shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}

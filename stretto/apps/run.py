@@ -5,6 +5,7 @@ data/          token shards, where the run tokenised its own
 snapshots/     what --resume goes on from
 metrics.jsonl  every scalar logged; tensorboard/ beside it
 checkpoint/    the result: an ordinary Hugging Face folder with its lineage
+adopted/       the network as it came, where `elasticize` put another in its place; elasticize/ holds the tokens of that
 latency.json, search.json, report/   written by the commands of those names
 samples.json   what each size of the demo wrote
 """
@@ -25,8 +26,10 @@ from stretto.data.loader import Mixture, Part
 from stretto.data.shards import TOKENIZER, Manifest, read_manifest, tokenise
 from stretto.data.sources import Document, open_sources
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, TrainConfig
 
+ADOPTED = "adopted"
+"""In a run folder: the checkpoint that continued training in place began with."""
 SAMPLES_FILE = "samples.json"
 VAL_FRACTION = 0.01
 """Held out where the data brings no validation split of its own (ours)."""
@@ -35,20 +38,34 @@ TOKENIZER_CHARS = 20_000_000
 
 
 class RunInfo(Config):
-    """What a training run was told; written before it starts, read by every later command."""
+    """What a run was told; written before it starts, read by every later command."""
 
     stage: str
-    recipe: Recipe | HealRecipe
-    data: Mixture
-    data_hash: str
+    recipe: Recipe | ElasticizeRecipe | HealRecipe | None = None
+    """None where nothing was trained: an adopted checkpoint."""
+    data: Mixture | None = None
+    """None where no text was seen, as the next one."""
+    data_hash: str | None = None
     """Over all parts of the mixture and their weights."""
     sources: tuple[str, ...] = ()
     """What the data was made of, as `sources_named` tells; none in runs of a version that did not say."""
     tokenizer: Path
     """Folder with the tokenizer's files."""
     parent: Path | None = None
-    """Checkpoint that a healing run started from."""
+    """Checkpoint that the run started from; None: from random weights, or from the one in this folder."""
     teacher: Path | None = None
+
+    @property
+    def mixture(self) -> Mixture:
+        """Raises `UserError`: the run has seen no text."""
+        if self.data is None:
+            raise UserError("--data: the network was adopted without text; name some")
+        return self.data
+
+    @property
+    def train(self) -> TrainConfig:
+        """How long rows are and how many are held out: as in training, or as usual where there was none."""
+        return self.recipe.train if self.recipe is not None else TrainConfig(steps=1, rows=16, seq_len=256)
 
 
 def read_info(run: Path) -> RunInfo:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from stretto.apps.run import read_info
+from stretto.apps.run import RunInfo, prepare_data, read_info, sources_named
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -27,7 +28,7 @@ from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
 from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
 from stretto.train.loop import Job, heal, write_trained
-from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.recipe import HealRecipe
 from stretto.train.step import metered
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
@@ -74,30 +75,34 @@ def search_command(
     heal_recipe: HealRecipe | None = None,
     device: str = "auto",
     *,
+    data: Sequence[str] = (),
     nested: bool = False,
     per_layer: bool = False,
 ) -> SearchResult:
     """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
 
     Args:
+        data: to measure and heal on instead of what the run was trained on.
         heal_recipe: the best few are healed briefly by it, and the choice is made among the healed.
         nested: drop layers in the order of training only.
         per_layer: expert counts may differ by layer.
     """
     info, ranks = read_info(run), join(device)
-    if not isinstance(info.recipe, Recipe):
+    if isinstance(info.recipe, HealRecipe):
         raise UserError(
             f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
         )
     checkpoint = _load(run, ranks)
-    batches = held_out(info, info.recipe.train, ranks)
+    if data:
+        info = _on_other_data(run, info, data, checkpoint)
+    batches = held_out(info, info.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     meter = Meter("search", device_name(ranks.device), ranks.world)
     numbers = itertools.count()
 
     def healed_nll(subnet: Subnet) -> float:
         """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
-        assert heal_recipe is not None
+        assert heal_recipe is not None and info.data_hash is not None
         seen = meter.receipt().flops
         loader = open_loader(info, heal_recipe.train, ranks)
         job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
@@ -124,6 +129,16 @@ def search_command(
         )
     write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return result
+
+
+def _on_other_data(run: Path, info: RunInfo, data: Sequence[str], checkpoint: Checkpoint) -> RunInfo:
+    """``info`` with ``data``, which is tokenised beside the run's own."""
+    folder = checkpoint.folder
+    tokenizer = _tokenizer_of(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
+    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, checkpoint.config.vocab_size)
+    return info.replace(data=mixture, data_hash=data_hash, sources=sources_named(data))
 
 
 class SearchRecord(Config):
@@ -219,11 +234,10 @@ def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
 def _probe(source: Path, checkpoint: Checkpoint, ranks: Ranks) -> tuple[EvalBatch, ...]:
     """A few hundred tokens to compare logits on: held-out text of the run, which reaches experts as text does.
 
-    A checkpoint without a run is probed with random ids; equality must hold for any input.
+    A checkpoint without a run, or whose run saw none, is probed with random ids; equality must hold for any input.
     """
-    if (source / RUN_FILE).is_file():
-        info = read_info(source)
-        return held_out(info, info.recipe.train.replace(eval_rows=EVAL_BATCH_ROWS), ranks)[:1]
+    if (source / RUN_FILE).is_file() and (info := read_info(source)).data is not None:
+        return held_out(info, info.train.replace(eval_rows=EVAL_BATCH_ROWS), ranks)[:1]
     config = checkpoint.config
     shape = (4, min(128, config.max_positions))
     ids_BT = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(ranks.device)

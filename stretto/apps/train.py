@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data, read_info, sources_named
+from stretto.apps.run import ADOPTED, RunInfo, prepare_data, read_info, sources_named
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, write_json
-from stretto.base.records import Lineage
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
-from stretto.train.loop import Job, Trained, heal, pretrain, write_trained
-from stretto.train.recipe import HealRecipe, Recipe, TrainConfig
+from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, TrainConfig
 from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
@@ -32,6 +32,7 @@ def pretrain_command(
     run: Path,
     data: Sequence[str],
     tokenizer: Path | None = None,
+    origin: Path | None = None,
     *,
     resume: bool = False,
     device: str = "auto",
@@ -39,18 +40,91 @@ def pretrain_command(
 ) -> Path:
     """Pre-train ``recipe`` in ``run``; returns the checkpoint's folder. Raises `UserError`: bad data or recipe, or a
     folder in which another run lies.
+
+    Args:
+        origin: run or checkpoint to go on from, of the recipe's shape; its tokenizer is the run's.
     """
     ranks = join(device, recipe.train.ep)
+    folder = checkpoint_folder(origin).resolve() if origin is not None else None
 
     def start() -> RunInfo:
         if not resume:
-            return _new_run(recipe, run, data, tokenizer)
-        return _begun(run, recipe, data, tokenizer)
+            return _new_run(recipe, run, data, tokenizer, folder)
+        return _same(run, _begun(run, recipe, data, tokenizer), "--from", folder, "parent")
 
     with ExitStack() as held:
         info = ranks.first(lambda: _start(run, resume, held, start))
-        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project))
-        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parents=())
+        parent = read_checkpoint(info.parent, dtype=torch.float32) if info.parent is not None else None
+        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project), parent.model if parent else None)
+        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parent)
+
+
+def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None:
+    """The recipe's table of the network that ``origin`` is, or that ``run`` went on from when it began; None: from none."""
+    if origin is None:
+        begun = read_info(run)
+        if begun.parent is None or not isinstance(begun.recipe, Recipe):
+            return None
+        return {"model": begun.recipe.model.model_dump(mode="json")}
+    return {"model": read_config(checkpoint_folder(origin)).model_dump(mode="json")}
+
+
+def elasticize_command(
+    recipe: ElasticizeRecipe,
+    source: Path,
+    data: Sequence[str],
+    teacher: Path | None = None,
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+) -> Path:
+    """Train the network of ``source`` so that Subnets of it work too; returns the checkpoint's folder.
+
+    In place, ``source`` is a run of an adopted checkpoint: that one stays beside the new one, as ``adopted``, and until the end in
+    its place. With ``out`` a new run folder is written, and ``source`` is any run or checkpoint. Raises `UserError`: bad data or
+    recipe, a teacher that does not fit, or a folder in which another run lies.
+    """
+    run, in_place = out or source, out is None
+    ranks = join(device, recipe.train.ep)
+
+    def start() -> RunInfo:
+        origin = _kept(run) if in_place else checkpoint_folder(source).resolve()
+        told = _check_teacher(read_config(origin).vocab_size, teacher) if teacher else None
+        complete = recipe.for_network(read_config(origin), read_presets(origin))
+        if resume:
+            begun = _same(run, _begun(run, complete, data), "--teacher", told, "teacher")
+            return begun if in_place else _same(run, begun, "source", origin, "parent")
+        folder = run / "elasticize" if in_place else run
+        mixture, tokenizer, data_hash = prepare_data(
+            folder, data, _own_tokenizer(origin), read_config(origin).vocab_size
+        )
+        return RunInfo(
+            stage="elasticize",
+            recipe=complete,
+            data=mixture,
+            data_hash=data_hash,
+            sources=sources_named(data),
+            tokenizer=tokenizer,
+            parent=None if in_place else origin,
+            teacher=told,
+        )
+
+    with ExitStack() as held:
+        if in_place:
+            ranks.first(lambda: _require_adopted(run))
+        info = ranks.first(lambda: _start(run, resume, held, start, ADOPTED if in_place else CHECKPOINT))
+        assert isinstance(info.recipe, ElasticizeRecipe)
+        origin, guide = info.parent or _kept(run), info.teacher
+        parent = read_checkpoint(origin, dtype=torch.float32)
+        read_teacher = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
+        trained = elasticize(info.recipe, _job(run, info, ranks, resume), lambda: parent.model, read_teacher)
+        made = run / "elasticized" if in_place else run / CHECKPOINT
+        anchors = info.recipe.elastic.anchors
+        _write_result(made, run.name, info, trained, ranks, anchors, parent, origin)
+        if in_place:
+            ranks.first(lambda: _put_in_place(run, made))
+        return run / CHECKPOINT
 
 
 def heal_command(
@@ -74,44 +148,39 @@ def heal_command(
     def start() -> RunInfo:
         if not resume:
             return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher))
-        begun = _begun(run, recipe, data)
-        for name, told, before in (
-            ("source", folder, begun.parent),
-            ("--teacher", checkpoint_folder(teacher) if teacher else None, begun.teacher),
-        ):
-            if told and before and told.resolve() != before:
-                raise UserError(f"{run}: {name}: was {before} when this run started, is {told} now; change it back")
-        return begun
+        begun = _same(run, _begun(run, recipe, data), "source", folder, "parent")
+        guide = checkpoint_folder(teacher) if teacher is not None and recipe.ce_weight < 1.0 else None
+        return _same(run, begun, "--teacher", guide, "teacher")
 
     with ExitStack() as held:
         info = ranks.first(lambda: _start(run, resume, held, start))
         guide = info.teacher
         read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
         trained = heal(recipe, _job(run, info, ranks, resume), student.model, read)
-        parents = (student.lineage,) if student.lineage else ()
-        return _write_result(out, out.name, info, trained, ranks, student.presets, parents)
+        return _write_result(out, out.name, info, trained, ranks, student.presets, student)
 
 
 def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
     def tracker(step: int) -> Tracker:
+        assert info.recipe is not None
         config = info.recipe.model_dump(mode="json")
         return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
 
-    train = info.recipe.train
-    loader, batches = open_loader(info, train, ranks), held_out(info, train, ranks)
+    assert info.data_hash is not None
+    loader, batches = open_loader(info, info.train, ranks), held_out(info, info.train, ranks)
     return Job(run, loader, batches, info.data_hash, ranks, tracker, resume)
 
 
 def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
     """The training loader; one batch is one micro-batch."""
     return Loader(
-        info.data.open(), info.data.weights, train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world
+        info.mixture.open(), info.mixture.weights, train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world
     )
 
 
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
     """Fixed held-out batches, on the device: the first rows of every part of the mixture."""
-    parts = info.data.open("val")
+    parts = info.mixture.open("val")
     # no more than training has room for, and the same rows on any number of ranks that shares a batch, so that losses of a
     # resharded run go on as they were
     rows = EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % ranks.world == 0 else train.micro_rows
@@ -121,23 +190,28 @@ def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch
     return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
 
 
-def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo]) -> RunInfo:
-    """The run's record, made or found by ``start``; nobody else runs in the folder until ``held`` is closed."""
+def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo], result: str = CHECKPOINT) -> RunInfo:
+    """The run's record, made or found by ``start``; nobody else runs in the folder until ``held`` is closed.
+
+    ``result``: a folder that is in ``run`` once such a run has ended there.
+    """
     held.enter_context(claimed(run))
-    if not resume and ((run / "snapshots").is_dir() or (run / CHECKPOINT).is_dir()):
+    if not resume and ((run / "snapshots").is_dir() or (run / result).is_dir()):
         raise UserError(f"{run}: a run lies here already; add --resume to go on with it, or choose another folder")
     info = start()
     write_json(run / RUN_FILE, info.model_dump(mode="json"))
     return info
 
 
-def _begun(run: Path, recipe: Recipe | HealRecipe, data: Sequence[str], tokenizer: Path | None = None) -> RunInfo:
+def _begun(
+    run: Path, recipe: Recipe | ElasticizeRecipe | HealRecipe, data: Sequence[str], tokenizer: Path | None = None
+) -> RunInfo:
     """The record of the run that is gone on with, under the recipe of now. Raises `UserError`: it is another run, or it was told
     something else than this time.
     """
     info = read_info(run)
-    if type(info.recipe) is not type(recipe):
-        raise UserError(f"{run}: a {info.stage} run; choose another folder")
+    if info.recipe is None or type(info.recipe) is not type(recipe):
+        raise UserError(f"{run}: --resume: a {info.stage} run; choose another folder")
     before, now = (each.model_dump(mode="json") for each in (info.recipe, recipe))
     check_unchanged(before, now, run, (*LAYOUT, *STEERING))
     named = sources_named(data)
@@ -153,7 +227,20 @@ def _begun(run: Path, recipe: Recipe | HealRecipe, data: Sequence[str], tokenize
     return info.replace(recipe=recipe)
 
 
-def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None) -> RunInfo:
+def _same(run: Path, info: RunInfo, name: str, told: Path | None, field: Literal["parent", "teacher"]) -> RunInfo:
+    """``info``. Raises `UserError`: ``told`` is another folder than its ``field``."""
+    before = getattr(info, field)
+    if told is not None and told.resolve() != before:
+        was = f"was {before} when this run started" if before else "this run started without"
+        raise UserError(f"{run}: {name}: {was}, is {told} now; change it back")
+    return info
+
+
+def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None, origin: Path | None) -> RunInfo:
+    if origin is not None:
+        if tokenizer is not None:
+            raise UserError(f"--tokenizer: {origin} has its own; leave it out")
+        tokenizer = _own_tokenizer(origin)
     mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size)
     return RunInfo(
         stage="pretrain",
@@ -162,16 +249,46 @@ def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | N
         data_hash=data_hash,
         sources=sources_named(data),
         tokenizer=folder,
+        parent=origin,
     )
+
+
+def _own_tokenizer(folder: Path) -> Path:
+    """``folder``, a checkpoint. Raises `UserError`: it has no tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
+    return folder
+
+
+def _kept(run: Path) -> Path:
+    """The checkpoint that continued training in place of ``run`` starts from."""
+    return (run / ADOPTED if (run / ADOPTED).is_dir() else run / CHECKPOINT).resolve()
+
+
+def _require_adopted(run: Path) -> None:
+    """Raises `UserError` where a checkpoint of ``run`` must not be replaced by another."""
+    if not (run / RUN_FILE).is_file():
+        raise UserError(f"{run}: not a run folder that `stretto adopt` wrote; name a new folder with -o")
+    info = read_info(run)
+    if info.stage != "adopt" and (info.stage != "elasticize" or info.parent is not None):
+        raise UserError(
+            f"{run}: its checkpoint was made by `stretto {info.stage}` and stays; name a new folder with -o"
+        )
+
+
+def _put_in_place(run: Path, made: Path) -> None:
+    """Let ``made`` be the run's checkpoint; the one it started with stays. Killed anywhere, a resume does the rest."""
+    if not (run / ADOPTED).is_dir():
+        (run / CHECKPOINT).rename(run / ADOPTED)
+    remove(run / CHECKPOINT)  # of a run that was resumed for more steps
+    made.rename(run / CHECKPOINT)
 
 
 def _new_heal(recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None) -> RunInfo:
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
-    if not (student.folder / "tokenizer.json").is_file():
-        raise UserError(f"{student.folder}: has no tokenizer.json; put the tokenizer beside the weights")
-    mixture, folder, data_hash = prepare_data(run, data, student.folder, config.vocab_size)
+    mixture, folder, data_hash = prepare_data(run, data, _own_tokenizer(student.folder), config.vocab_size)
     return RunInfo(
         stage="heal",
         recipe=recipe,
@@ -196,12 +313,15 @@ def _find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None)
                 "name it, or set ce_weight=1 to heal on the data alone"
             )
         teacher = Path(told)
+    return _check_teacher(student.config.vocab_size, teacher)
+
+
+def _check_teacher(vocab_size: int, teacher: Path) -> Path:
+    """The checkpoint's folder of ``teacher``. Raises `UserError`: its vocabulary has another size."""
     folder = checkpoint_folder(teacher)
     num_tokens = read_config(folder).vocab_size
-    if num_tokens != student.config.vocab_size:
-        raise UserError(
-            f"{teacher}: --teacher: vocabulary of {num_tokens}, the student has {student.config.vocab_size}"
-        )
+    if num_tokens != vocab_size:
+        raise UserError(f"{teacher}: --teacher: vocabulary of {num_tokens}, the student has {vocab_size}")
     return folder.resolve()
 
 
@@ -212,9 +332,10 @@ def _write_result(
     trained: Trained,
     ranks: Ranks,
     presets: Mapping[str, SubnetChoice],
-    parents: tuple[Lineage, ...],
+    parent: Checkpoint | None,
+    tokenizer: Path | None = None,
 ) -> Path:
-    """Write the checkpoint (rank 0) with its lineage."""
+    """Write the checkpoint (rank 0) with its lineage, in the family of ``parent``."""
     return write_trained(
         out,
         trained.model,
@@ -225,8 +346,9 @@ def _write_result(
         config=info.model_dump(mode="json")
         | {"mixture": trained.tokens_by_kind, "pace": trained.pace.model_dump()}
         | {"changes": [change.model_dump() for change in trained.changes]},
-        tokenizer_dir=info.tokenizer,
-        parents=parents,
+        tokenizer_dir=tokenizer or info.tokenizer,
+        parents=(parent.lineage,) if parent is not None and parent.lineage is not None else (),
+        family=parent.family if parent is not None else None,
         run_id=trained.run_id,
         data_hash=info.data_hash,
         presets=presets,

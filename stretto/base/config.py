@@ -36,9 +36,11 @@ class Config(BaseModel):
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def read_recipe(path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a TOML recipe, apply ``key.path=value`` overrides, and validate it as ``kind``. Raises `UserError`: the file
-    is missing or not TOML, a key is unknown, or a value is impossible.
+def read_recipe(
+    path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
+) -> ConfigT:
+    """Read a TOML recipe, put tables that are ``given`` in the place of its own, apply ``key.path=value`` overrides, and
+    validate it as ``kind``. Raises `UserError`: the file is missing or not TOML, a key is unknown, or a value is impossible.
     """
     path = Path(path)
     try:
@@ -49,6 +51,7 @@ def read_recipe(path: Path | str, kind: type[ConfigT], overrides: Sequence[str] 
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
+    tree |= given or {}
     for override in overrides:
         _apply_override(tree, override)
     return validate(kind, tree, source=str(path))

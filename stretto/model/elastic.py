@@ -5,6 +5,8 @@ Shape letters: W branches of balance state, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,18 @@ def extract(model: Transformer, subnet: Subnet) -> Transformer:
     # assigned, not copied: each tensor keeps its own dtype, and fp32 biases stay so beside bf16 weights
     smaller.load_state_dict(slice_state(model.config, subnet, model.state_dict()), assign=True)
     return smaller.to(device=next(model.parameters()).device)
+
+
+def with_branch_rows(
+    config: ModelConfig, wider: ModelConfig, state: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """``state`` of ``config`` for ``wider``, the same network with more branches of balance state: a new width begins as a copy
+    of the smallest old one that holds it, a complement as one of the full width's.
+    """
+    rows = [config.branch(width) for width in wider.widths]
+    rows += [0] * (wider.num_branches - len(rows))
+    for name, tensor in state.items():
+        yield name, tensor[rows] if name.endswith(".bias_WE") else tensor
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Training runs: pre-training, healing, and the loop around the step that both share.
+"""Training runs: pre-training, elasticising, healing, and the loop around the step that all share.
 
 Batches in; log lines, held-out losses and snapshots out. Pre-training draws Subnets of the maximum network in every step and
-trains them together; healing trains an extracted network for a short while, towards the data and towards its parent.
+trains them together; elasticising does so with a network that was trained before, which stays as it was beside itself and
+teaches them; healing trains an extracted network for a short while, towards the data and towards its parent.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 from stretto.base.config import check_unchanged, differences
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
-from stretto.base.track import Tracker, progress
+from stretto.base.track import Tracker, progress, say
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.elastic import load_balance
+from stretto.model.elastic import load_balance, with_branch_rows
 from stretto.model.families import Family
 from stretto.model.parallel import Ranks, device_name, full_state, placed, spread
 from stretto.model.spec import ModelConfig, SubnetChoice, count
@@ -38,7 +39,7 @@ from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
-from stretto.train.recipe import HealRecipe, Recipe
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, with_branches
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
 from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import (
@@ -85,8 +86,11 @@ class Trained:
 
 
 @threads_kept()
-def pretrain(recipe: Recipe, job: Job) -> Trained:
+def pretrain(recipe: Recipe, job: Job, model: Transformer | None = None) -> Trained:
     """Train ``recipe`` and return the maximum network.
+
+    Args:
+        model: of the recipe's shape, to go on from; None: random weights.
 
     Raises:
         UserError: a resume without a snapshot or under another recipe or data.
@@ -94,7 +98,11 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
-    training = _Training("pretrain", recipe, job, config, initial_state(config, train.seed), elastic.anchors, rank_at)
+    if model is None:
+        state = initial_state(config, train.seed)
+    else:
+        state = with_branch_rows(model.config, config, model.state_dict())
+    training = _Training("pretrain", recipe, job, config, state, elastic.anchors, rank_at)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
@@ -110,6 +118,53 @@ def pretrain(recipe: Recipe, job: Job) -> Trained:
         return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
     return training.run(plan)
+
+
+@threads_kept()
+def elasticize(
+    recipe: ElasticizeRecipe,
+    job: Job,
+    read_parent: Callable[[], Transformer],
+    read_teacher: Callable[[], Transformer] | None = None,
+) -> Trained:
+    """Train the network that ``read_parent`` gives so that Subnets of it work too; returns it, elastic.
+
+    Every pass, the full network's included, is pulled to the text and to a frozen teacher: the parent as it came, or what
+    ``read_teacher`` gives. Layers and experts are dropped in the orders that the parent brings; those that it does not are
+    measured before the first step. Errors are those of `pretrain`.
+
+    Args:
+        recipe: complete for this network (`ElasticizeRecipe.for_network`).
+    """
+    train, elastic = recipe.train, recipe.elastic
+    parent = read_parent()
+    config = with_branches(parent.config, elastic)
+    state = with_branch_rows(parent.config, config, parent.state_dict())
+    rank_at = {round(share * train.steps) for share in elastic.rank_layers_at}
+    if config.layer_order is None:
+        rank_at.add(0)
+    training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
+    teacher = _frozen(parent if read_teacher is None else read_teacher(), recipe, training)
+    decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
+
+    def plan(step: int) -> Plan:
+        config = training.model.config  # with the orders in force
+        mixture = recipe.mixture_at(config, step)
+        micro = Sampler(config, mixture, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
+        lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight_at(step))
+        rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
+        return Plan([(each, lesson) for each in micro], rate)
+
+    return training.run(plan)
+
+
+def _frozen(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Transformer:
+    """``teacher``, which lies on a CPU, beside the network it teaches, without gradients."""
+    dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
+    for parameter in teacher.parameters():  # balance biases stay in fp32
+        parameter.data = parameter.data.to(dtype)
+    # ep divides the student's experts, which need not be as many as the teacher's
+    return spread(teacher, replace(training.ranks, ep=1), training.dtype).requires_grad_(False)
 
 
 @threads_kept()
@@ -166,7 +221,7 @@ class _Training:
     def __init__(
         self,
         stage: str,
-        recipe: Recipe | HealRecipe,
+        recipe: Recipe | ElasticizeRecipe | HealRecipe,
         job: Job,
         config: ModelConfig,
         state: Iterable[tuple[str, Tensor]],
@@ -177,7 +232,7 @@ class _Training:
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
-            rank_at: numbers of steps done at which the layer order is measured anew.
+            rank_at: numbers of steps done at which the layer order is measured anew; 0: before the first.
         """
         train, ranks = recipe.train, job.ranks
         assert train.ep == ranks.ep, (
@@ -196,9 +251,27 @@ class _Training:
         self.pace = self._pace(config, meta)
         self.dtype = self.pace.torch_dtype
         self.model = placed(config, state, ranks, self.dtype)
+        if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
+            self._freeze()
         self.optimizers = build_optimizers(recipe.optim, self.model)
         if meta is not None:
             self._resume(meta)
+
+    def _freeze(self) -> None:
+        """Leave only routers, norms and biases to be trained; tells what that saves."""
+        num_all = num_kept = 0
+        for name, parameter in self.model.named_parameters():
+            num_all += parameter.numel()
+            if parameter.dim() == 1 or name.endswith(("mlp.gate", "bias")):
+                num_kept += parameter.numel()
+            else:
+                parameter.requires_grad_(False)
+        if self.ranks.is_first:
+            per_parameter = 4 * (3 if self.optim.name == "adamw" else 2)  # gradient and moments, in fp32
+            say(
+                f"trainable routers: {num_kept:,} of {num_all:,} parameters; their gradients and moments take "
+                f"{num_kept * per_parameter / 1e6:,.1f} MB, all parameters' would take {num_all * per_parameter / 1e6:,.1f} MB"
+            )
 
     def _begun(self) -> SnapshotMeta:
         """What the newest snapshot says of the run so far, which the recipe must go on with."""
@@ -261,6 +334,8 @@ class _Training:
         try:
             with bar as advance, _interrupts() as came:
                 advance(self.step)
+                if self.step == 0 and 0 in self.rank_at:
+                    self._rank_layers()
                 while self.step < train.steps:
                     with self.meter:
                         result = self._step(plan(self.step))

@@ -5,16 +5,19 @@ Imports no torch, so that a bad recipe is refused at once.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config
-from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.base.errors import UserError
+from stretto.model.spec import ModelConfig, SubnetChoice, fixed_layers
 from stretto.optim.schedule import OptimConfig
 
 
-class ElasticConfig(Config):
+class MixtureConfig(Config):
     """Which Subnets a run trains, and how often. Shares are of training tokens, once the mixture is complete."""
 
     sampler: Literal["anchored", "ernie", "complements", "off"] = "anchored"
@@ -22,9 +25,6 @@ class ElasticConfig(Config):
     """Named Subnets that are trained exactly, evaluated, and offered as presets afterwards."""
     anchor_share: float = Field(default=0.1, ge=0, le=1)
     """Share of all anchors together."""
-    joint: bool = False
-    """The full network learns the tokens of every smaller Subnet too, in a pass of its own that also teaches the
-    Subnet (the sandwich rule, 1903.05134): it loses no tokens to them, for the price of its backward pass."""
     depth_share: float = Field(default=0.1, ge=0, le=1)
     """Share of micro-batches with a random smaller depth (ERNIE 5.0: 0.25)."""
     top_k_share: float = Field(default=0.1, ge=0, le=1)
@@ -38,9 +38,6 @@ class ElasticConfig(Config):
     """Share of the steps that train the full network alone, before the mixture begins."""
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps, from there on, over which the mixture grows from full-only to the shares above."""
-    anchor_ce_weight: float = Field(default=0.5, ge=0, le=1)
-    """On anchor micro-batches (``joint``: on all of smaller Subnets): weight of cross-entropy; the rest is
-    KL(full ‖ Subnet), at the price of one forward."""
     balance_rate: float = Field(default=1e-3, ge=0)
     """Step of the balance bias, in units of the selection score."""
     balance_final_rate: float = Field(default=1e-4, ge=0)
@@ -55,6 +52,21 @@ class ElasticConfig(Config):
             raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
         if "full" in self.anchors:
             raise ValueError("anchors.full: 'full' is the whole network; choose another name")
+        return self
+
+
+class ElasticConfig(MixtureConfig):
+    """The mixture of a network that is elastic from its first step, and is its own teacher."""
+
+    joint: bool = False
+    """The full network learns the tokens of every smaller Subnet too, in a pass of its own that also teaches the
+    Subnet (the sandwich rule, 1903.05134): it loses no tokens to them, for the price of its backward pass."""
+    anchor_ce_weight: float = Field(default=0.5, ge=0, le=1)
+    """On anchor micro-batches (``joint``: on all of smaller Subnets): weight of cross-entropy; the rest is
+    KL(full ‖ Subnet), at the price of one forward."""
+
+    @model_validator(mode="after")
+    def _check_anchors(self) -> Self:
         if self.sampler == "anchored" and self.anchor_share > 0 and not self.anchors:
             raise ValueError("anchors: name at least one, or set anchor_share = 0")
         return self
@@ -112,47 +124,76 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, choice in self.elastic.anchors.items():
-            try:
-                choice.of(self.model)
-            except ValueError as error:
-                raise ValueError(f"elastic.anchors.{name}: {error}") from None
-        if self.elastic.min_depth > self.model.num_layers:
-            raise ValueError(f"elastic.min_depth {self.elastic.min_depth} exceeds num_layers {self.model.num_layers}")
-        if self.elastic.min_top_k > self.model.top_k:
-            raise ValueError(f"elastic.min_top_k {self.elastic.min_top_k} exceeds top_k {self.model.top_k}")
-        for name in ("hidden_size", "expert_intermediate_size"):
-            if getattr(self.model, name) % 8:
-                raise ValueError(
-                    f"model.{name} {getattr(self.model, name)} is not a multiple of 8, as grouped products need"
-                )
-        if self.train.seq_len > self.model.max_positions:
-            raise ValueError(f"train.seq_len {self.train.seq_len} exceeds max_positions {self.model.max_positions}")
-        uneven = [experts for experts in self.model.experts_by_layer if experts % self.train.ep]
-        if uneven:
-            raise ValueError(f"train.ep {self.train.ep} does not divide the {uneven[0]} experts of a layer")
-        if self.elastic.sampler == "complements":
-            self._check_complements()
+        check_fit(self.elastic, self.train, self.model)
         return self
 
-    def _check_complements(self) -> None:
-        """A pair of rows, a prefix of the experts and the others, must be possible."""
-        widths, top_k = self.network().widths, max(self.model.top_k_by_layer, default=1)
-        if len(widths) < 2 or widths[1] < top_k or min(self.model.experts_by_layer) - widths[1] < top_k:
-            raise ValueError(
-                f"elastic.sampler 'complements': widths {widths} leave no two groups of at least top_k {top_k} experts; "
-                "set model.widths, for example to all and half of the experts"
-            )
-        if self.train.micro_rows < 2:
-            raise ValueError("elastic.sampler 'complements': needs two rows a micro-batch; lower train.micro_batches")
-
     def network(self) -> ModelConfig:
-        """The model with the balance branches its sampler needs: a width each anchor, and the complement's own."""
-        anchors = (choice.experts for choice in self.elastic.anchors.values())
-        narrow = {experts for experts in anchors if experts is not None and self.elastic.sampler != "off"}
-        widths = tuple(sorted({*self.model.widths, *narrow}, reverse=True))
-        extra = self.elastic.sampler == "complements"
-        return self.model.replace(widths=widths, num_branches=len(widths) + int(extra))
+        """The model with the balance branches its sampler needs."""
+        return with_branches(self.model, self.elastic)
+
+
+def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) -> None:
+    """Raises `ValueError` where ``elastic`` or ``train`` ask for what ``model`` has not."""
+    for name, choice in elastic.anchors.items():
+        if not model.num_moe_layers and (choice.experts or choice.top_k):
+            raise ValueError(f"elastic.anchors.{name}: the network has no experts to choose from; name layers alone")
+        try:
+            choice.of(model)
+        except ValueError as error:
+            raise ValueError(f"elastic.anchors.{name}: {error}") from None
+    if elastic.min_depth > model.num_layers:
+        raise ValueError(f"elastic.min_depth {elastic.min_depth} exceeds num_layers {model.num_layers}")
+    if elastic.min_top_k > model.top_k:
+        raise ValueError(f"elastic.min_top_k {elastic.min_top_k} exceeds top_k {model.top_k}")
+    for name in ("hidden_size", "expert_intermediate_size") if model.num_moe_layers else ():
+        if getattr(model, name) % 8:
+            raise ValueError(f"model.{name} {getattr(model, name)} is not a multiple of 8, as grouped products need")
+    if train.seq_len > model.max_positions:
+        raise ValueError(f"train.seq_len {train.seq_len} exceeds max_positions {model.max_positions}")
+    uneven = [experts for experts in model.experts_by_layer if experts % train.ep]
+    if uneven:
+        raise ValueError(f"train.ep {train.ep} does not divide the {uneven[0]} experts of a layer")
+    if elastic.sampler == "complements":
+        _check_complements(elastic, train, model)
+
+
+def _check_complements(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) -> None:
+    """A pair of rows, a prefix of the experts and the others, must be possible."""
+    widths, top_k = with_branches(model, elastic).widths, max(model.top_k_by_layer, default=1)
+    if len(widths) < 2 or widths[1] < top_k or min(model.experts_by_layer) - widths[1] < top_k:
+        raise ValueError(
+            f"elastic.sampler 'complements': widths {widths} leave no two groups of at least top_k {top_k} experts; "
+            "set model.widths, for example to all and half of the experts"
+        )
+    if train.micro_rows < 2:
+        raise ValueError("elastic.sampler 'complements': needs two rows a micro-batch; lower train.micro_batches")
+
+
+def with_branches(model: ModelConfig, elastic: MixtureConfig) -> ModelConfig:
+    """``model`` with the balance branches that its sampler needs: a width each anchor, and the complement's own."""
+    anchors = (choice.experts for choice in elastic.anchors.values())
+    narrow = {experts for experts in anchors if experts is not None and elastic.sampler != "off"}
+    widths = tuple(sorted({*model.widths, *narrow}, reverse=True))
+    extra = elastic.sampler == "complements"
+    return model.replace(widths=widths, num_branches=len(widths) + int(extra))
+
+
+def default_anchors(model: ModelConfig) -> dict[str, SubnetChoice]:
+    """``half`` and ``corner`` of a network whose checkpoint names no presets: by the shares of recipes/demo.toml (ours). Axes
+    that a network has not, or that are too short to be cut, stay full; none where that leaves nothing.
+    """
+    fewest = len(fixed_layers(model.num_layers))
+    anchors = {}
+    for name, depth, part in (("half", 7 / 8, 2), ("corner", 3 / 4, 3)):
+        layers = max(fewest, math.floor(depth * model.num_layers))
+        axes = {"layers": layers} if layers < model.num_layers else {}
+        if model.num_moe_layers:
+            top_k = max(1, min(model.top_k_by_layer) // part)
+            axes |= {"top_k": top_k, "experts": max(top_k, min(model.experts_by_layer) // part)}
+        choice = SubnetChoice(**axes)
+        if choice.of(model) != model.full():
+            anchors[name] = choice
+    return anchors
 
 
 class HealRecipe(Config):
@@ -163,3 +204,70 @@ class HealRecipe(Config):
     ce_weight: float = Field(default=0.5, ge=0, le=1)
     """Weight of cross-entropy; the rest is KL(parent's full network ‖ student). 1 needs no parent at hand."""
     balance_rate: float = Field(default=1e-4, ge=0)
+
+
+class ElasticizeRecipe(Config):
+    """Continued training that makes a trained network elastic: the network as it came is frozen, and teaches every Subnet."""
+
+    elastic: MixtureConfig = MixtureConfig()
+    """Without anchors: the checkpoint's presets, else `default_anchors`. ``min_depth`` and ``min_top_k`` are never less than
+    the smallest anchor's."""
+    optim: OptimConfig
+    train: TrainConfig
+    kd_weight: float = Field(default=1.0, ge=0, le=1)
+    """Weight of KL(parent ‖ Subnet) at the first step; the rest is cross-entropy. SlimQwen (2605.08738) found both together
+    better than either, and a share of KL that falls from 1 to 0.75 best."""
+    kd_final_weight: float = Field(default=0.75, ge=0, le=1)
+    """The same at the last step; it moves evenly between."""
+    experts_from: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the steps before which Subnets have fewer layers only: axis after axis, depth first, ends better than all at
+    once (2605.08738). 0: fewer experts from the start."""
+    top_k_from: float = Field(default=0.4, ge=0, lt=1)
+    """Share of the steps before which Subnets keep as large a top-k as their experts allow."""
+    trainable: Literal["all", "routers"] = "all"
+    """``routers``: experts, attention, dense layers, embedding and head stay as they are, bit for bit; routers, norms and biases
+    learn. Gradients and an optimiser's state exist for these alone."""
+    teacher_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parent's weights in memory."""
+
+    def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
+        """The same, complete for ``model``: its anchors by name, and bounds that fit them. Raises `UserError`."""
+        anchors = self.elastic.anchors or dict(presets) or default_anchors(model)
+        if not anchors:
+            raise UserError(
+                "elastic.anchors: the network has no layer and no expert to spare; there is no smaller size of it"
+            )
+        depths = [choice.layers or model.num_layers for choice in anchors.values()]
+        top_ks = [choice.top_k or model.top_k for choice in anchors.values()]
+        elastic = self.elastic.replace(
+            anchors=anchors,
+            min_depth=max(self.elastic.min_depth, min(depths)),
+            min_top_k=max(self.elastic.min_top_k, min(top_ks)),
+        )
+        try:
+            check_fit(elastic, self.train, model)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return self.replace(elastic=elastic)
+
+    def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
+        """The mixture of ``step`` (0-based): axes that are not in force yet stay full."""
+        elastic, done = self.elastic, step / self.train.steps
+        experts, top_k = done >= self.experts_from, done >= self.top_k_from
+        anchors = {}
+        for name, choice in elastic.anchors.items():
+            cut = choice.replace(experts=choice.experts if experts else None, top_k=choice.top_k if top_k else None)
+            if cut.top_k is None and cut.experts is not None and cut.experts < max(model.top_k_by_layer):
+                cut = cut.replace(top_k=min(cut.experts, *model.top_k_by_layer))
+            if cut != SubnetChoice():
+                anchors[name] = cut
+        return elastic.replace(
+            anchors=anchors,
+            top_k_share=elastic.top_k_share if top_k else 0.0,
+            width_share=elastic.width_share if experts else 0.0,
+        )
+
+    def ce_weight_at(self, step: int) -> float:
+        """Weight of cross-entropy in the loss of ``step`` (0-based)."""
+        progress = step / max(1, self.train.steps - 1)
+        return 1.0 - (self.kd_weight + (self.kd_final_weight - self.kd_weight) * progress)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.model.spec import ModelConfig, Subnet, fixed_layers
-from stretto.train.recipe import ElasticConfig
+from stretto.train.recipe import MixtureConfig
 
 GOLDEN = 0.6180339887498949
 """Steps of the golden ratio, modulo one, fill [0, 1) evenly: shares are met closely in every stretch of a run."""
@@ -46,7 +46,7 @@ class Sampler:
     """Draws the plans of a step."""
 
     config: ModelConfig
-    elastic: ElasticConfig
+    elastic: MixtureConfig
     rows: int
     """Rows of a micro-batch, over all ranks."""
     micro_batches: int
