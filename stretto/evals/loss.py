@@ -1,4 +1,4 @@
-"""Held-out loss of Subnets, how far each lies from the full network, and what each layer is worth.
+"""Held-out loss of Subnets, and how far each lies from the full network.
 
 Candidates are compared by loss and by KL to the full network, never by a multiple-choice score: at small sizes those
 sit at chance and rank at random.
@@ -18,17 +18,12 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.data.loader import Batch
 from stretto.model.parallel import Ranks
-from stretto.model.spec import (
-    ModelConfig,
-    Subnet,
-    SubnetChoice,
-    check_subnet,
-    droppable_layers,
-    fixed_layers,
-    named_subnets,
-)
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, head_loss
+
+GRAM_ROWS = 1 << 14
+"""Of the head, widened to fp32 at a time: the whole of a large vocabulary would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,7 @@ def evaluate_many(
         check_subnet(model.config, subnet)
     sums: list[dict[str, float]] = [defaultdict(float) for _ in subnets]
     head_VD = model.head_VD.detach()  # a leaf that wants a gradient would make head_loss compute one
-    gram_DD = _gram(head_VD) if against_full else None
+    gram_DD = logit_gram(head_VD) if against_full else None
     num_tokens, full_size = 0, 0.0
     for batch in batches:
         kept_BT = batch.targets_BT != IGNORED
@@ -107,7 +102,7 @@ def evaluate_many(
         full_ND = None
         if gram_DD is not None:
             full_ND = model(batch.ids_BT, model.config.full(), batch.ctx).hidden_BTD[kept_BT]
-            full_size += _logit_size(full_ND, gram_DD)
+            full_size += logit_size(full_ND, gram_DD)
         for subnet, total in zip(subnets, sums, strict=True):
             hidden_ND = model(batch.ids_BT, subnet, batch.ctx).hidden_BTD[kept_BT]
             teacher = None if full_ND is None else Teacher(full_ND, head_VD)
@@ -115,7 +110,7 @@ def evaluate_many(
             total["nll"] += float(nll_N.double().sum())
             if full_ND is not None and gram_DD is not None:
                 total["kl"] += float(kl)
-                total["error"] += _logit_size(hidden_ND - full_ND, gram_DD)
+                total["error"] += logit_size(hidden_ND - full_ND, gram_DD)
             advance(1)
     if num_tokens == 0:
         raise UserError("held-out data: no token carries a loss; give longer documents or more of them")
@@ -130,13 +125,16 @@ def evaluate_many(
     ]
 
 
-def _gram(head_VD: Tensor) -> Tensor:
+def logit_gram(head_VD: Tensor) -> Tensor:
     """WᵀW of the head: |W·d|² = dᵀ(WᵀW)d, so that the [N, V] logits of a difference are never formed."""
+    gram_DD = torch.zeros(head_VD.shape[1], head_VD.shape[1], device=head_VD.device)
     with torch.autocast(head_VD.device.type, enabled=False):
-        return head_VD.float().T @ head_VD.float()
+        for rows_VD in head_VD.split(GRAM_ROWS):
+            gram_DD.addmm_(rows_VD.float().T, rows_VD.float())
+    return gram_DD
 
 
-def _logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
+def logit_size(hidden_ND: Tensor, gram_DD: Tensor) -> float:
     """Sum over tokens of the squared length of the logits of ``hidden_ND``."""
     with torch.autocast(gram_DD.device.type, enabled=False):
         wide_ND = hidden_ND.float()
@@ -152,35 +150,6 @@ def held_out_losses(
     sums = torch.tensor([[report.nll * report.num_tokens, report.num_tokens] for report in reports])
     sums = ranks.sum(sums.to(ranks.device)).cpu()
     return {name: float(nll / num) for name, (nll, num) in zip(subnets, sums, strict=True)}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRanking:
-    """Importance of the layers, each measured by leaving it out of the full network."""
-
-    order: tuple[int, ...]
-    """Layers from first kept to first dropped: fits `ModelConfig.layer_order`."""
-    logit_error: dict[int, float]
-    """By layer that may be dropped: normalised mean squared error of the final logits without it."""
-
-
-def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
-    """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
-
-    The first and last two layers come first, whatever their error.
-    """
-    config = model.config
-    layers = droppable_layers(config)
-    subnets = [without_layers(config, {layer}) for layer in layers]
-    reports = evaluate_many(model, subnets, batches, against_full=True)
-    errors: dict[int, float] = {}
-    for layer, report in zip(layers, reports, strict=True):
-        assert report.logit_error is not None
-        errors[layer] = report.logit_error
-    return LayerRanking(
-        order=(*fixed_layers(config.num_layers), *sorted(layers, key=lambda layer: (-errors[layer], layer))),
-        logit_error=errors,
-    )
 
 
 def without_layers(config: ModelConfig, dropped: set[int]) -> Subnet:

@@ -1,21 +1,24 @@
-"""Where tokens go: load and saliency of every expert over held-out batches.
+"""Where tokens go, and what comes back: load and saliency of every expert over held-out batches.
 
-Shape letters: B rows, T positions, N = B·T tokens, K chosen, S = N·K slots, D hidden, E experts.
+Shape letters: B rows, T positions, N = B·T tokens, K chosen, S = N·K slots, P places of slots sorted by expert, D hidden,
+I expert width, F = 2·I, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stretto.evals.loss import EvalBatch
-from stretto.model.spec import Subnet, check_subnet
-from stretto.model.transformer import MoeLayer, RowWidths, Transformer
-from stretto.ops.grouped import group_slots, grouped_swiglu
+from stretto.model.spec import ModelConfig, Subnet, check_subnet
+from stretto.model.transformer import Context, Transformer
+from stretto.ops.grouped import Slots, experts
+from stretto.ops.operators import Operators
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,63 @@ class LayerRouting:
     """How many times each expert was chosen."""
     saliency: tuple[float, ...]
     """Mean over the tokens routed to an expert of gate · length of its output; 0 for one never chosen."""
+    peak: tuple[float, ...]
+    """Largest element, by size, that an expert wrote before its gate; 0 for one never chosen."""
+
+
+class Watch(Operators):
+    """The ordinary operators, to the bit, and a note of what the experts of every layer write.
+
+    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999), with the gates that weight the
+    outputs in this network: renormalised over the chosen experts where the network does so, and chosen with its selection
+    bias. (The published code takes a softmax and the k largest logits whatever the network's router is.)
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+        counts = config.experts_by_layer
+        self._load_E = [torch.zeros(num, dtype=torch.int64, device=device) for num in counts]
+        self._weight_E = [torch.zeros(num, dtype=torch.float64, device=device) for num in counts]
+        self._peak_E = [torch.zeros(num, device=device) for num in counts]
+        self._row = 0
+        self._real_N = torch.empty(0)
+        self.inputs: list[Tensor] | None = None
+        """What layers are given, real tokens only, [N, D] a call; kept only where a caller puts a list here."""
+
+    def over(self, batch: EvalBatch) -> Context:
+        """The context in which a pass over ``batch`` is watched, until the next call."""
+        self._real_N = batch.real_BT.reshape(-1)
+        return replace(batch.ctx, operators=self, routing=self._asked)
+
+    def _asked(self, row: int, own_BTK: Tensor) -> Tensor:
+        """A layer asks for its routes right before it computes its experts: which layer that is."""
+        self._row = row
+        return own_BTK
+
+    def experts(
+        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+    ) -> Tensor:
+        row = self._row
+
+        def note(slots: Slots, y_PD: Tensor) -> None:
+            real_P = self._real_N[slots.token_P]
+            if slots.real_P is not None:
+                real_P = real_P & slots.real_P
+            expert_P, gate_P = (each_NK.reshape(-1)[slots.order_P] for each_NK in (chosen_NK, gates_NK))
+            length_P = y_PD.float().norm(dim=-1) * real_P
+            self._load_E[row].index_add_(0, expert_P, real_P.long())
+            self._weight_E[row].index_add_(0, expert_P, length_P.double())
+            peak_P = y_PD.abs().amax(dim=-1).float() / gate_P.clamp_min(TINY) * real_P
+            self._peak_E[row].scatter_reduce_(0, expert_P, peak_P, "amax")
+
+        if self.inputs is not None:
+            self.inputs.append(x_ND[self._real_N])
+        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, seen=note)
+
+    def noted(self, row: int) -> LayerRouting:
+        """What was seen of MoE layer ``row``."""
+        load_E = self._load_E[row]
+        saliency_E = self._weight_E[row] / load_E.clamp_min(1)
+        return LayerRouting(row, tuple(load_E.tolist()), tuple(saliency_E.tolist()), tuple(self._peak_E[row].tolist()))
 
 
 @torch.no_grad()
@@ -38,38 +98,10 @@ def routing(
     *,
     advance: Callable[[int], None] = lambda num: None,
 ) -> list[LayerRouting]:
-    """Load and saliency of the experts of every kept MoE layer, in depth order.
-
-    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂, with the gates that weight the outputs in
-    this network (renormalised over the chosen experts where the network does so). ``advance(1)`` after each batch.
-    """
+    """Load and saliency of the experts of every kept MoE layer, in depth order. ``advance(1)`` after each batch."""
     check_subnet(model.config, subnet)
-    kept = [mlp for layer in subnet.layers if isinstance(mlp := model.blocks[layer].mlp, MoeLayer)]
-    load_E = {mlp.row: torch.zeros(len(mlp.gate), dtype=torch.int64, device=mlp.gate.device) for mlp in kept}
-    weight_E = {row: torch.zeros_like(each, dtype=torch.float64) for row, each in load_E.items()}
-    real_BT = torch.empty(0)  # which tokens of the batch that runs are no padding
-
-    def observe(layer: MoeLayer, arguments: tuple[Tensor, int, int, RowWidths | None]) -> None:
-        """A forward pre-hook, which sees exactly what the layer is given."""
-        x_BTD, num_experts, top_k, widths = arguments
-        routes, _ = layer.route(x_BTD, num_experts, top_k, widths)
-        slots = group_slots(routes.chosen_NK, len(layer.gate))
-        x_SD = x_BTD.flatten(0, 1)[slots.token_P]
-        length_S = grouped_swiglu(x_SD, slots.ends_E, layer.gate_up, layer.down).float().norm(dim=-1)
-        real_S = real_BT.reshape(-1)[slots.token_P]
-        expert_S = routes.chosen_NK.reshape(-1)[slots.order_P]
-        gate_S = routes.gates_NK.reshape(-1)[slots.order_P]
-        load_E[layer.row].index_add_(0, expert_S, real_S.long())
-        weight_E[layer.row].index_add_(0, expert_S, (gate_S * length_S * real_S).double())
-
-    with ExitStack() as hooks:
-        for mlp in kept:
-            hooks.callback(mlp.register_forward_pre_hook(observe).remove)
-        for batch in batches:
-            real_BT = batch.real_BT
-            model(batch.ids_BT, subnet, batch.ctx)
-            advance(1)
-    return [
-        LayerRouting(row, tuple(load.tolist()), tuple((weight_E[row] / load.clamp_min(1)).tolist()))
-        for row, load in load_E.items()
-    ]
+    watch = Watch(model.config, model.embedding.weight.device)
+    for batch in batches:
+        model(batch.ids_BT, subnet, watch.over(batch))
+        advance(1)
+    return [watch.noted(row) for row in model.config.moe_rows(subnet.layers)]

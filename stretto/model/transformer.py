@@ -294,12 +294,17 @@ class Transformer(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         return weight.full_tensor().detach() if isinstance(weight, DTensor) else weight
 
+    def geometry(self, ctx: Context) -> Geometry:
+        """What every layer must know of where the tokens stand. Reads no weights."""
+        config = self.config
+        cos_BTR, sin_BTR = ctx.operators.rotary_tables(ctx.positions_BT, config.rotary_dim, config.rope_theta)
+        mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT, ctx.shared_BT2)
+        return Geometry(cos_BTR, sin_BTR, mask)
+
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""
         config, operators = self.config, ctx.operators
-        cos_BTR, sin_BTR = operators.rotary_tables(ctx.positions_BT, config.rotary_dim, config.rope_theta)
-        mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT, ctx.shared_BT2)
-        geometry = Geometry(cos_BTR, sin_BTR, mask)
+        geometry = self.geometry(ctx)
         x_BTD = operators.rounded(self.embedding(ids_BT))
         counts: dict[int, Tensor] = {}
         moe_rows = {layer: row for row, layer in enumerate(config.moe_layers)}

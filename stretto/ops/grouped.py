@@ -6,6 +6,7 @@ expert, with those that only fill a group up, D hidden, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,15 @@ def experts_reference(
     return out_ND
 
 
-def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor) -> Tensor:
-    """`experts_reference` through grouped matrix products.
+def experts(
+    x_ND: Tensor,
+    chosen_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+    seen: Callable[[Slots, Tensor], None] | None = None,
+) -> Tensor:
+    """`experts_reference` through grouped matrix products. ``seen`` is shown what each slot adds [P, D], its gate in it.
 
     The K outputs of a token are always added in the order of ``chosen_NK``, whatever the rest of the batch is. Gates
     multiply the input of the down projection, which is linear: its rows are narrower than its output's.
@@ -42,6 +50,8 @@ def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tens
     if slots.real_P is not None:  # a factor of zero keeps what fills up out of every gradient
         gates_P = gates_P * slots.real_P
     y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P)
+    if seen is not None:
+        seen(slots, y_PD)
     return _Combine.apply(y_PD, slots.place_S, slots.token_P, num_chosen)
 
 

@@ -23,20 +23,9 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate_many, without_layers
-from stretto.evals.routing import routing
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, droppable_layers, fixed_layers
 from stretto.model.transformer import Transformer
 from stretto.search.latency import LatencyTable, Workload, require_match
-
-
-def rank_experts(model: Transformer, batches: Sequence[EvalBatch]) -> tuple[tuple[int, ...], ...]:
-    """Per MoE layer, experts from the most to the least salient (REAP): fits `ModelConfig.expert_order`."""
-    with progress("rank experts", len(batches)) as advance:
-        layers = routing(model, model.config.full(), batches, advance=advance)
-    return tuple(
-        tuple(sorted(range(len(layer.saliency)), key=lambda expert: (-layer.saliency[expert], expert)))
-        for layer in layers
-    )
 
 
 class Sensitivities(Config):

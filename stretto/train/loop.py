@@ -26,7 +26,8 @@ from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress, say
 from stretto.data.loader import Loader
-from stretto.evals.loss import EvalBatch, held_out_losses, rank_layers
+from stretto.evals.loss import EvalBatch, held_out_losses
+from stretto.evals.order import rank_layers
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import load_balance, with_branch_rows
 from stretto.model.families import Family
@@ -48,7 +49,6 @@ from stretto.train.step import (
     NonFiniteError,
     StepResult,
     TaughtRows,
-    metered,
     optimisation_step,
     row_widths,
 )
@@ -417,8 +417,10 @@ class _Training:
 
     def _rank_layers(self) -> None:
         """Measure the layer order anew, and count what that costs."""
-        with self.meter, metered(self.model, self.meter, self.ranks.world), self._autocast():
-            order = self.ranks.agree(rank_layers(self.model, self.job.held_out).order)  # each rank saw rows of its own
+        with self.meter, self._autocast():
+            ranking = rank_layers(self.model, self.job.held_out)
+            self.meter.add(flops=ranking.flops * self.ranks.world)
+        order = self.ranks.agree(ranking.order)  # each rank saw rows of its own
         self.model.config = self.model.config.replace(layer_order=order)
 
     def _report(self, result: StepResult | None, log: Tracker | None) -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.evals.order import rank_experts
 from stretto.model.elastic import extract
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Transformer
 from stretto.search.extract import ExtractionError, derived_tolerance, verified_extract, verify
-from stretto.search.search import rank_experts
 
 UNEVEN = Subnet(layers=(0, 1, 3, 4, 5), experts=(6, 2, 3, 4, 5), top_k=(2, 2, 1, 3, 2))
 

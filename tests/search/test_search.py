@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.evals.loss import evaluate, rank_layers, without_layers
+from stretto.evals.loss import evaluate, without_layers
+from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
 from stretto.search.latency import DECODE, measure
 from stretto.search.search import (
@@ -20,7 +21,6 @@ from stretto.search.search import (
     evolve,
     measure_sensitivities,
     pareto_front,
-    rank_experts,
     reachable_limits,
     require_feasible,
     score_grids,

@@ -113,7 +113,7 @@ class Run:
 
         def ranking(model: Transformer, *_: object) -> SimpleNamespace:
             assert rank_layers is not None
-            return SimpleNamespace(order=rank_layers(model))
+            return SimpleNamespace(order=rank_layers(model), flops=0)
 
         def tracker(step: int) -> Tracker:
             return Tracker(self.folder, first_step=step and step + 1, tensorboard=False)

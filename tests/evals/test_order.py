@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.evals.loss import evaluate_many, without_layers
+from stretto.evals.order import (
+    LayerRouting,
+    expert_order,
+    expert_orders,
+    layer_order,
+    rank_experts,
+    rank_layers,
+    removal_order,
+    super_experts,
+    survey,
+)
+from stretto.evals.routing import Watch, routing
+from stretto.model.spec import droppable_layers
+from stretto.model.transformer import Context
+from stretto.ops.grouped import experts_reference
+from stretto.ops.logprob import IGNORED
+
+
+def test_leaving_out_equals_a_pass_for_every_layer(make_model, batches):
+    model = make_model(num_layers=7)
+    layers = droppable_layers(model.config)
+    reports = evaluate_many(
+        model, [without_layers(model.config, {layer}) for layer in layers], batches, against_full=True
+    )
+    errors = {layer: report.logit_error for layer, report in zip(layers, reports, strict=True)}
+    ranking = rank_layers(model, batches)
+    assert ranking.logit_error == errors  # to the bit: the same operations on the same rows
+    assert ranking.order == (0, 1, 5, 6, *sorted(layers, key=lambda layer: -errors[layer]))
+
+
+def test_rows_in_pieces_measure_the_same(make_model, batches, monkeypatch):
+    model = make_model()
+    whole = rank_layers(model, batches)
+    monkeypatch.setattr("stretto.evals.order.CARRIED_BYTES", 1)
+    pieces = rank_layers(model, batches)
+    assert pieces.flops == whole.flops
+    assert pieces.logit_error == pytest.approx(whole.logit_error, rel=1e-5)
+
+
+def test_side_by_side_equals_one_after_the_other(make_model, batches):
+    model = make_model()
+    one, all_ = (survey(model, batches, left_out=1, side_by_side=num) for num in (1, None))
+    assert one == all_
+    assert set(one.logit_error) == set(droppable_layers(model.config))
+
+
+def test_each_part_is_held_once_and_nothing_else_is_read(make_model, batches):
+    model = make_model()
+    expected = survey(model, batches, left_out=2)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held: list[str] = []
+
+    @contextmanager
+    def hold(part):
+        """What is not held is NaN."""
+        held.append(part)
+        mine = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(f"{part}.")}
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        yield
+        for tensor in mine.values():
+            tensor.fill_(torch.nan)
+
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(torch.nan)
+        assert survey(model, batches, left_out=2, hold=hold) == expected
+    assert held == ["embedding", *(f"blocks.{layer}" for layer in range(6)), "norm", "head"]
+
+
+def test_block_influence_is_the_angle_between_the_stream_before_and_after(make_model, batches):
+    model = make_model()
+    seen = []
+    handle = model.blocks[3].register_forward_hook(lambda _, arguments, output: seen.append((arguments[0], output[0])))
+    found = survey(model, batches).influence
+    handle.remove()
+    real = [batch.real_BT for batch in batches]
+    before, after = (torch.cat([pair[side][r] for pair, r in zip(seen, real, strict=True)]) for side in (0, 1))
+    cosine = (before * after).sum(-1) / (before.norm(dim=-1) * after.norm(dim=-1))
+    assert found[3] == pytest.approx(1 - float(cosine.mean()), abs=1e-5)
+    assert set(found) == set(range(6))
+
+
+def test_a_layer_that_does_nothing_has_no_influence(make_model, batches):
+    model = make_model()
+    model.blocks[2].attention.out.weight.data.zero_()
+    model.blocks[2].mlp.down.data.zero_()
+    model.blocks[2].mlp.shared.down.weight.data.zero_()
+    influence = survey(model, batches).influence
+    assert influence[2] == pytest.approx(0, abs=1e-6)
+    assert layer_order(model.config, influence)[-1] == 2
+
+
+def test_watching_changes_no_bit(make_model, batches):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(hidden_size=32).to(dtype)
+        watch = Watch(model.config, "cpu")
+        for batch in batches:
+            watched = model.logits(batch.ids_BT, ctx=watch.over(batch))
+            assert torch.equal(watched, model.logits(batch.ids_BT, ctx=batch.ctx))
+
+
+@torch.no_grad()
+def test_the_peak_is_the_largest_element_before_the_gate(make_model, batches):
+    model = make_model()
+    layer = model.blocks[2].mlp
+    batch = replace(batches[0], ctx=Context.plain(batches[0].ids_BT))
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+    found = next(one for one in routing(model, model.config.full(), [batch]) if one.row == 2)
+    handle.remove()
+    x_BTD, num_experts, top_k, widths = seen[0]
+    chosen_NK = layer.route(x_BTD, num_experts, top_k, widths)[0].chosen_NK
+    for expert in range(6):
+        token = (chosen_NK == expert).any(1).nonzero().squeeze(1)
+        alone = torch.full((len(token), 1), expert)
+        y = experts_reference(
+            x_BTD.flatten(0, 1)[token], alone, torch.ones_like(alone, dtype=torch.float32), layer.gate_up, layer.down
+        )
+        assert found.peak[expert] == pytest.approx(float(y.abs().max()), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"router": "softmax"}, {"normalize_gates": False, "routed_scaling": 2.5}])
+@torch.no_grad()
+def test_removal_takes_what_changes_the_output_least(make_model, changes):
+    """Against trying every removal by running the layer without it."""
+    model = make_model(num_shared_experts=0, num_experts=7, top_k=2, widths=(7,), num_branches=1, **changes)
+    layer = model.blocks[2].mlp
+    x_ND = torch.randn(64, 24, generator=torch.Generator().manual_seed(3))
+
+    def output(kept):
+        smaller = torch.zeros(7, dtype=torch.bool)
+        smaller[list(kept)] = True
+        layer.rank_E.copy_(torch.where(smaller, 0, 6))  # all that are kept share the first rank
+        return layer(x_ND.unsqueeze(0), 1 if len(kept) < 7 else 7, 2, None)[0][0]
+
+    ranks_E = layer.rank_E.clone()
+    kept, gone, whole = set(range(7)), [], output(range(7))
+    while len(kept) > 2:
+        damage = {expert: float((output(kept - {expert}) - whole).square().sum()) for expert in kept}
+        gone.append(min(damage, key=lambda expert: damage[expert]))
+        kept.remove(gone[-1])
+    layer.rank_E.copy_(ranks_E)
+    order = removal_order(layer, x_ND)
+    assert list(order[:1:-1]) == gone
+    assert set(order[:2]) == kept
+
+
+def test_rules_rank_differently_and_a_dead_expert_goes_first(make_model, batches):
+    model = make_model()
+    model.blocks[3].mlp.down.data[1] = 0.0
+    found = survey(model, batches, removal=True)
+    orders = {rule: expert_orders(model.config, found, rule) for rule in ("removal", "reap", "frequency")}
+    assert len(set(orders.values())) == 3
+    assert orders["reap"] == rank_experts(model, batches)
+    assert orders["reap"][3][-1] == orders["removal"][3][-1] == 1
+    assert orders["frequency"][0] == tuple(sorted(range(6), key=lambda expert: -found.experts[0].load[expert]))
+
+
+def test_an_order_of_groups_keeps_them_equal():
+    worth = [9, 8, 7, 1, 2, 3, 4, 5, 6, 0, 0, 0]
+    order = expert_order(worth, protected={3}, groups=3)
+    assert sorted(order) == list(range(12))
+    for num in range(0, 12, 3):
+        assert [sum(expert // 4 == group for expert in order[: num + 3]) for group in range(3)] == [num // 3 + 1] * 3
+    assert order[:3] == (3, 8, 7)  # the protected one, then the best of the other groups, by worth
+    assert expert_order(worth, protected={3})[:3] == (3, 0, 1)
+
+
+def test_a_super_expert_is_kept_before_all_others(make_model):
+    config = make_model().config
+    quiet = [LayerRouting(row, (9,) * 6, (1.0,) * 6, (1.0,) * 6) for row in range(6)]
+    assert not any(super_experts(config, quiet).values())
+    loud = [replace(layer, peak=(1.0, 1.0, 50.0, 1.0, 1.0, 1.0)) if layer.row in (1, 5) else layer for layer in quiet]
+    found = super_experts(
+        config, [replace(loud[1], peak=(1.0, 1.0, 60.0, 1.0, 1.0, 1.0)) if row == 1 else loud[row] for row in range(6)]
+    )
+    assert found[1] == {2}
+    assert not found[5]  # the last quarter of the layers writes large values anyway
+
+
+def test_no_target_and_no_expert(make_model, batches):
+    blank = replace(batches[0], targets_BT=torch.full_like(batches[0].targets_BT, IGNORED))
+    with pytest.raises(UserError, match="no token carries a loss"):
+        rank_layers(make_model(), [blank])
+    dense = make_model(dense_layers=(0, 1, 2, 3, 4, 5), dense_intermediate_size=16)
+    found = survey(dense, batches, left_out=2)
+    assert not found.experts and set(found.logit_error) == {2, 3}
