@@ -221,12 +221,13 @@ def export(
     source: Source,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder, or file for --gguf.")],
     family: Annotated[str, typer.Option(help="glm4_moe, qwen3_moe or ernie4_5_moe.")] = "glm4_moe",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; with --gguf also q8_0.")] = "float32",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
 ) -> None:
     """Write a checkpoint for other software: transformers, vLLM, SGLang, or llama.cpp."""
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {dtype}: unknown; use float32, bfloat16 or float16")
+    known = ("float32", "bfloat16", "float16", *(["q8_0"] if gguf else []))
+    if dtype not in known:
+        raise UserError(f"--dtype {dtype}: unknown; use {', '.join(known)}")
     from stretto.apps.search import export_command
 
     export_command(source, family, out, dtype, gguf)

@@ -199,9 +199,8 @@ def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool)
     folder = checkpoint_folder(source)
     if gguf:
         with progress("write GGUF", None) as advance:
-            write_gguf(
-                folder, out, dtype={"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype], advance=advance
-            )
+            short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+            write_gguf(folder, out, dtype=short, advance=advance)
         return
     checkpoint = read_checkpoint(folder)
     with progress(f"write {family}", None) as advance:

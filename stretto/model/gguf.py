@@ -1,48 +1,72 @@
 """A checkpoint as one GGUF file, which llama.cpp and the programs built on it run.
 
-llama.cpp's own converter refuses tokenizers that it does not know by hash, so the file is written directly. What each
-architecture loads, and what it takes for granted, was read from llama.cpp's ``src/models`` and ``src/llama-graph.cpp``.
+llama.cpp's own converter refuses tokenizers that it does not know by hash, so the file is written directly, by the table that
+`stretto.model.gguf_read` reads by.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.model.checkpoint import read_checkpoint, to_stored
-from stretto.model.families import Family, Stored, stored_experts, stored_shared_experts, stored_tensors
+from stretto.model.families import Family, Stored, stored_tensors, to_hf
+from stretto.model.gguf_names import ARCHITECTURES, OUTSIDE, Architecture
+from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
 from stretto.model.spec import ModelConfig
-from stretto.text.tokenizer import TURN_END, Tokenizer, load_tokenizer
+from stretto.text.tokenizer import load_tokenizer
 
-_ARCHITECTURES: dict[Family, gguf.MODEL_ARCH] = {
-    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
-    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
-}
 _TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight")
+_VALUE_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?<=experts\.)\d+")
+_MISSING = ("sliding_layers", "attention_sinks", "latent", "clamped_swiglu", "router_bias", "expert_bias", "qkv_clip")
+"""Parts of a `ModelConfig` that no architecture is written with here."""
+_BIASES = {
+    "attention_bias": ("llama", "qwen2", "qwen3_moe", "glm4_moe"),
+    "attention_out_bias": ("llama",),
+    "mlp_bias": ("llama",),
+}
+"""Families whose biases llama.cpp loads."""
 
 
-def why_not_gguf(config: ModelConfig, family: Family) -> str | None:
+def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     """The reason, in one sentence, why llama.cpp cannot run ``config`` as ``family``; None if it can."""
-    if family == "qwen3_moe":
+    if not any(each.family == family for each in ARCHITECTURES):
+        return f"{family} is not written as GGUF here"
+    for name in _MISSING:
+        if getattr(config, name):
+            return f"it has {name}, which is not written as GGUF here"
+    for name, families in _BIASES.items():
+        if getattr(config, name) and family not in families:
+            return f"it has {name}, which llama.cpp's {family} does not load"
+    if config.expert_groups > 1:
+        return "its experts are chosen by groups, which is not written as GGUF here"
+    if config.rope_scaling is not None:
+        return f"its rotary frequencies are scaled ({config.rope_scaling.kind}), which is not written as GGUF here"
+    if family in ("qwen3_moe", "mixtral"):
         if not config.normalize_gates:
-            return "llama.cpp renormalises the gates of every qwen3_moe and this network's are not"
+            return f"llama.cpp renormalises the gates of every {family} and this network's are not"
         if config.dense_layers:
-            return "llama.cpp's qwen3_moe has no dense layers"
+            return f"llama.cpp's {family} has no dense layers"
+    if family == "olmoe" and config.normalize_gates:
+        return "llama.cpp renormalises the gates of no olmoe and this network's are"
     if family == "ernie4_5_moe" and config.dense_layers != tuple(range(len(config.dense_layers))):
         return f"llama.cpp's ernie4_5_moe has its dense layers first, and this network has {config.dense_layers}"
     return None
@@ -59,9 +83,9 @@ def write_gguf(
     """Write the checkpoint in ``folder`` as the GGUF file ``path``.
 
     Args:
-        dtype: ``f32``, ``f16`` or ``bf16``; norms, routers and biases stay fp32, as in llama.cpp's own files.
+        dtype: ``f32``, ``f16``, ``bf16`` or ``q8_0``; norms, routers and biases stay fp32, as in llama.cpp's own files.
         pre_tokenizer: llama.cpp's name of the rule by which the tokenizer splits text into words. Tokenizers trained
-            here need none; for another byte-level tokenizer the caller answers for it.
+            here and the common ones need none; for another byte-level tokenizer the caller answers for it.
         advance: called with the bytes of each tensor written.
 
     Raises:
@@ -72,31 +96,37 @@ def write_gguf(
     if dtype not in _TYPES:
         raise UserError(f"--dtype {dtype}: not a type of GGUF weights written here; choose {', '.join(_TYPES)}")
     checkpoint = read_checkpoint(folder)
-    reason = why_not_gguf(checkpoint.config, checkpoint.family)
+    config, family = checkpoint.config, checkpoint.family
+    reason = why_not_gguf(config, family)
     if reason is not None:
         raise UserError(
             f"{folder}: cannot be written as GGUF: {reason}; change the recipe or serve the folder with another engine"
         )
     tokenizer = load_tokenizer(folder)
-    pre = _pre_tokenizer(folder, tokenizer, pre_tokenizer)
+    pre = rule_name(folder / "tokenizer.json", tokenizer, pre_tokenizer)
     kind, file_type = _TYPES[dtype]
+    architecture = next(each for each in ARCHITECTURES if each.family == family)
+    tensors, state = _tensors(config, family, architecture, kind), checkpoint.model.state_dict()
+    uneven = next((tensor for tensor in tensors if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor.kind][0]), None)
+    if uneven is not None:
+        raise UserError(
+            f"--dtype {dtype}: {uneven.name} has rows of {uneven.shape[-1]}, which blocks of 32 do not fill; choose bf16"
+        )
     with replacing(path) as partial:
-        writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[checkpoint.family]])
+        writer = gguf.GGUFWriter(partial, architecture.name)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(folder.resolve().name)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_shape(writer, checkpoint.config, checkpoint.family)
-        _add_tokenizer(writer, tokenizer, checkpoint.config.vocab_size, pre)
-        tensors, state = _tensors(checkpoint.config, checkpoint.family, kind), checkpoint.model.state_dict()
+        _add_settings(writer, architecture, config, to_hf(config, family, "float32"))
+        add_tokenizer(writer, tokenizer, config.vocab_size, pre)
         for tensor in tensors:
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            parts = [to_stored(member, state, torch.float32) for member in tensor.members]
-            writer.write_tensor_data(gguf.quants.quantize(torch.stack(parts).view(tensor.shape).numpy(), tensor.kind))
+            writer.write_tensor_data(gguf.quants.quantize(tensor.values(state).numpy(), tensor.kind))
             if advance is not None:
                 advance(tensor.num_bytes)
         writer.close()
@@ -109,119 +139,83 @@ class _GgufTensor:
     kind: gguf.GGMLQuantizationType
     members: list[Stored]
     """What it holds, stacked: all experts of a layer, or one tensor."""
+    heads: int = 0
+    """Whose rows, halves of a head in ``members``, become neighbours; 0: they keep their order."""
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * (4 if self.kind == gguf.GGMLQuantizationType.F32 else 2)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block * block_bytes
+
+    def values(self, state: Mapping[str, Tensor]) -> Tensor:
+        values = torch.stack([to_stored(member, state, torch.float32) for member in self.members]).view(self.shape)
+        if self.heads:
+            values = values.view(self.heads, 2, -1, *self.shape[1:]).transpose(1, 2).reshape(self.shape)
+        return values
 
 
-def _tensors(config: ModelConfig, family: Family, kind: gguf.GGMLQuantizationType) -> list[_GgufTensor]:
+def _tensors(
+    config: ModelConfig, family: Family, architecture: Architecture, kind: gguf.GGMLQuantizationType
+) -> list[_GgufTensor]:
     """A checkpoint's tensors under llama.cpp's names."""
-    names = gguf.get_tensor_name_map(_ARCHITECTURES[family], config.num_layers)
     groups: dict[str, list[Stored]] = {}
     for stored in stored_tensors(config, family):
-        name = stored.name
-        if stored.is_copy or name.endswith("o_proj.bias"):
+        if stored.is_copy or (stored.ours is None and stored.name.endswith("o_proj.bias")):
             continue  # llama.cpp ties the head itself; the bias is a zero that only transformers' qwen3_moe asks for
-        match = _EXPERT.fullmatch(name)
-        if match:
-            groups.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.weight", []).append(stored)
-            continue
-        theirs = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        assert theirs is not None, f"{name} has no place in llama.cpp's {family}"
-        groups[theirs] = [stored]
+        groups.setdefault(_name(stored.name, architecture), []).append(stored)
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if architecture.pairs_neighbours else {}
     tensors = []
-    for theirs, members in groups.items():
+    for name, members in groups.items():
         shape = members[0].shape
-        if "_exps." in theirs:
+        if "_exps." in name:
             shape = (len(members), *shape)
         elif len(shape) > 1:
             shape = tuple(size for size in shape if size > 1)
-        is_wide = len(shape) == 1 or "ffn_gate_inp" in theirs
-        tensors.append(_GgufTensor(theirs, shape, gguf.GGMLQuantizationType.F32 if is_wide else kind, members))
+        is_wide = len(shape) == 1 or "ffn_gate_inp" in name
+        kept = gguf.GGMLQuantizationType.F32 if is_wide else kind
+        tensors.append(_GgufTensor(name, shape, kept, members, heads.get(name.split(".")[-2], 0)))
     return tensors
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, family: Family) -> None:
-    num_shared = stored_shared_experts(config, family)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.dense_intermediate_size or config.expert_intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rotary_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_expert_count(stored_experts(config, family))
-    writer.add_expert_used_count(config.top_k)
-    writer.add_expert_feed_forward_length(config.expert_intermediate_size)
-    writer.add_expert_weights_scale(config.routed_scaling)
-    writer.add_expert_weights_norm(config.normalize_gates)
-    sigmoid = config.router == "sigmoid"
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
-    if family != "qwen3_moe":
-        writer.add_leading_dense_block_count(len(config.dense_layers))
-        writer.add_expert_shared_count(num_shared)
-    if family == "ernie4_5_moe":
-        writer.add_interleave_moe_layer_step(1)
-        writer.add_expert_shared_feed_forward_length(num_shared * config.expert_intermediate_size)
+def _name(theirs: str, architecture: Architecture) -> str:
+    """GGUF's name of the hub's tensor ``theirs``; all experts of a layer have one."""
+    outside = next((name for name, hub in OUTSIDE.items() if hub == theirs), None)
+    if outside is not None:
+        return outside
+    match = _LAYER.fullmatch(theirs)
+    assert match is not None, f"{theirs} has no place in llama.cpp's {architecture.name}"
+    layer, rest = match.groups()
+    whole = next((name for name, hub in architecture.tensors.items() if hub == rest), None)
+    if whole is not None:
+        return f"blk.{layer}.{whole}"
+    module, end = _EXPERT.sub("{}", rest).rsplit(".", 1)
+    # of two names for one the later counts: GLM's second norm
+    names = [name for name, hub in architecture.layer.items() if hub == module]
+    assert names, f"{theirs} has no place in llama.cpp's {architecture.name}"
+    return f"blk.{layer}.{names[-1]}.{end}"
 
 
-def _pre_tokenizer(folder: Path, tokenizer: Tokenizer, named: str | None) -> str:
-    """llama.cpp's name of the tokenizer's splitting rule. Raises `UserError`: it is no byte-level BPE, or splits or
-    normalises text in a way that has no known name.
-    """
-    source = folder / "tokenizer.json"
-    definition = json.loads(tokenizer.rust.to_str())
-    if definition["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(definition["pre_tokenizer"]):
-        raise UserError(
-            f"{source}: model: not a byte-level BPE; only those can be written as GGUF here, use llama.cpp's own converter"
-        )
-    if named is not None:
-        return named
-    splitter = definition["pre_tokenizer"]
-    plain = definition["normalizer"] is None and not definition["model"].get("ignore_merges")
-    is_gpt2 = splitter["type"] == "ByteLevel" and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
-    if not (plain and is_gpt2):
-        raise UserError(
-            f"{source}: pre_tokenizer: not the one of GPT-2; give llama.cpp's name of it as pre_tokenizer, or use llama.cpp's own converter"
-        )
-    return "gpt-2"
+def _add_settings(
+    writer: gguf.GGUFWriter, architecture: Architecture, config: ModelConfig, tree: Mapping[str, Any]
+) -> None:
+    """What the config.json ``tree`` says, as metadata."""
+    for key, value in _settings(architecture, config, tree):
+        writer.add_key_value(f"{architecture.name}.{key}", value, _VALUE_TYPES[type(value)])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int, pre: str) -> None:
-    definition = json.loads(tokenizer.rust.to_str())["model"]
-    by_id = {index: token for token, index in tokenizer.rust.get_vocab(with_added_tokens=True).items()}
-    added = tokenizer.rust.get_added_tokens_decoder()
-    tokens, types = [], []
-    for index in range(vocab_size):
-        tokens.append(by_id.get(index, f"[PAD{index}]"))
-        if index in added:
-            types.append(gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED)
-        else:
-            types.append(gguf.TokenType.NORMAL if index in by_id else gguf.TokenType.UNUSED)
-    writer.add_tokenizer_model("gpt2")  # llama.cpp's word for every byte-level BPE
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in definition["merges"]])
-    bos_id = tokenizer.named_id("bos_token")
-    pad_id = tokenizer.named_id("pad_token")
-    # without one llama.cpp assumes GPT-2's own id, which here is any token
-    writer.add_bos_token_id(tokenizer.eos_id if bos_id is None else bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
-    if pad_id is not None:
-        writer.add_pad_token_id(pad_id)
-    turn_end = tokenizer.rust.token_to_id(TURN_END)
-    if turn_end is not None:
-        writer.add_eot_token_id(turn_end)
-    around = tokenizer.rust.encode("").ids  # what a post-processor puts round every text
-    writer.add_add_bos_token(bool(around) and around[0] == bos_id)
-    writer.add_add_eos_token(bool(around) and around[-1] == tokenizer.eos_id and around[-1] != bos_id)
-    writer.add_add_space_prefix(False)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+def _settings(
+    architecture: Architecture, config: ModelConfig, tree: Mapping[str, Any]
+) -> Iterator[tuple[str, bool | int | float]]:
+    yield "vocab_size", config.vocab_size
+    for key, field in architecture.setting_names().items():
+        if tree.get(field) is not None and key not in _DEFAULT:
+            yield key, tree[field]
+    yield from architecture.given.items()
+    yield "attention.value_length", config.head_dim
+    yield "rope.dimension_count", config.rotary_dim
+    if architecture.family == "ernie4_5_moe":
+        yield "expert_shared_feed_forward_length", config.num_shared_experts * config.expert_intermediate_size
+
+
+_DEFAULT = ("nextn_predict_layers", "expert_group_count", "expert_group_used_count")
+"""Settings that never differ from llama.cpp's defaults here, which asserts that some of them are absent then."""

