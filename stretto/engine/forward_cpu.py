@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.engine.forward_torch import KvPool, largest_top_k
 from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.attention import Attention, rotary_frequencies
 from stretto.model.spec import Subnet
 from stretto.model.transformer import Block, SwiGlu, Transformer
 from stretto.ops.native import Decoder, Network
@@ -27,7 +28,7 @@ class NativeForward:
     def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
         config = model.config
         longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
-        cos_TR, sin_TR = rotary_tables(torch.arange(longest), config.rotary_dim, config.rope_theta)
+        cos_TR, sin_TR = rotary_tables(torch.arange(longest), rotary_frequencies(config, "cpu"), config.rope_magnitude)
         network = Network(
             num_heads=config.num_heads,
             norm_eps=config.norm_eps,
@@ -107,6 +108,7 @@ def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
     """The block's tensors by their names in the kernels."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, Attention), "the engine has no latent attention yet"
     tensors = {
         "attention_norm": block.attention_norm.weight,
         "qkv": attention.qkv.weight,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.sequence import Chunk, SubnetTable
+from stretto.model.attention import Attention, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
 from stretto.ops import exact, grouped, matmul, paged
@@ -115,11 +116,12 @@ class Planner:
         self._config, self._subnets, self._page_size = config, subnets, page_size
         self._device, self._dtype = embedding_VD.device, embedding_VD.dtype
         self._moe = [block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer)]
+        frequencies_R, magnitude = rotary_frequencies(config, self._device), config.rope_magnitude
         if batch_invariant:
-            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, config.rotary_dim, config.rope_theta)
+            cos_PR, sin_PR = exact.rotary_tables(config.max_positions, frequencies_R, magnitude)
         else:
             positions = torch.arange(config.max_positions, device=self._device)
-            cos_PR, sin_PR = rotary_tables(positions, config.rotary_dim, config.rope_theta)
+            cos_PR, sin_PR = rotary_tables(positions, frequencies_R, magnitude)
         halves = (torch.cat((cos_PR, cos_PR), -1), torch.cat((-sin_PR, sin_PR), -1))
         self._rotary_P2R = torch.stack(halves, 1).to(self._device, self._dtype)
         self._choices: dict[int, Choices] = {}
@@ -385,6 +387,7 @@ class TorchForward:
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)
         attention, mlp, arithmetic = block.attention, block.mlp, self._arithmetic
+        assert isinstance(attention, Attention), "the engine has no latent attention yet"
         qk_norm_JC = None
         if attention.q_norm is not None and attention.k_norm is not None:
             q_HC = attention.q_norm.expand(attention.num_heads, -1)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from stretto.engine.request import Phases, Sampling
 from stretto.engine.sampling import process, sample
+from stretto.model.attention import Geometry
 from stretto.model.spec import Subnet
-from stretto.model.transformer import Block, Geometry, SwiGlu, Transformer
-from stretto.ops.operators import rotary_tables
+from stretto.model.transformer import Block, SwiGlu, Transformer
 
 
 class Generated(NamedTuple):
@@ -91,7 +91,7 @@ def _block(model: Transformer, layer: int, x_TD: Tensor, positions: list[int], s
     config, block = model.config, model.blocks[layer]
     assert isinstance(block, Block)
     positions_1T = torch.tensor([positions], device=x_TD.device)
-    geometry = Geometry(*rotary_tables(positions_1T, config.rotary_dim, config.rope_theta), None)
+    geometry = Geometry.of(config, positions_1T)
     x_TD = x_TD + block.attention(block.attention_norm(x_TD[None]), geometry)[0]
     normed_TD = block.mlp_norm(x_TD)
     if isinstance(block.mlp, SwiGlu):

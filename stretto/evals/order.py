@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch, logit_gram, logit_size
 from stretto.evals.routing import LayerRouting, Watch
+from stretto.model.attention import Geometry
 from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
-from stretto.model.transformer import Geometry, MoeLayer, RowWidths, Transformer
+from stretto.model.transformer import MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import Slots, experts
 from stretto.ops.logprob import IGNORED
 from stretto.ops.operators import ORDINARY, Operators
@@ -305,7 +306,7 @@ class _Scored(Operators):
     def __init__(self, logits_NE: Tensor) -> None:
         self._logits_NE = logits_NE
 
-    def router_logits(self, x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
         return self._logits_NE
 
 
@@ -333,8 +334,8 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
             y_NED = y_PD.float()[slots.place_S].view(num, num_experts, -1)
             made.append(y_NED @ y_NED.transpose(1, 2))
 
-        all_NE = chosen_E.expand(num, -1)
-        experts(part_ND, all_NE, torch.ones(num, num_experts, device=x_ND.device), layer.gate_up, layer.down, seen=note)
+        all_NE, ones_NE = chosen_E.expand(num, -1), torch.ones(num, num_experts, device=x_ND.device)
+        experts(part_ND, all_NE, ones_NE, layer.gate_up, layer.down, layer.biases, layer.clamp, note)
     return torch.cat(made)
 
 
@@ -351,7 +352,7 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
     most = max(1, REMOVAL_ELEMENTS // num_experts**2)
     x_ND = x_ND[:: -(-len(x_ND) // most)]
     top_k = layer.config.top_k_by_layer[layer.row]
-    logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate), _products(layer, x_ND)
+    logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate, layer.gate_bias), _products(layer, x_ND)
     kept_E = torch.ones(num_experts, dtype=torch.bool, device=x_ND.device)
     whole_NE = _weights(layer, logits_NE, kept_E.expand_as(logits_NE))[1]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.grouped import Slots, experts
+from stretto.ops.grouped import Clamp, ExpertBiases, Slots, experts
 from stretto.ops.operators import Operators
 
 TINY = torch.finfo(torch.float32).tiny
@@ -64,7 +64,14 @@ class Watch(Operators):
         return own_BTK
 
     def experts(
-        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+        self,
+        x_ND: Tensor,
+        chosen_NK: Tensor,
+        gates_NK: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDI: Tensor,
+        biases: ExpertBiases | None = None,
+        clamp: Clamp | None = None,
     ) -> Tensor:
         row = self._row
 
@@ -81,7 +88,7 @@ class Watch(Operators):
 
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
-        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, seen=note)
+        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, biases, clamp, note)
 
     def noted(self, row: int) -> LayerRouting:
         """What was seen of MoE layer ``row``."""

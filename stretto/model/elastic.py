@@ -46,7 +46,9 @@ def slice_state(config: ModelConfig, subnet: Subnet, state: dict[str, Tensor]) -
     return result
 
 
-EXPERT_TENSORS = ("mlp.gate", "mlp.gate_up", "mlp.down", "mlp.bias_WE")
+EXPERT_TENSORS = (
+    "mlp.gate", "mlp.gate_bias", "mlp.gate_up", "mlp.gate_up_bias", "mlp.down", "mlp.down_bias", "mlp.bias_WE",
+)  # fmt: skip
 """Names, inside an MoE block, of what has one row (or column) an expert."""
 
 

@@ -5,6 +5,7 @@ Imports no torch: recipes, the search and the command line reason about shapes w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -188,6 +189,9 @@ class ModelConfig(Config):
             raise ValueError("qk_norm and qk_norm_wide: a network has one or the other")
         if self.sliding_layers and self.sliding_window is None:
             raise ValueError("sliding_window must be set when there are sliding_layers")
+        rope = self.rope_scaling
+        if rope is not None and rope.kind in ("yarn", "llama3") and rope.original_positions is None:
+            raise ValueError(f"rope_scaling.original_positions must be set for {rope.kind}")
         if self.latent is None:
             return
         if self.num_kv_heads != self.num_heads:
@@ -201,15 +205,15 @@ class ModelConfig(Config):
     def _check_groups(self) -> None:
         if self.expert_groups == 1:
             return
-        for experts, k in zip(self.experts_by_layer, self.top_k_by_layer, strict=True):
-            size = experts // self.expert_groups
-            if experts % self.expert_groups or size < 2 or k > size * self.top_groups:
-                raise ValueError(
-                    f"expert_groups {self.expert_groups} of {experts} experts, top_groups {self.top_groups}: groups must be "
-                    f"equal, of two experts or more, and the chosen ones hold top_k {k}"
-                )
         if self.top_groups > self.expert_groups:
             raise ValueError(f"top_groups {self.top_groups} exceeds expert_groups {self.expert_groups}")
+        for order, k in zip(self.expert_orders, self.top_k_by_layer, strict=True):
+            if len(order) % self.expert_groups:
+                raise ValueError(f"expert_groups {self.expert_groups} does not divide {len(order)} experts")
+            for width in (len(order), *(width for width in self.widths[1:] if width < len(order))):
+                reason = _why_not_grouped(self, order, width, k if width == len(order) else 1)
+                if reason is not None:
+                    raise ValueError(reason)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -232,8 +236,22 @@ class ModelConfig(Config):
         return int(self.head_dim * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
 
     @property
+    def rope_magnitude(self) -> float:
+        """What cosines and sines are multiplied by: yarn's correction of the scores' temperature (2309.00071, §3.4)."""
+        rope = self.rope_scaling
+        if rope is None or rope.kind != "yarn":
+            return 1.0
+        if rope.attention_factor is not None:
+            return rope.attention_factor
+        if rope.mscale and rope.mscale_all_dim:
+            return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+        return yarn_mscale(rope.factor)
+
+    @property
     def expert_orders(self) -> tuple[tuple[int, ...], ...]:
-        return self.expert_order or tuple(interleaved_order(experts) for experts in self.experts_by_layer)
+        return self.expert_order or tuple(
+            interleaved_order(experts, self.expert_groups) for experts in self.experts_by_layer
+        )
 
     @property
     def layer_ranking(self) -> tuple[int, ...]:
@@ -314,7 +332,31 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
             raise UserError(f"subnet: top_k={k} lies outside 1..{experts}, the experts kept")
         if k > config.top_k_by_layer[row]:
             raise UserError(f"subnet: top_k={k} lies outside 1..{config.top_k_by_layer[row]}, the network's own")
+    if config.expert_groups > 1:
+        orders = config.expert_orders
+        for row, experts, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
+            reason = _why_not_grouped(config, orders[row], experts, k)
+            if reason is not None:
+                raise UserError(f"subnet: {reason}")
     return subnet
+
+
+def _why_not_grouped(config: ModelConfig, order: tuple[int, ...], num_experts: int, top_k: int) -> str | None:
+    """Why a layer of this expert order cannot keep ``num_experts`` and choose ``top_k`` of them by groups; None: it can."""
+    num_groups, size = config.expert_groups, len(order) // config.expert_groups
+    kept = [0] * num_groups
+    for expert in order[:num_experts]:
+        kept[expert // size] += 1
+    if min(kept) < 2 or len(set(kept)) > 1:
+        return (
+            f"experts={num_experts} leaves groups of {_span(tuple(kept))} experts, and the {num_groups} groups that tokens "
+            "choose among (expert_groups) must stay equal, of two or more; keep another number"
+        )
+    if top_k > kept[0] * config.top_groups:
+        return (
+            f"top_k={top_k} is more than the {kept[0] * config.top_groups} experts that {config.top_groups} groups hold"
+        )
+    return None
 
 
 def _span(values: tuple[int, ...]) -> str:
@@ -364,11 +406,21 @@ def kept_order(order: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
     return tuple(place[expert] for expert in order[:num_experts])
 
 
-def interleaved_order(num_experts: int) -> tuple[int, ...]:
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """yarn's growth of the scores' temperature with the stretch of positions."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def interleaved_order(num_experts: int, num_groups: int = 1) -> tuple[int, ...]:
     """Experts by bit-reversed index, so that every prefix is spread evenly over contiguous expert-parallel blocks.
 
-    The order does not depend on the number of ranks: one rank and eight ranks train the same nested network.
+    The order does not depend on the number of ranks: one rank and eight ranks train the same nested network. Equal groups
+    take turns, so that whatever their number is, a prefix that it divides keeps them equal.
     """
+    if num_groups > 1 and num_experts % num_groups == 0:
+        size = num_experts // num_groups
+        turns = interleaved_order(num_groups)
+        return tuple(group * size + expert for expert in interleaved_order(size) for group in turns)
     bits = max(num_experts - 1, 1).bit_length()
     return tuple(sorted(range(num_experts), key=lambda expert: int(f"{expert:0{bits}b}"[::-1], 2)))
 
@@ -453,9 +505,11 @@ class Counts:
     linear_flops: int
     """Forward FLOPs a token in matrix products with weights (embedding look-up excluded, output head included)."""
     score_flops: int
-    """Forward FLOPs a token for each key it attends to (scores and weighted sum, all layers)."""
+    """Forward FLOPs a token for each key it attends to (scores and weighted sum, all layers). Sliding layers count as others:
+    the trainer's kernels compute what a window hides, too."""
     kv_elements: int
-    """Cache elements a token (keys and values, all kept layers); times bytes per element."""
+    """Cache elements a token (all kept layers): keys and values, or the short vector and the rotated key that latent attention
+    makes them of; times bytes per element."""
 
     def forward_flops(self, num_tokens: int, attended: float) -> int:
         """FLOPs of a forward pass over ``num_tokens`` that attend to ``attended`` keys each, on average."""
@@ -464,26 +518,67 @@ class Counts:
 
 def count(config: ModelConfig, subnet: Subnet) -> Counts:
     """Count ``subnet`` of ``config``."""
-    hidden, head = config.hidden_size, config.head_dim
-    q_dim, kv_dim = config.num_heads * head, config.num_kv_heads * head
-    attention_weights = hidden * (q_dim + 2 * kv_dim) + q_dim * hidden
-    attention_extra = (q_dim + 2 * kv_dim if config.attention_bias else 0) + (2 * head if config.qk_norm else 0)
-    expert = 3 * hidden * config.expert_intermediate_size
-    shared = config.num_shared_experts * expert
-    dense = 3 * hidden * config.dense_intermediate_size
+    hidden = config.hidden_size
+    attention, cached = _count_attention(config)
+    expert = _count_swiglu(hidden, config.expert_intermediate_size, config.expert_bias)
+    shared = _count_swiglu(hidden, config.num_shared_experts * config.expert_intermediate_size, config.mlp_bias)
+    dense = _count_swiglu(hidden, config.dense_intermediate_size, config.mlp_bias)
+    router = _Weights(hidden, int(config.router_bias))
+    norms = _Weights(0, hidden)
 
-    num_layers = len(subnet.layers)
+    num_layers, num_experts, num_chosen = len(subnet.layers), sum(subnet.experts), sum(subnet.top_k)
     num_dense = sum(layer in config.dense_layers for layer in subnet.layers)
-    routers = sum(experts * hidden for experts in subnet.experts)
-    always = num_layers * attention_weights + num_dense * dense + routers + len(subnet.experts) * shared
-    chosen = sum(subnet.top_k) * expert
-    norms = num_layers * (2 * hidden + attention_extra) + hidden
+    always = attention * num_layers + dense * num_dense + router * num_experts + norms * (2 * num_layers + 1)
+    if config.num_shared_experts:
+        always = always + shared * len(subnet.experts)
     embedding = config.vocab_size * hidden
     tables = embedding if config.tie_embeddings else 2 * embedding
+    # where values are narrower than keys, kernels are given both at the wider width
+    width = config.head_dim if config.latent is None else max(config.head_dim, config.latent.value_dim)
     return Counts(
-        total_params=always + sum(subnet.experts) * expert + norms + tables,
-        active_params=always + chosen + norms + tables,
-        linear_flops=2 * (always + chosen + embedding),
-        score_flops=num_layers * 4 * q_dim,
-        kv_elements=num_layers * 2 * kv_dim,
+        total_params=(always + expert * num_experts).total + tables,
+        active_params=(always + expert * num_chosen).total + tables,
+        linear_flops=2 * ((always + expert * num_chosen).matrices + embedding),
+        score_flops=num_layers * 4 * config.num_heads * width,
+        kv_elements=num_layers * cached,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Parameters of a part of a network."""
+
+    matrices: int
+    """Multiplied once a token."""
+    vectors: int
+    """Norms, biases and sinks: a FLOP or so each, which is not counted."""
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.vectors
+
+    def __add__(self, other: _Weights) -> _Weights:
+        return _Weights(self.matrices + other.matrices, self.vectors + other.vectors)
+
+    def __mul__(self, times: int) -> _Weights:
+        return _Weights(self.matrices * times, self.vectors * times)
+
+
+def _count_swiglu(hidden: int, width: int, bias: bool) -> _Weights:
+    return _Weights(3 * hidden * width, 2 * width + hidden if bias else 0)
+
+
+def _count_attention(config: ModelConfig) -> tuple[_Weights, int]:
+    """Of one layer, and the elements that it caches a token."""
+    hidden, heads, head, latent = config.hidden_size, config.num_heads, config.head_dim, config.latent
+    q_dim, kv_dim = heads * head, config.num_kv_heads * head
+    vectors = (hidden if config.attention_out_bias else 0) + (heads if config.attention_sinks else 0)
+    if latent is None:
+        vectors += q_dim + 2 * kv_dim if config.attention_bias else 0
+        vectors += (2 * head if config.qk_norm else 0) + (q_dim + kv_dim if config.qk_norm_wide else 0)
+        return _Weights(hidden * (q_dim + 2 * kv_dim) + q_dim * hidden, vectors), 2 * kv_dim
+    q_rank, kv_down = latent.query_rank or 0, latent.kv_rank + latent.rope_dim
+    queries = (hidden + q_dim) * q_rank if q_rank else hidden * q_dim
+    keys_values = hidden * kv_down + latent.kv_rank * heads * (head - latent.rope_dim + latent.value_dim)
+    vectors += q_rank + latent.kv_rank + (q_rank + kv_down if config.attention_bias else 0)
+    return _Weights(queries + keys_values + heads * latent.value_dim * hidden, vectors), kv_down

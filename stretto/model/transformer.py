@@ -1,8 +1,7 @@
 """The decoder: ``model(ids, subnet, ctx)``. The Subnet is an argument, never a mode, and so is what computes it.
 
-Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, H query heads, G key/value heads, C head width,
-X = (H + 2·G)·C, R rotated pairs, I SwiGLU width, L MoE layers of the maximum network, E experts, K chosen (or route slots),
-W branches of balance state.
+Shape letters: B rows, T positions, N = B·T tokens, D hidden, V vocabulary, I SwiGLU width, L MoE layers of the maximum network,
+E experts, K chosen (or route slots), W branches of balance state.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint
 
+from stretto.model.attention import Attention, Geometry, Mla
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.ops.operators import ORDINARY, Operators, Routes, document_mask, rotate, route
+from stretto.ops.grouped import Clamp, ExpertBiases
+from stretto.ops.operators import ORDINARY, Operators, Routes, route
 
 Routing = Callable[[int, Tensor], Tensor]
 """From the MoE row (of the *maximum* network) and the router's own choice there [B, T, K] to the choice that counts, −1 for no
@@ -79,16 +80,6 @@ class Output:
 register_dataclass(Output, field_names=["hidden_BTD", "counts"], drop_field_names=[])
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where tokens stand: computed once a forward pass, read by every layer."""
-
-    cos_BTR: Tensor
-    sin_BTR: Tensor
-    mask_B1TT: Tensor | None
-    """True where a query may see a key; None is plain causal attention."""
-
-
 class Norm(nn.Module):
     """RMSNorm with a weight."""
 
@@ -101,46 +92,24 @@ class Norm(nn.Module):
         return operators.norm(x_D, self.weight, self.eps)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention; the q, k and v projections are one matrix (q rows, then k, then v)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.eps = config.norm_eps
-        self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
-
-    def forward(self, x_BTD: Tensor, geometry: Geometry, operators: Operators = ORDINARY) -> Tensor:
-        B, T, _ = x_BTD.shape
-        num_rotated = self.num_heads + self.num_kv_heads
-        qkv_BTX = operators.linear(x_BTD, self.qkv.weight, self.qkv.bias)
-        qkv_BTHC = qkv_BTX.view(B, T, num_rotated + self.num_kv_heads, self.head_dim)
-        qk_BTHC, v_BTGC = qkv_BTHC.split((num_rotated, self.num_kv_heads), dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            weight_HC = torch.cat((self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)))
-            qk_BTHC = operators.norm(qk_BTHC, weight_HC, self.eps)
-        qk_BTHC = operators.rounded(rotate(qk_BTHC, geometry.cos_BTR, geometry.sin_BTR))
-        q_BTHC, k_BTGC = qk_BTHC.split((self.num_heads, self.num_kv_heads), dim=2)
-        q_BHTC, k_BGTC, v_BGTC = q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
-        y_BHTC = operators.attention(q_BHTC, k_BGTC, v_BGTC, geometry.mask_B1TT)
-        return operators.linear(y_BHTC.transpose(1, 2).reshape(B, T, -1), self.out.weight)
+def clamp_of(config: ModelConfig) -> Clamp | None:
+    """How ``config``'s SwiGLUs are clamped."""
+    clamped = config.clamped_swiglu
+    return None if clamped is None else Clamp(clamped.alpha, clamped.limit)
 
 
 class SwiGlu(nn.Module):
-    """Dense feed-forward: silu(gate) · up, then down. Gate and up are one matrix (gate rows first)."""
+    """Dense feed-forward: silu(gate) · up (or its clamped form), then down. Gate and up are one matrix (gate rows first)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    def __init__(self, config: ModelConfig, intermediate_size: int):
         super().__init__()
-        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.clamp = clamp_of(config)
 
     def forward(self, x_BTD: Tensor, operators: Operators = ORDINARY) -> Tensor:
-        hidden_BTI = operators.swiglu(operators.linear(x_BTD, self.gate_up.weight))
-        return operators.linear(hidden_BTI, self.down.weight)
+        hidden_BTI = operators.swiglu(operators.linear(x_BTD, self.gate_up.weight, self.gate_up.bias), self.clamp)
+        return operators.linear(hidden_BTI, self.down.weight, self.down.bias)
 
 
 class MoeLayer(nn.Module):
@@ -158,12 +127,23 @@ class MoeLayer(nn.Module):
         self.gate = nn.Parameter(torch.empty(num_experts, hidden))
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.shared = SwiGlu(hidden, config.num_shared_experts * width) if config.num_shared_experts else None
+        self.gate_bias = nn.Parameter(torch.zeros(num_experts)) if config.router_bias else None
+        self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * width)) if config.expert_bias else None
+        self.down_bias = nn.Parameter(torch.zeros(num_experts, hidden)) if config.expert_bias else None
+        self.clamp = clamp_of(config)
+        self.shared = SwiGlu(config, config.num_shared_experts * width) if config.num_shared_experts else None
         self.register_buffer("rank_E", torch.empty(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("bias_WE", torch.empty(config.num_branches, num_experts))
         self.reset_buffers()
-        self.exchange: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.exchange: Callable[..., Tensor] | None = None
         """`stretto.ops.grouped.experts` where they lie on several ranks; set by `stretto.model.parallel.placed`."""
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """Of the experts' products."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        return ExpertBiases(self.gate_up_bias, self.down_bias)
 
     def reset_buffers(self) -> None:
         """The nested order of the experts, and a balance bias of zero."""
@@ -188,7 +168,7 @@ class MoeLayer(nn.Module):
         routes, counts_WE = self.route(x_BTD, num_experts, top_k, widths, operators, routing)
         assert self.exchange is None or operators is ORDINARY, "experts on several ranks have the ordinary operators"
         compute = self.exchange or operators.experts
-        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down)
+        y_ND = compute(x_ND, routes.chosen_NK, routes.gates_NK, self.gate_up, self.down, self.biases, self.clamp)
         y_BTD = y_ND.view(x_BTD.shape)
         if self.shared is not None:
             y_BTD = operators.rounded(y_BTD + self.shared(x_BTD, operators))
@@ -205,7 +185,7 @@ class MoeLayer(nn.Module):
     ) -> tuple[Routes, Tensor]:
         """Routes of all B·T tokens, and the counts of `forward`."""
         config, (B, T, _) = self.config, x_BTD.shape
-        logits_NE = operators.router_logits(x_BTD.flatten(0, 1), self.gate)
+        logits_NE = operators.router_logits(x_BTD.flatten(0, 1), self.gate, self.gate_bias)
         total = logits_NE.shape[-1]
         if widths is None:
             branch = config.branch(num_experts)
@@ -224,6 +204,7 @@ class MoeLayer(nn.Module):
             softmax=config.router == "softmax",
             normalize=config.normalize_gates,
             scaling=config.routed_scaling,
+            groups=(config.expert_groups, config.top_groups),
             operators=operators,
             choose=choose,
         )
@@ -249,11 +230,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attention_norm = Norm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention: Attention | Mla = Attention(config, layer) if config.latent is None else Mla(config)
         self.mlp_norm = Norm(config.hidden_size, config.norm_eps)
         self.mlp: MoeLayer | SwiGlu
         if layer in config.dense_layers:
-            self.mlp = SwiGlu(config.hidden_size, config.dense_intermediate_size)
+            self.mlp = SwiGlu(config, config.dense_intermediate_size)
         else:
             self.mlp = MoeLayer(config, config.moe_layers.index(layer))
 
@@ -296,10 +277,7 @@ class Transformer(nn.Module):
 
     def geometry(self, ctx: Context) -> Geometry:
         """What every layer must know of where the tokens stand. Reads no weights."""
-        config = self.config
-        cos_BTR, sin_BTR = ctx.operators.rotary_tables(ctx.positions_BT, config.rotary_dim, config.rope_theta)
-        mask = None if ctx.documents_BT is None else document_mask(ctx.documents_BT, ctx.shared_BT2)
-        return Geometry(cos_BTR, sin_BTR, mask)
+        return Geometry.of(self.config, ctx.positions_BT, ctx.documents_BT, ctx.shared_BT2, ctx.operators)
 
     def forward(self, ids_BT: Tensor, subnet: Subnet, ctx: Context) -> Output:
         """Run ``subnet`` over ``ids_BT`` (int64)."""
@@ -348,12 +326,12 @@ def initial_state(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in skeleton(config).named_parameters():
         values = torch.empty(parameter.shape)
-        if name.endswith(("norm.weight", "q_norm", "k_norm")):
+        if name.endswith(("norm.weight", "_norm")):
             values.fill_(1.0)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             values.zero_()
         else:
-            writes = name.endswith(("out.weight", "down", "down.weight"))
+            writes = name.endswith(("out.weight", ".down", ".down.weight"))
             values.normal_(0.0, std / math.sqrt(2 * config.num_layers) if writes else std, generator=generator)
         yield name, values
 

@@ -15,7 +15,7 @@ Their gradients are those of the ordinary operators. Slow, on purpose: a mode fo
 mismatch, not for speed.
 
 Shape letters: B rows, T queries, S keys, H query heads, G key/value heads, C head width, N tokens, D inner dim, F outputs,
-E experts, K chosen, P positions, R rotated pairs, … any leading dims.
+E experts, K chosen, P positions, R rotated pairs, U width of values, … any leading dims.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops.grouped import Clamp, swiglu_reference
 from stretto.ops.operators import attention_reference, rms_norm_reference
 
 BITS = 22
@@ -147,8 +149,17 @@ def softmax(x_E: Tensor) -> Tensor:
     return _Straight.apply(exact, lambda x: x.softmax(-1), x_E)
 
 
-def swiglu(gate_up_NF: Tensor) -> Tensor:
+def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
     """`stretto.ops.grouped.swiglu`, fp32."""
+
+    def clamped(gate_up_NF: Tensor) -> Tensor:
+        assert clamp is not None
+        gate, up = gate_up_NF.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        return gate / (1.0 + exp(-clamp.alpha * gate)) * (up + 1)
+
+    if clamp is not None:
+        return _Straight.apply(clamped, lambda x: swiglu_reference(x, clamp), gate_up_NF)
     gate, up = gate_up_NF.chunk(2, dim=-1)
     return _Straight.apply(lambda gate: gate / (1.0 + exp(-gate)), F.silu, gate) * up
 
@@ -166,33 +177,61 @@ def sum_in_order(x_NK: Tensor, dim: int) -> Tensor:
     return first
 
 
-def attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor) -> Tensor:
-    """`attention_reference`, fp32 [B, H, T, C]. Hidden keys may hold anything finite, and there may be any number of them.
+def attention(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSU: Tensor,
+    mask_B1TS: Tensor,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """`attention_reference`, fp32 [B, H, T, U]. Hidden keys may hold anything finite, and there may be any number of them.
 
     ``mask_B1TS`` is True where a query may see a key; each sees one at least.
     """
     assert k_BGSC.shape[2] <= MAX_KEYS, f"{k_BGSC.shape[2]} keys; batch-invariant attention takes {MAX_KEYS} at most"
     assert q_BHTC.shape[-1] <= CHUNK, f"heads of {q_BHTC.shape[-1]}"
-    return _Straight.apply(_attention, attention_reference, q_BHTC, k_BGSC, v_BGSC, mask_B1TS)
+    sinks = () if sinks_H is None else (sinks_H,)
+    ours, plain = (partial(_scaled, function, scale) for function in (_attention, attention_reference))
+    return _Straight.apply(ours, plain, q_BHTC, k_BGSC, v_BGSU, mask_B1TS, *sinks)
 
 
-def _attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor) -> Tensor:
+def _scaled(function: Callable[..., Tensor], scale: float | None, *tensors: Tensor) -> Tensor:
+    """``function`` of `attention`'s arguments, the sinks being a fifth tensor where there are any."""
+    return function(*tensors[:4], scale, *tensors[4:])
+
+
+def _attention(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSU: Tensor,
+    mask_B1TS: Tensor,
+    scale: float | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     groups = q_BHTC.shape[1] // k_BGSC.shape[1]
     q_ints, q_unit = fixed_point(q_BHTC)
     k_ints, k_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(k_BGSC))
-    v_ints, v_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(v_BGSC, KEY_BITS))
+    v_ints, v_unit = (x.repeat_interleave(groups, 1) for x in fixed_point(v_BGSU, KEY_BITS))
     scores_BHTS = (q_ints @ k_ints.transpose(-1, -2)) * q_unit * k_unit.transpose(-1, -2)
-    scores_BHTS = (scores_BHTS / math.sqrt(q_BHTC.shape[-1])).float().masked_fill(~mask_B1TS, -math.inf)
-    weights_BHTS = exp(scores_BHTS - scores_BHTS.amax(-1, keepdim=True)).double()
+    scores_BHTS = scores_BHTS / math.sqrt(q_BHTC.shape[-1]) if scale is None else scores_BHTS * scale
+    scores_BHTS = scores_BHTS.float().masked_fill(~mask_B1TS, -math.inf)
+    most_BHT1 = scores_BHTS.amax(-1, keepdim=True)
+    if sinks_H is not None:
+        sinks_H11 = sinks_H.float().view(-1, 1, 1)
+        most_BHT1 = most_BHT1.maximum(sinks_H11)
+    weights_BHTS = exp(scores_BHTS - most_BHT1).double()
     total_BHT1 = torch.round(weights_BHTS / _WEIGHT_UNIT).sum(-1, keepdim=True) * _WEIGHT_UNIT
+    if sinks_H is not None:
+        total_BHT1 = total_BHT1 + exp(sinks_H11 - most_BHT1).double()
     # units of the values go into the weights: what is left to multiply are integers on both sides
     w_ints, w_unit = fixed_point(weights_BHTS * v_unit.transpose(-1, -2), KEY_BITS)
     return ((w_ints @ v_ints) * w_unit / total_BHT1).float()
 
 
-def rotary_tables(num_positions: int, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(num_positions: int, frequencies_R: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """`stretto.ops.operators.rotary_tables` of the first positions, fp32 [P, R]: each entry by itself, through libm."""
-    frequencies = [theta ** (-index / rotary_dim) for index in range(0, rotary_dim, 2)]
+    frequencies = frequencies_R.tolist()
     angles = [[position * frequency for frequency in frequencies] for position in range(num_positions)]
-    cos, sin = ([[function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))
+    cos, sin = ([[magnitude * function(angle) for angle in row] for row in angles] for function in (math.cos, math.sin))
     return torch.tensor(cos), torch.tensor(sin)

@@ -14,8 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Clamp(NamedTuple):
+    """gpt-oss's way from gate and up to the inner vector, instead of silu(gate) · up."""
+
+    alpha: float
+    limit: float
+
+
+class ExpertBiases(NamedTuple):
+    """What each expert adds to its two products."""
+
+    gate_up_EF: Tensor
+    down_ED: Tensor
+
+
 def experts_reference(
-    x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+    x_ND: Tensor,
+    chosen_NK: Tensor,
+    gates_NK: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """SwiGLU experts, one token group at a time: the definition that `experts` is tested against.
 
@@ -24,8 +44,9 @@ def experts_reference(
     out_ND = torch.zeros_like(x_ND)
     for expert in range(gate_up_EFD.shape[0]):
         token, choice = (chosen_NK == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x_ND[token], gate_up_EFD[expert]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down_EDI[expert]) * gates_NK[token, choice, None].to(x_ND.dtype)
+        gate_up_bias_F, down_bias_D = (None, None) if biases is None else (each[expert] for each in biases)
+        hidden = swiglu_reference(F.linear(x_ND[token], gate_up_EFD[expert], gate_up_bias_F), clamp)
+        y = F.linear(hidden, down_EDI[expert], down_bias_D) * gates_NK[token, choice, None].to(x_ND.dtype)
         out_ND = out_ND.index_add(0, token, y.to(x_ND.dtype))
     return out_ND
 
@@ -36,6 +57,8 @@ def experts(
     gates_NK: Tensor,
     gate_up_EFD: Tensor,
     down_EDI: Tensor,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
     seen: Callable[[Slots, Tensor], None] | None = None,
 ) -> Tensor:
     """`experts_reference` through grouped matrix products. ``seen`` is shown what each slot adds [P, D], its gate in it.
@@ -49,7 +72,7 @@ def experts(
     gates_P = _Gather.apply(gates_NK.reshape(-1), slots.order_P, slots.place_S, 1)
     if slots.real_P is not None:  # a factor of zero keeps what fills up out of every gradient
         gates_P = gates_P * slots.real_P
-    y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P)
+    y_PD = grouped_swiglu(x_PD, slots.ends_E, gate_up_EFD, down_EDI, gates_P, biases, clamp)
     if seen is not None:
         seen(slots, y_PD)
     return _Combine.apply(y_PD, slots.place_S, slots.token_P, num_chosen)
@@ -68,7 +91,13 @@ def group_multiple(x: Tensor, mean_slots: float) -> int:
 
 
 def grouped_swiglu(
-    x_SD: Tensor, ends_E: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor, gates_S: Tensor | None = None
+    x_SD: Tensor,
+    ends_E: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDI: Tensor,
+    gates_S: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """SwiGLU of slots sorted by expert; ``ends_E`` (int32) is where each expert's slots end. Returns [S, D].
 
@@ -76,10 +105,19 @@ def grouped_swiglu(
     """
     dtype = compute_dtype(x_SD)
     hidden_SF = _grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
-    hidden_SI = swiglu(hidden_SF)
+    down_bias_SD = None
+    if biases is not None:
+        places_S = torch.arange(len(x_SD), dtype=ends_E.dtype, device=x_SD.device)
+        expert_S = torch.searchsorted(ends_E, places_S, right=True)
+        gate_up_bias_SF, down_bias_SD = (each.to(dtype).index_select(0, expert_S) for each in biases)
+        hidden_SF = hidden_SF + gate_up_bias_SF
+    hidden_SI = swiglu(hidden_SF, clamp)
     if gates_S is not None:
-        hidden_SI = hidden_SI * gates_S[:, None].to(dtype)
-    return _grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+        gates_S1 = gates_S[:, None].to(dtype)
+        hidden_SI = hidden_SI * gates_S1
+        down_bias_SD = None if down_bias_SD is None else down_bias_SD * gates_S1
+    y_SD = _grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+    return y_SD if down_bias_SD is None else y_SD + down_bias_SD
 
 
 _eager_grouped_mm = torch.compiler.disable(F.grouped_mm)
@@ -91,8 +129,21 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     return compute(rows, weights, offs=offs)
 
 
-def swiglu(gate_up_NF: Tensor) -> Tensor:
-    """silu(gate) · up for the two halves of the last dim, contiguous."""
+def swiglu_reference(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
+    """silu(gate) · up for the two halves of the last dim; with ``clamp``, gate · sigmoid(alpha · gate) · (up + 1) of gate and
+    up cut off at its limit (gpt-oss; the gate from above alone).
+    """
+    gate, up = gate_up_NF.chunk(2, dim=-1)
+    if clamp is None:
+        return gate * torch.sigmoid(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def swiglu(gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
+    """`swiglu_reference`, contiguous."""
+    if clamp is not None:
+        return swiglu_reference(gate_up_NF, clamp)
     gate, up = gate_up_NF.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from stretto.ops import exact, fp8, grouped
 from stretto.ops.exact import FixedMatrix
 from stretto.ops.fp8 import Fp8Weight
-from stretto.ops.grouped import group_slots
-from stretto.ops.operators import ORDINARY, Operators, rms_norm
+from stretto.ops.grouped import Clamp, ExpertBiases, group_slots
+from stretto.ops.operators import ORDINARY, Operators, causal_mask, rms_norm
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
@@ -117,10 +117,10 @@ def norm(x_D: Tensor, weight_D: Tensor, eps: float, arithmetic: Arithmetic = PLA
     return rounded(rms_norm(x_D, weight_D, eps), arithmetic)
 
 
-def swiglu(gate_up_NF: Tensor, arithmetic: Arithmetic = PLAIN) -> Tensor:
+def swiglu(gate_up_NF: Tensor, arithmetic: Arithmetic = PLAIN, clamp: Clamp | None = None) -> Tensor:
     """`stretto.ops.grouped.swiglu`."""
     function = exact.swiglu if arithmetic.batch_invariant else grouped.swiglu
-    return rounded(function(gate_up_NF), arithmetic)
+    return rounded(function(gate_up_NF, clamp), arithmetic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,8 @@ def experts(
     gates_NK: Tensor,
     weights: ExpertMatrices,
     arithmetic: Arithmetic,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """`stretto.ops.grouped.experts` expert by expert, in an arithmetic that is not plain. Returns [N, D].
 
@@ -157,9 +159,11 @@ def experts(
     for expert, end in enumerate(slots.ends_E.tolist()[:num_experts]):
         if end > start:
             part = slice(start, end)
-            hidden_SI = swiglu(linear(x_SD[part], weights.gate_ups[expert], None, arithmetic), arithmetic)
-            hidden_SI = rounded(hidden_SI * gates_S1[part], arithmetic)
-            parts.append(linear(hidden_SI, weights.downs[expert], None, arithmetic))
+            gate_up_bias_F, down_bias_D = (None, None) if biases is None else (each[expert] for each in biases)
+            hidden_SF = linear(x_SD[part], weights.gate_ups[expert], gate_up_bias_F, arithmetic)
+            hidden_SI = rounded(swiglu(hidden_SF, arithmetic, clamp) * gates_S1[part], arithmetic)
+            bias_SD = None if down_bias_D is None else down_bias_D * gates_S1[part]
+            parts.append(linear(hidden_SI, weights.downs[expert], bias_SD, arithmetic))
         start = end
     parts.append(x_ND.new_zeros(num_tokens * num_chosen - start, x_ND.shape[1]))
     y_SD = torch.cat(parts).index_select(0, slots.place_S)
@@ -181,14 +185,21 @@ class ArithmeticOperators(Operators):
     def rounded(self, x: Tensor) -> Tensor:
         return rounded(x, self.arithmetic)
 
-    def swiglu(self, gate_up_NF: Tensor) -> Tensor:
-        return swiglu(gate_up_NF, self.arithmetic)
+    def swiglu(self, gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
+        return swiglu(gate_up_NF, self.arithmetic, clamp)
 
     def experts(
-        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+        self,
+        x_ND: Tensor,
+        chosen_NK: Tensor,
+        gates_NK: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDI: Tensor,
+        biases: ExpertBiases | None = None,
+        clamp: Clamp | None = None,
     ) -> Tensor:
         weights = ExpertMatrices(gate_up_EFD.unbind(0), down_EDI.unbind(0))
-        return experts(x_ND, chosen_NK, gates_NK, weights, self.arithmetic)
+        return experts(x_ND, chosen_NK, gates_NK, weights, self.arithmetic, biases, clamp)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         inner = self.arithmetic.inner
@@ -201,19 +212,28 @@ class ArithmeticOperators(Operators):
 class InvariantOperators(ArithmeticOperators):
     """Batch-invariant also where nothing is multiplied by a weight: `stretto.ops.exact`."""
 
-    def rotary_tables(self, positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-        tables = exact.rotary_tables(int(positions_BT.max()) + 1, rotary_dim, theta)
+    def rotary_tables(
+        self, positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        tables = exact.rotary_tables(int(positions_BT.max()) + 1, frequencies_R, magnitude)
         cos_PR, sin_PR = (table.to(positions_BT.device) for table in tables)
         return cos_PR[positions_BT], sin_PR[positions_BT]
 
-    def attention(self, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    def attention(
+        self,
+        q_BHTC: Tensor,
+        k_BGTC: Tensor,
+        v_BGTU: Tensor,
+        mask_B1TT: Tensor | None,
+        scale: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         if mask_B1TT is None:
-            length = q_BHTC.shape[2]
-            mask_B1TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=q_BHTC.device).tril()
-        return exact.attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+            mask_B1TT = causal_mask(q_BHTC.shape[2], q_BHTC.device)
+        return exact.attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale, sinks_H)
 
-    def router_logits(self, x_ND: Tensor, gate_ED: Tensor) -> Tensor:
-        return linear(x_ND.float(), gate_ED.float(), None, self.arithmetic.inner)
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        return linear(x_ND.float(), gate_ED.float(), None if bias_E is None else bias_E.float(), self.arithmetic.inner)
 
     def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
         return exact.softmax(logits_NE) if softmax else exact.sigmoid(logits_NE)

@@ -3,8 +3,9 @@
 A model is given its operators as an argument. Training computes with `ORDINARY`; what a trainer and an engine agree on
 beside it (`stretto.ops.matmul`) brings others, and nothing here imports those.
 
-Shape letters: B rows, T positions, R rotated pairs, H query heads, G key/value heads, C head width, N tokens, D the normalised
-or inner width, F outputs (of an expert: 2·I), I expert width, E experts, K experts a token, V vocabulary, … any leading dims.
+Shape letters: B rows, T positions, R rotated pairs, H query heads, G key/value heads, C head width, U that of values (C but for
+latent attention), N tokens, D the normalised or inner width, F outputs (of an expert: 2·I), I expert width, E experts, K experts
+a token, V vocabulary, … any leading dims.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.grouped import experts, swiglu
+from stretto.ops.grouped import Clamp, ExpertBiases, experts, swiglu
 
 
 class Operators:
@@ -37,22 +38,32 @@ class Operators:
         """``x`` as it is kept between operators."""
         return x
 
-    def swiglu(self, gate_up_NF: Tensor) -> Tensor:
+    def swiglu(self, gate_up_NF: Tensor, clamp: Clamp | None = None) -> Tensor:
         """`stretto.ops.grouped.swiglu`."""
-        return swiglu(gate_up_NF)
+        return swiglu(gate_up_NF, clamp)
 
-    def rotary_tables(self, positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    def rotary_tables(
+        self, positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """The function of that name: fp32 [B, T, R]."""
-        return rotary_tables(positions_BT, rotary_dim, theta)
+        return rotary_tables(positions_BT, frequencies_R, magnitude)
 
-    def attention(self, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-        """The function of that name: [B, H, T, C]."""
-        return attention(q_BHTC, k_BGTC, v_BGTC, mask_B1TT)
+    def attention(
+        self,
+        q_BHTC: Tensor,
+        k_BGTC: Tensor,
+        v_BGTU: Tensor,
+        mask_B1TT: Tensor | None,
+        scale: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """The function of that name: [B, H, T, U]."""
+        return attention(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, scale, sinks_H)
 
-    def router_logits(self, x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+    def router_logits(self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """fp32 whatever autocast says: routers decide on small differences."""
         with torch.autocast(x_ND.device.type, enabled=False):
-            return F.linear(x_ND.float(), gate_ED.float())
+            return F.linear(x_ND.float(), gate_ED.float(), None if bias_E is None else bias_E.float())
 
     def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
         """Scores of all experts, fp32."""
@@ -67,10 +78,17 @@ class Operators:
         return gates_NK.sum(-1, keepdim=True)
 
     def experts(
-        self, x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, gate_up_EFD: Tensor, down_EDI: Tensor
+        self,
+        x_ND: Tensor,
+        chosen_NK: Tensor,
+        gates_NK: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDI: Tensor,
+        biases: ExpertBiases | None = None,
+        clamp: Clamp | None = None,
     ) -> Tensor:
         """`stretto.ops.grouped.experts`: [N, D]."""
-        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI)
+        return experts(x_ND, chosen_NK, gates_NK, gate_up_EFD, down_EDI, biases, clamp)
 
     def head(self, weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
         """The function from final hidden states […, D] to logits […, V], made once for many chunks of them."""
@@ -130,32 +148,94 @@ def document_mask(documents_BT: Tensor, shared_BT2: Tensor | None = None) -> Ten
     return mask_BTT.unsqueeze(1)
 
 
-def attention_reference(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """Softmax attention written out in fp32; ``mask_B1TT`` None is plain causal attention. Returns [B, H, T, C]."""
+def window_mask(positions_BT: Tensor, window: int) -> Tensor:
+    """Keys that lie less than ``window`` positions before their query, or after it, [B, 1, T, T] bool: what a sliding window
+    leaves of a mask. By positions, not columns: the columns of a shared beginning may lie anywhere.
+    """
+    return (positions_BT[:, :, None] - positions_BT[:, None, :] < window).unsqueeze(1)
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """[1, 1, T, T] bool: each position sees itself and those before it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+
+
+def attention_reference(
+    q_BHTC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTU: Tensor,
+    mask_B1TT: Tensor | None,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention written out in fp32; ``mask_B1TT`` None is plain causal attention. Returns [B, H, T, U].
+
+    Scores are multiplied by ``scale``; None: 1/√C. ``sinks_H`` are scores of a key that every query sees and whose value is
+    zero (gpt-oss): not scaled.
+    """
     groups = q_BHTC.shape[1] // k_BGTC.shape[1]
     k_BHTC = k_BGTC.repeat_interleave(groups, dim=1).float()
-    v_BHTC = v_BGTC.repeat_interleave(groups, dim=1).float()
-    scores_BHTT = q_BHTC.float() @ k_BHTC.transpose(-1, -2) / math.sqrt(q_BHTC.shape[-1])
+    v_BHTU = v_BGTU.repeat_interleave(groups, dim=1).float()
+    scores_BHTT = q_BHTC.float() @ k_BHTC.transpose(-1, -2)
+    scores_BHTT = scores_BHTT / math.sqrt(q_BHTC.shape[-1]) if scale is None else scores_BHTT * scale
     if mask_B1TT is None:
-        length = q_BHTC.shape[2]
-        mask_B1TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=q_BHTC.device).tril()
+        mask_B1TT = causal_mask(q_BHTC.shape[2], q_BHTC.device)
     scores_BHTT = scores_BHTT.masked_fill(~mask_B1TT, float("-inf"))
-    return (scores_BHTT.softmax(-1) @ v_BHTC).to(q_BHTC.dtype)
+    if sinks_H is None:
+        return (scores_BHTT.softmax(-1) @ v_BHTU).to(q_BHTC.dtype)
+    sink_BHT1 = sinks_H.float().view(-1, 1, 1).expand(*scores_BHTT.shape[:-1], 1)
+    weights_BHTT = torch.cat((sink_BHT1, scores_BHTT), -1).softmax(-1)[..., 1:]
+    return (weights_BHTT @ v_BHTU).to(q_BHTC.dtype)
 
 
-def attention(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """`attention_reference` through torch's fused kernels. Returns [B, H, T, C]."""
-    grouped = q_BHTC.shape[1] != k_BGTC.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHTC, k_BGTC, v_BGTC, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=grouped
+def attention(
+    q_BHTC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTU: Tensor,
+    mask_B1TT: Tensor | None,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """`attention_reference` through torch's fused kernels. Returns [B, H, T, U]."""
+    grouped, width, value_width = q_BHTC.shape[1] != k_BGTC.shape[1], q_BHTC.shape[-1], v_BGTU.shape[-1]
+    if sinks_H is not None:
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        q_BHTC, k_BGTC, v_BGTU, mask_B1TT = _with_sinks(q_BHTC, k_BGTC, v_BGTU, mask_B1TT, sinks_H / scale)
+    elif value_width != width:  # kernels want one width: zeros change no score and add empty channels to the output
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        q_BHTC, k_BGTC, v_BGTU = (
+            F.pad(x, (0, max(width, value_width) - x.shape[-1])) for x in (q_BHTC, k_BGTC, v_BGTU)
+        )
+    y_BHTU = F.scaled_dot_product_attention(
+        q_BHTC, k_BGTC, v_BGTU, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, scale=scale, enable_gqa=grouped
     )
+    return y_BHTU if y_BHTU.shape[-1] == value_width else y_BHTU[..., :value_width]
 
 
-def rotary_tables(positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, T, rotary_dim / 2] in fp32 of the rotation at each position (RoFormer, 2104.09864)."""
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions_BT.device) / rotary_dim
-    angle_BTR = positions_BT[..., None].float() * (1.0 / theta**exponent)
-    return angle_BTR.cos(), angle_BTR.sin()
+def _with_sinks(
+    q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask_B1TS: Tensor | None, sinks_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and mask with the sinks as a key like others, the first: torch's kernels know none.
+
+    It is 1 in a channel of its own, where queries hold their head's sink and all other keys 0; its value is zero.
+    """
+    if mask_B1TS is None:
+        mask_B1TS = causal_mask(q_BHTC.shape[2], q_BHTC.device)
+    sink_BHT1 = sinks_H.to(q_BHTC.dtype).view(-1, 1, 1).expand(*q_BHTC.shape[:-1], 1)
+    rest = -(q_BHTC.shape[-1] + 1) % 8  # kernels on GPUs take widths that are multiples of 8
+    q_BHTC = F.pad(torch.cat((q_BHTC, sink_BHT1), -1), (0, rest))
+    k_BGSC, v_BGSC = (F.pad(x, (0, 1 + rest, 1, 0)) for x in (k_BGSC, v_BGSC))
+    first_S = torch.arange(k_BGSC.shape[2], device=k_BGSC.device) == 0
+    sink_key_C = torch.arange(k_BGSC.shape[3], device=k_BGSC.device) == k_BGSC.shape[3] - 1 - rest
+    k_BGSC = k_BGSC + (first_S[:, None] & sink_key_C).to(k_BGSC.dtype)
+    return q_BHTC, k_BGSC, v_BGSC, F.pad(mask_B1TS, (1, 0), value=float(mask_B1TS.dtype == torch.bool))
+
+
+def rotary_tables(positions_BT: Tensor, frequencies_R: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, R] in fp32 of the rotation at each position (RoFormer, 2104.09864), times ``magnitude``."""
+    angle_BTR = positions_BT[..., None].float() * frequencies_R
+    cos_BTR, sin_BTR = angle_BTR.cos(), angle_BTR.sin()
+    return (cos_BTR, sin_BTR) if magnitude == 1.0 else (cos_BTR * magnitude, sin_BTR * magnitude)
 
 
 def rotate(x_BTHC: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
@@ -190,6 +270,7 @@ def route(
     softmax: bool,
     normalize: bool,
     scaling: float,
+    groups: tuple[int, int] = (1, 1),
     operators: Operators = ORDINARY,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Routes:
@@ -198,7 +279,8 @@ def route(
     Selection looks at score + ``bias_NE`` (auxiliary-loss-free balancing, 2408.15664), weights at the score alone.
     ``allowed_NE`` masks experts *before* the softmax, so that the router of a narrower network is exactly this one
     with columns removed. ``bias_NE`` and ``allowed_NE`` broadcast over tokens. Gates are renormalised over the chosen
-    (``normalize``) and multiplied by ``scaling``: the output's norm then does not depend on ``top_k``.
+    (``normalize``) and multiplied by ``scaling``: the output's norm then does not depend on ``top_k``. ``groups`` says into how
+    many equal groups experts fall, and in how many of them each token chooses: those whose two best add up to most.
 
     ``choose`` takes other experts than this router would: from its own choice [N, K] to the one that counts, int64. Their
     weights come from these logits all the same, so that gradients reach the router. −1 is no expert (a token that used
@@ -213,6 +295,8 @@ def route(
         choice_NE = scores_NE if bias_NE is None else scores_NE + bias_NE
         if allowed_NE is not None:  # a masked sigmoid or softmax score is 0, which a negative bias could fall below
             choice_NE = choice_NE.masked_fill(~allowed_NE, MASKED)
+        if groups[0] > 1:
+            choice_NE = in_best_groups(choice_NE, *groups, operators)
         chosen_NK = operators.highest(choice_NE, top_k)
         if choose is not None:
             chosen_NK = choose(chosen_NK)
@@ -224,3 +308,12 @@ def route(
     if normalize:
         gates_NK = gates_NK / (operators.gate_sum(gates_NK) + 1e-20)
     return Routes(chosen_NK, gates_NK * scaling if scaling != 1.0 else gates_NK)
+
+
+def in_best_groups(choice_NE: Tensor, num_groups: int, num_chosen: int, operators: Operators) -> Tensor:
+    """``choice_NE``, `MASKED` outside each token's ``num_chosen`` best groups (DeepSeek-V3, 2412.19437, §2.1.2)."""
+    groups_NME = choice_NE.unflatten(-1, (num_groups, -1))
+    two_NM2 = groups_NME.gather(-1, operators.highest(groups_NME, 2))
+    best_NM = operators.highest(two_NM2[..., 0] + two_NM2[..., 1], num_chosen)
+    is_best_NM = torch.zeros_like(two_NM2[..., 0], dtype=torch.bool).scatter_(-1, best_NM, True)
+    return groups_NME.masked_fill(~is_best_NM[..., None], MASKED).flatten(-2)

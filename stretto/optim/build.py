@@ -27,8 +27,9 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
     hidden = [parameter for name, parameter in named if config.name == "muon" and _is_hidden_matrix(name, parameter)]
     chosen = {id(parameter) for parameter in hidden}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
-    matrices = [parameter for parameter in rest if parameter.dim() >= 2]
-    vectors = [parameter for parameter in rest if parameter.dim() < 2]
+    is_vector = {id(parameter): parameter.dim() < 2 or name.endswith("bias") for name, parameter in named}
+    matrices = [parameter for parameter in rest if not is_vector[id(parameter)]]
+    vectors = [parameter for parameter in rest if is_vector[id(parameter)]]
     groups = [
         {"params": params, "weight_decay": decay, "lr_factor": 1.0}
         for decay, some in ((config.weight_decay, matrices), (0.0, vectors))
@@ -59,8 +60,8 @@ def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon is for matrices between hidden states, experts included: not for embeddings, heads and routers."""
-    return parameter.dim() >= 2 and name.startswith("blocks.") and not name.endswith("mlp.gate")
+    """Muon is for matrices between hidden states, experts included: not for embeddings, heads, routers and experts' biases."""
+    return parameter.dim() >= 2 and name.startswith("blocks.") and not name.endswith(("mlp.gate", "bias"))
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

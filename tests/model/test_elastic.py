@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
 from stretto.model.elastic import extract, load_balance, slice_state, update_balance
-from stretto.model.spec import ModelConfig, Subnet, extracted_config
+from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling, Subnet, extracted_config
 from stretto.model.transformer import Context, MoeLayer, Transformer, build
 
 VOCAB, ROWS, LENGTH = 41, 3, 16
@@ -24,6 +24,37 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"router": "softmax", "dense_layers": (0, 3), "dense_intermediate_size": 20, "tie_embeddings": True},
     "raw gates": {"normalize_gates": False, "attention_bias": True, "num_shared_experts": 2},
     "softmax without a bias": {"router": "softmax", "selection_bias": False, "num_shared_experts": 1},
+    "gpt-oss": {
+        "router": "softmax",
+        "selection_bias": False,
+        "router_bias": True,
+        "expert_bias": True,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "sliding_layers": (0, 2, 3),
+        "clamped_swiglu": ClampedSwiGlu(limit=0.6),
+        "mlp_bias": True,
+        "num_shared_experts": 1,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_positions=8),
+    },
+    "olmoe": {
+        "router": "softmax",
+        "selection_bias": False,
+        "qk_norm_wide": True,
+        "qkv_clip": 0.7,
+        "num_heads": 3,
+        "num_kv_heads": 3,
+    },
+    "latent": {
+        "num_kv_heads": 4,
+        "attention_bias": True,
+        "attention_scale": 0.5,
+        "num_shared_experts": 1,
+        "latent": LatentAttention(query_rank=10, kv_rank=8, rope_dim=2, value_dim=5),
+    },
+    "latent, queries at once": {"num_kv_heads": 4, "latent": LatentAttention(kv_rank=8, rope_dim=4, value_dim=9)},
 }
 
 
@@ -36,11 +67,11 @@ def network(variant: str = "sigmoid", seed: int = 0, **changes: Any) -> Transfor
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
-            if name.endswith(("norm.weight", "q_norm", "k_norm")):
+            if name.endswith(("norm.weight", "_norm")):
                 tensor.add_(0.2 * noise)
             elif name.endswith("bias_WE"):
                 tensor.add_(0.1 * noise)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 tensor.add_(0.2 * noise)
             else:
                 tensor.mul_(3.0)
@@ -109,6 +140,41 @@ def test_extracting_twice_is_extracting_once(variant: str, data: st.DataObject) 
     assert once.keys() == twice.keys()
     for name, tensor in once.items():
         assert torch.equal(tensor, twice[name]), name
+
+
+GROUPED: dict[str, Any] = {
+    "num_experts": 16, "expert_groups": 4, "top_groups": 2, "top_k": 4, "widths": (16, 8), "num_layers": 3,
+}  # fmt: skip
+
+
+def grouped_network(router: str) -> Transformer:
+    """Expert orders that take from the groups in turn, at random: every prefix of a multiple of four is balanced."""
+    generator = torch.Generator().manual_seed(0)
+    orders = []
+    for _ in range(3):
+        places = torch.stack([torch.randperm(4, generator=generator) + 4 * group for group in range(4)], 1)
+        orders.append(tuple(place for turn in places.tolist() for place in turn))
+    model = build(ModelConfig(**{**SHAPE, **GROUPED, "router": router, "expert_order": tuple(orders)}), 0)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("bias_WE"):
+                tensor.normal_(0.0, 0.1, generator=generator)
+            else:
+                tensor.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (12, 4), (8, 4), (8, 3)])
+def test_groups_cut_evenly_choose_as_they_did(router: str, experts: int, top_k: int) -> None:
+    model = grouped_network(router)
+    subnet = model.config.subnet(2, experts, top_k)
+    with torch.no_grad():
+        masked, cut = model.logits(ids(), subnet), extract(model, subnet)
+        assert (masked - cut.logits(ids())).abs().max() <= tolerance(masked, model.config)
+        free = Transformer(cut.config.replace(expert_groups=1, top_groups=1))
+        free.load_state_dict(cut.state_dict())
+        assert (free.logits(ids()) - masked).abs().max() > 1e-2, "groups made no difference"
 
 
 def test_a_cut_is_a_copy_and_refuses_what_is_not_inside() -> None:

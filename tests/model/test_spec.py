@@ -19,6 +19,7 @@ from stretto.base.errors import UserError
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
 from stretto.model.spec import (
+    LatentAttention,
     ModelConfig,
     Subnet,
     SubnetChoice,
@@ -68,6 +69,34 @@ def test_any_prefix_of_any_count_is_nearly_even(num_experts: int, num_blocks: in
     for low, high in pairwise(bounds):
         inside = sum(low <= expert < high for expert in order[:prefix])
         assert abs(inside - share * (high - low)) <= num_experts.bit_length() + 1
+
+
+@given(size=st.integers(1, 12), num_groups=st.integers(1, 12), data=st.data())
+def test_equal_groups_stay_equal_in_every_prefix_that_they_divide(
+    size: int, num_groups: int, data: st.DataObject
+) -> None:
+    order = interleaved_order(size * num_groups, num_groups)
+    assert sorted(order) == list(range(size * num_groups))
+    kept = order[: num_groups * data.draw(st.integers(1, size))]
+    assert len({sum(expert // size == group for expert in kept) for group in range(num_groups)}) == 1
+    if size & (size - 1) == 0 and num_groups & (num_groups - 1) == 0:
+        assert order == interleaved_order(size * num_groups), "powers of two were balanced already"
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "message"),
+    [
+        (6, 2, "experts=6 leaves groups of 1-2 experts"),
+        (4, 2, "leaves groups of 1 experts"),
+        (8, 5, "top_k=5 is more than the 4"),
+    ],
+)
+def test_a_subnet_with_unequal_groups_is_one_line(experts: int, top_k: int, message: str) -> None:
+    config = network(num_experts=16, top_k=8, expert_groups=4, top_groups=2)
+    assert config.subnet(experts=8, top_k=4) and config.subnet(experts=12, top_k=6)
+    with pytest.raises(UserError, match=message) as caught:
+        config.subnet(experts=experts, top_k=top_k)
+    assert "\n" not in str(caught.value)
 
 
 @given(num_layers=st.integers(1, 80), data=st.data())
@@ -162,6 +191,19 @@ def test_layers_that_differ_are_cut_as_they_are() -> None:
         ({"experts_per_layer": (8,) * 7 + (3,)}, "top_k 4 of 3 experts"),
         ({"expert_order": ((0,) * 8,) * 8}, "not a permutation of 8 experts"),
         ({"layer_order": (0,) * 8}, "not a permutation of the layers"),
+        ({"sliding_layers": (1,)}, "sliding_window must be set"),
+        ({"qk_norm": True, "qk_norm_wide": True}, "one or the other"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "original_positions must be set for yarn"),
+        ({"latent": {"kv_rank": 4, "rope_dim": 2, "value_dim": 4}}, "num_kv_heads 2 must be num_heads 4"),
+        ({"expert_groups": 3}, "expert_groups 3 does not divide 8 experts"),
+        ({"expert_groups": 2, "top_groups": 3}, "top_groups 3 exceeds expert_groups 2"),
+        ({"expert_groups": 8}, "leaves groups of 1 experts"),
+        ({"expert_groups": 4, "top_groups": 1}, "top_k=4 is more than the 2 experts that 1 groups hold"),
+        ({"expert_groups": 4, "top_groups": 2, "widths": (8, 4)}, "experts=4 leaves groups of 1 experts"),
+        (
+            {"expert_groups": 2, "expert_order": (tuple(range(8)),) * 8, "widths": (8, 6)},
+            "leaves groups of 2-4 experts",
+        ),
     ],
 )
 def test_impossible_shapes_are_refused(changes: dict[str, object], message: str) -> None:
@@ -208,6 +250,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tied, softmax": {"tie_embeddings": True, "router": "softmax", "num_shared_experts": 1},
     "all dense": {"dense_layers": (0, 1, 2, 3, 4), "dense_intermediate_size": 20},
+    "biases": {
+        "dense_layers": (0,), "dense_intermediate_size": 20, "num_shared_experts": 1, "attention_bias": True,
+        "attention_out_bias": True, "mlp_bias": True, "expert_bias": True, "router_bias": True, "qk_norm_wide": True,
+        "sliding_window": 5, "sliding_layers": (1, 2),
+    },
+    "latent": {
+        "num_kv_heads": 4, "attention_bias": True, "attention_out_bias": True,
+        "latent": LatentAttention(query_rank=10, kv_rank=8, rope_dim=2, value_dim=5),
+    },
+    "latent, wide values": {"num_kv_heads": 4, "latent": LatentAttention(kv_rank=8, rope_dim=4, value_dim=9)},
 }  # fmt: skip
 
 
@@ -279,6 +331,7 @@ def test_parameters_are_those_of_the_model(name: str, part: str) -> None:
     config = own.config
     unused = sum(experts - k for experts, k in zip(config.experts_by_layer, config.top_k_by_layer, strict=True))
     one_expert = 3 * config.hidden_size * config.expert_intermediate_size
+    one_expert += 2 * config.expert_intermediate_size + config.hidden_size if config.expert_bias else 0
     assert counts.total_params - counts.active_params == unused * one_expert
     assert counts == count(config, config.full()), "a Subnet counts as the count_network it becomes"
 
@@ -309,6 +362,20 @@ def test_the_cache_holds_keys_and_values_of_the_kept_layers() -> None:
     config = count_network("everything").config
     assert count(config, config.full()).kv_elements == 5 * 2 * (2 * 6)
     assert count(config, small(config)).kv_elements == 4 * 2 * (2 * 6)
+    latent = count_network("latent").config
+    assert count(latent, latent.full()).kv_elements == 5 * (8 + 2), "the short vector, and the rotated key of all heads"
+
+
+def test_a_sink_is_a_key_and_a_channel_more() -> None:
+    """Which no count states: the kernels get both as padding."""
+    model = build(ModelConfig(**{**COUNT_SHAPE, "attention_sinks": True}), seed=0)
+    config = model.config
+    counts = count(config, config.full())
+    assert counts.total_params == sum(parameter.numel() for parameter in model.parameters())
+    with counting() as forward, torch.no_grad():
+        model.logits(ids())
+    assert forward.linear == ROWS * LENGTH * counts.linear_flops
+    assert forward.scores == ROWS * LENGTH * (LENGTH + 1) * counts.score_flops // 6 * 8
 
 
 @pytest.mark.parametrize("name", SHAPES)

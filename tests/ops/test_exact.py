@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.ops import exact
+from stretto.ops import exact, grouped
+from stretto.ops.grouped import Clamp
 from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables
 
 
@@ -75,6 +76,20 @@ def test_attention_feels_neither_hidden_keys_nor_other_queries(length: int, hidd
     assert torch.allclose(whole, attention_reference(q, k, v, causal), atol=2e-4)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 20), st.integers(0, 99), st.floats(-20.0, 20.0))
+def test_attention_with_sinks_feels_no_hidden_keys_either(length: int, hidden: int, seed: int, sink: float) -> None:
+    q, k, v = (rand(1, heads, length, 8, seed=seed + heads) for heads in (4, 2, 3))
+    v, sinks = v[:, :2, :, :5], rand(4, seed=seed) + sink
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    whole = exact.attention(q, k, v, causal, 0.3, sinks)
+    junk = rand(1, 2, hidden, 8, seed=seed, spread=3.0)
+    keys, values = torch.cat((junk, k), 2), torch.cat((9 * junk[..., :5], v), 2)
+    mask = torch.arange(length + hidden)[None, None, None] >= hidden
+    assert torch.equal(exact.attention(q[:, :, -1:], keys, values, mask, 0.3, sinks), whole[:, :, -1:])
+    assert torch.allclose(whole, attention_reference(q, k, v, causal, 0.3, sinks), atol=2e-4)
+
+
 def test_exp_is_within_two_units_and_zero_far_below() -> None:
     x = torch.linspace(-86.9, 20.0, 200_001)
     true = x.double().exp()
@@ -88,7 +103,9 @@ def test_elementwise_functions_are_the_ordinary_ones_within_fp32() -> None:
     assert torch.allclose(exact.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-7)
     assert torch.allclose(exact.sigmoid(x), x.sigmoid(), rtol=1e-6, atol=1e-7)
     assert torch.allclose(exact.rms_norm(x, x[0], 1e-5), rms_norm_reference(x, x[0], 1e-5), rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(exact.rotary_tables(50, 8, 1e4), rotary_tables(torch.arange(50), 8, 1e4), strict=True):
+    frequencies = 1e4 ** (-torch.arange(0, 8, 2) / 8)
+    both = exact.rotary_tables(50, frequencies, 1.5), rotary_tables(torch.arange(50), frequencies, 1.5)
+    for ours, theirs in zip(*both, strict=True):
         assert torch.allclose(ours, theirs, atol=5e-6)  # of angles up to 50, which fp32 rounds to 2^-18
 
 
@@ -104,6 +121,13 @@ def test_gradients_are_the_ordinary_operators_own() -> None:
     ours = torch.autograd.grad(exact.attention(q, k, v, mask), (q, k, v), upstream)
     theirs = torch.autograd.grad(attention_reference(q, k, v, mask), (q, k, v), upstream)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    sinks = rand(2, seed=6).requires_grad_()
+    ours = torch.autograd.grad(exact.attention(q, k, v, mask, 0.5, sinks), (q, k, v, sinks), upstream)
+    theirs = torch.autograd.grad(attention_reference(q, k, v, mask, 0.5, sinks), (q, k, v, sinks), upstream)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    both = rand(5, 8, seed=7).requires_grad_()
+    ours, theirs = (torch.autograd.grad(kind.swiglu(both, Clamp(1.7, 0.5)).sum(), both) for kind in (exact, grouped))
+    assert torch.allclose(ours[0], theirs[0], atol=1e-6)
     weight = rand(5, 8, seed=5).requires_grad_()
     ours = torch.autograd.grad(exact.linear(q, weight).sum(), (q, weight))
     theirs = torch.autograd.grad(torch.nn.functional.linear(q, weight).sum(), (q, weight))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,8 @@ from torch.autograd import gradcheck
 
 from stretto.ops import grouped
 from stretto.ops.grouped import (
+    Clamp,
+    ExpertBiases,
     _Combine,
     _Gather,
     experts,
@@ -18,6 +21,7 @@ from stretto.ops.grouped import (
     group_multiple,
     group_slots,
     grouped_swiglu,
+    swiglu,
 )
 
 Close = Callable[[Tensor, Tensor, int], None]
@@ -70,6 +74,40 @@ def test_groups_that_are_filled_up_give_what_the_others_give(
         close(actual, expected, 8 * chosen.numel())
         for ours, theirs in zip(torch.autograd.grad(actual, inputs, upstream), wanted, strict=True):
             close(ours, theirs, 8 * chosen.numel())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_biases_and_clamps_equal_the_reference(
+    name: str, multiple: int, biased: bool, close: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = CHOICES[name]
+    x, gates, gate_up, down = _inputs(chosen, 6)
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((6, gate_up.shape[1]), (6, down.shape[1]))
+    biases = ExpertBiases(*(torch.randn(shape, generator=generator).requires_grad_() for shape in shapes))
+    inputs = [x, gates, gate_up, down, *(biases if biased else ())]
+    more = (biases if biased else None, Clamp(alpha=1.7, limit=0.5))
+    expected = experts_reference(x, chosen, gates, gate_up, down, *more)
+    monkeypatch.setattr(grouped, "group_multiple", lambda *_: multiple)
+    actual = experts(x, chosen, gates, gate_up, down, *more)
+    close(actual, expected, 8 * chosen.numel())
+    upstream = torch.randn_like(actual)
+    found, wanted = (torch.autograd.grad(y, inputs, upstream) for y in (actual, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs, 8 * chosen.numel())
+
+
+def test_a_clamped_swiglu_written_out() -> None:
+    """gate and up on both sides of the limit; the gate is cut from above alone."""
+    clamp = Clamp(alpha=2.0, limit=1.5)
+    for gate in (-4.0, -1.0, 0.3, 2.0):
+        for up in (-3.0, 0.5, 1.6):
+            g, u = min(gate, 1.5), max(-1.5, min(up, 1.5))
+            expected = g / (1 + math.exp(-2.0 * g)) * (u + 1)
+            both = torch.tensor([[gate, up]])
+            assert swiglu(both, clamp).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_only_bf16_on_a_cpu_is_filled_up() -> None:

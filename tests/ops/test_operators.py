@@ -19,6 +19,7 @@ from stretto.ops.operators import (
     rotary_tables,
     rotate,
     route,
+    window_mask,
 )
 
 Close = Callable[[Tensor, Tensor, int], None]
@@ -88,11 +89,15 @@ def test_a_shared_beginning_is_seen_by_those_that_share_it() -> None:
             assert bool(mask[query, key]) == (own or (3 <= query < 7 and key < 2)), (query, key)
 
 
+def frequencies(rotary_dim: int, theta: float = 10_000.0) -> Tensor:
+    return theta ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+
+
 def test_rotation_keeps_lengths_and_depends_on_distance_alone(close: Close) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1, 1, 1, 8, dtype=torch.float32), torch.randn(1, 1, 1, 8)
     positions = torch.arange(12)[None]
-    cos, sin = rotary_tables(positions, 8, 10_000.0)
+    cos, sin = rotary_tables(positions, frequencies(8))
     xs, ys = rotate(x.expand(1, 12, 1, 8), cos, sin), rotate(y.expand(1, 12, 1, 8), cos, sin)
     close(xs.norm(dim=-1), x.norm(dim=-1).expand(1, 12, 1), 8)
     products = xs[0, :, 0] @ ys[0, :, 0].T
@@ -105,7 +110,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone(close: Close) -> N
 def test_rotation_pairs_halves_and_leaves_the_rest() -> None:
     x = torch.zeros(1, 1, 1, 6)
     x[..., 0], x[..., 4] = 1.0, 7.0
-    cos, sin = rotary_tables(torch.tensor([[1]]), 4, 10_000.0)
+    cos, sin = rotary_tables(torch.tensor([[1]]), frequencies(4))
     angle = torch.tensor(1.0)
     expected = torch.tensor([angle.cos(), 0.0, angle.sin(), 0.0, 7.0, 0.0])
     assert torch.allclose(rotate(x, cos, sin).flatten(), expected)
@@ -113,7 +118,7 @@ def test_rotation_pairs_halves_and_leaves_the_rest() -> None:
 
 def test_rotation_gradients_are_those_of_finite_differences() -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_tables(torch.arange(3).expand(2, 3), 4, 100.0)
+    cos, sin = rotary_tables(torch.arange(3).expand(2, 3), frequencies(4, 100.0))
     x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda x: rotate(x, cos.double(), sin.double()), (x,))
 
@@ -236,3 +241,71 @@ def test_masks_and_biases_may_differ_by_token() -> None:
     allowed = torch.tensor([[True, True, False, False], [True, False, True, True]])
     chosen = _route(logits, bias, allowed, 1, False).chosen_NK
     assert chosen.flatten().tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("width", "value_width"), [(8, 8), (8, 5), (6, 11), (7, 7)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scaled_attention_with_sinks_and_narrow_values_is_the_reference(
+    packed: bool, width: int, value_width: int, sinks: bool, close: Close
+) -> None:
+    torch.manual_seed(0)
+    shapes = ((3, 6, 16, width), (3, 2, 16, width), (3, 2, 16, value_width))
+    qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    tensors = [*qkv, (3 * torch.randn(6)).requires_grad_()] if sinks else qkv
+    mask = document_mask(DOCUMENTS) if packed else None
+    arguments = (*qkv, mask, 0.7, tensors[3] if sinks else None)
+    actual, expected = attention(*arguments), attention_reference(*arguments)
+    assert actual.shape == (3, 6, 16, value_width)
+    close(actual, expected, 16)
+    upstream = torch.randn_like(actual)
+    found, wanted = (torch.autograd.grad(y, tensors, upstream) for y in (actual, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs, 16 * 16 * 3)
+
+
+def test_a_sink_takes_its_share_to_nowhere() -> None:
+    """One key: the head's output is its value times σ(score − sink)."""
+    q, k, v = (torch.tensor([[[[number]]]]) for number in (0.5, 2.0, 3.0))
+    y = attention_reference(q, k, v, None, scale=0.1, sinks_H=torch.tensor([0.7]))
+    assert torch.allclose(y, 3.0 * torch.sigmoid(torch.tensor(0.5 * 2.0 * 0.1 - 0.7)))
+
+
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_a_window_is_counted_in_positions(window: int) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [5, 6, 9, 10, 11, 12, 30, 31]])
+    mask = window_mask(positions, window)
+    for row in range(2):
+        for query in range(8):
+            for key in range(8):
+                near = int(positions[row, query]) - int(positions[row, key]) < window
+                assert bool(mask[row, 0, query, key]) == near
+
+
+def _by_groups(scores: list[float], num_groups: int, num_chosen: int, top_k: int) -> list[int]:
+    """Written out for one token."""
+    size = len(scores) // num_groups
+    members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
+    ranked = sorted(members, key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:2]))
+    open_experts = [expert for group in ranked[:num_chosen] for expert in group]
+    return sorted(open_experts, key=lambda expert: -scores[expert])[:top_k]
+
+
+@BOTH
+@pytest.mark.parametrize(("num_groups", "num_chosen", "top_k"), [(4, 2, 3), (2, 1, 4), (3, 3, 5), (4, 1, 2)])
+def test_tokens_choose_in_their_best_groups(softmax: bool, num_groups: int, num_chosen: int, top_k: int) -> None:
+    """Bias and mask count when groups are ranked; weights stay those of the scores alone."""
+    torch.manual_seed(0)
+    logits, bias, allowed = torch.randn(30, 12), 0.3 * torch.randn(12), torch.ones(12, dtype=torch.bool)
+    allowed[:: 12 // num_groups] = num_groups == 3  # else the first of each group may not be chosen
+    routes = route(
+        logits, bias, allowed, top_k, softmax=softmax, normalize=True, scaling=1.0, groups=(num_groups, num_chosen)
+    )
+    masked = logits.masked_fill(~allowed, -1e9)
+    scores = masked.softmax(-1) if softmax else masked.sigmoid()
+    choice = (scores + bias).masked_fill(~allowed, -1e9)
+    assert routes.chosen_NK.tolist() == [_by_groups(row, num_groups, num_chosen, top_k) for row in choice.tolist()]
+    free = route(logits, bias, allowed, top_k, softmax=softmax, normalize=True, scaling=1.0)
+    assert torch.equal(routes.chosen_NK, free.chosen_NK) == (num_groups == num_chosen)
+    gates = scores.gather(-1, routes.chosen_NK)
+    assert torch.allclose(routes.gates_NK, gates / gates.sum(-1, keepdim=True), rtol=1e-6)

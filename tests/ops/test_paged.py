@@ -66,7 +66,7 @@ def attend_reference(
 
 
 def spans(positions: list[int], tables: list[list[int]], rotated: int) -> Spans:
-    cos, sin = rotary_tables(torch.tensor(positions), rotated, 100.0)
+    cos, sin = rotary_tables(torch.tensor(positions), 100.0 ** (-torch.arange(0, rotated, 2) / rotated))
     slots = [
         table[position // PAGE] * PAGE + position % PAGE for position, table in zip(positions, tables, strict=True)
     ]
