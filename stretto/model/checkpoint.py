@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -40,6 +40,8 @@ from stretto.model.families import (
     tied_head,
     to_hf,
 )
+from stretto.model.families.quantisation import quantisation
+from stretto.model.quantised import Dequantised, TensorSource
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer
 from stretto.text.tokenizer import TURN_END, load_tokenizer
@@ -68,12 +70,12 @@ _OURS = (
 """What a checkpoint consists of: a folder that holds anything else is never replaced."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Of weights, by safetensors' name."""
+_STORED_DTYPES = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+"""And of quantised weights and their scales."""
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
-_COPY_BYTES = 1 << 24
-"""Of a file that is copied, at a time."""
 
 
 class StrettoFile(Config):
@@ -110,21 +112,18 @@ def write_checkpoint(
     lineage: Lineage | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
-    whole: Sequence[Path] = (),
     advance: Callable[[int], None] | None = None,
 ) -> Lineage | None:
     """Write a checkpoint; the folder appears, or takes the place of an older checkpoint, only when it is complete.
 
     Args:
-        model_or_state: the model, or its whole state dict (on any device); a mapping that reads its tensors when they are asked
-            for is asked in the order of the layers.
+        model_or_state: the model, or its whole state dict (on any device).
         family: architecture on disk; None is the first that can express ``config``.
         tokenizer_dir: where to copy the tokenizer's files and chat template from.
         presets: named Subnets to keep with an elastic network.
         lineage: record to keep; its ``weights_hash`` is set here, from what was written.
         dtype: of the weights on disk; None is the model's own. Selection biases are always fp32.
         max_shard_bytes: size beyond which another file is begun.
-        whole: tensor files that hold what would be written, in ``family`` and ``dtype``: they are copied as they are.
         advance: called with the bytes of each tensor file written.
 
     Returns: the lineage as written.
@@ -149,8 +148,8 @@ def write_checkpoint(
         write_json(partial / "generation_config.json", told)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance)
-        biases = {name: state[name].detach().cpu() for name in state if name.endswith(".bias_WE")}
+        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, advance)
+        biases = {name: tensor.detach().cpu() for name, tensor in state.items() if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
         for name in TOKENIZER_FILES:
@@ -175,9 +174,9 @@ def read_checkpoint(
             architecture or one of its settings is not supported.
     """
     folder = Path(folder)
-    description = describe(folder)
+    description = _describe(folder)
     config, family = description.config, description.family
-    with TensorFiles(folder) as files:
+    with open_tensors(folder) as files:
         dtype = dtype or files.dtype("model.embed_tokens.weight")
         with torch.device("meta"):
             model = Transformer(config)
@@ -190,9 +189,9 @@ def read_checkpoint(
             tensors.append(tied_head(config))
         for stored in tensors:
             fill(stored, files, state, folder)
-        refuse_unexpected(files, tensors, config)
+        _refuse_unexpected(files, tensors, config)
     if (folder / STRETTO_FILE).is_file() and config.num_moe_layers:
-        fill_branches(folder, config, state)
+        _fill_branches(folder, config, state)
     model.load_state_dict(state, assign=True)
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):
@@ -203,12 +202,12 @@ def read_checkpoint(
 
 def read_config(folder: Path | str) -> ModelConfig:
     """The network that a checkpoint holds, without its weights. Raises `UserError` as `read_checkpoint` does."""
-    return describe(Path(folder)).config
+    return _describe(Path(folder)).config
 
 
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
     """Named Subnets kept with a checkpoint. Raises `UserError` as `read_checkpoint` does."""
-    return describe(Path(folder)).presets
+    return _describe(Path(folder)).presets
 
 
 def weights_hash(folder: Path | str) -> str:
@@ -216,10 +215,8 @@ def weights_hash(folder: Path | str) -> str:
     return hash_files([*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)])
 
 
-def describe(folder: Path) -> StrettoFile:
-    """What stretto.json says, checked against config.json; without it, what config.json says. Raises `UserError` as
-    `read_checkpoint` does.
-    """
+def _describe(folder: Path) -> StrettoFile:
+    """What stretto.json says, checked against config.json; without it, what config.json says."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint folder")
@@ -268,10 +265,7 @@ def _token_ids(folder: Path, config: ModelConfig) -> dict[str, int | list[int] |
     return dict(zip(_TOKEN_IDS, ids, strict=True))
 
 
-def fill(stored: Stored, files: TensorFiles, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Read ``stored`` of the checkpoint ``folder``, whose ``files`` these are, into its place in ``state``, our state dict or the
-    part of it that is wanted. Raises `UserError` as `read_checkpoint` does.
-    """
+def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:
     places = [Alias(stored.name, stored.shape), *stored.aliases]
     place = next((place for place in places if place.name in files.names), None)
     if place is None:
@@ -280,8 +274,7 @@ def fill(stored: Stored, files: TensorFiles, state: Mapping[str, Tensor], folder
         raise UserError(f"{folder}: {stored.name}: missing from the weights; fetch the checkpoint again")
     if stored.ours is None and files.is_empty(place.name):
         return  # transformers stores a shared expert of no width where ``n_shared_experts`` is 0
-    tensor = files.read(place.name, place.shape, place.part)
-    if not from_stored(stored, tensor, state):
+    if not all(from_stored(piece, tensor, state) for piece, tensor in _pieces(stored, place, files, state)):
         remedy = "use a checkpoint without them"
         if (folder / STRETTO_FILE).is_file():
             remedy = f"delete {STRETTO_FILE} to read the folder as an ordinary checkpoint"
@@ -290,7 +283,20 @@ def fill(stored: Stored, files: TensorFiles, state: Mapping[str, Tensor], folder
         )
 
 
-def refuse_unexpected(files: TensorFiles, tensors: list[Stored], config: ModelConfig) -> None:
+def _pieces(
+    stored: Stored, place: Alias, files: TensorSource, state: Mapping[str, Tensor]
+) -> Iterator[tuple[Stored, Tensor]]:
+    """``stored`` and what ``place`` holds; of stacked experts one after the other, because all may be gigabytes."""
+    if not stored.is_stacked:
+        yield stored, files.read(place.name, place.shape, place.part)
+        return
+    num_ours = 0 if stored.ours is None else len(state[stored.ours])
+    for expert in range(place.shape[0]):
+        tensor = files.read(place.name, place.shape, (expert,))
+        yield stored.of_expert(expert, num_ours), tensor.mT if tensor.dim() == 2 else tensor
+
+
+def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
     known = {stored.name for stored in tensors} | {alias.name for stored in tensors for alias in stored.aliases}
     for name in files.names:
         if name in known or name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_"):
@@ -303,7 +309,7 @@ def refuse_unexpected(files: TensorFiles, tensors: list[Stored], config: ModelCo
         )
 
 
-def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+def _fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Balance biases of all widths; the first row, the full width's, must be the one in the model's own files."""
     with TensorFiles(folder, ELASTIC_FILE) as files:
         for name, bias_WE in state.items():
@@ -331,9 +337,12 @@ def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -
     if stored.ours is None:
         return torch.full(stored.shape, stored.filling, dtype=dtype)
     tensor = state[stored.ours].detach()[stored.part].to("cpu", dtype)
-    if stored.neighbours_of:
-        tensor = _swap_axes(tensor, 2, stored.neighbours_of // 2)
-    missing = math.prod(stored.shape) // math.prod(tensor.shape[1:]) - tensor.shape[0]
+    tensor = _paired(stored, tensor, on_disk=True)
+    if stored.is_stacked:
+        tensor = tensor.mT if tensor.dim() == 3 else tensor
+        missing = stored.shape[0] - tensor.shape[0]
+    else:
+        missing = math.prod(stored.shape) // math.prod(tensor.shape[1:]) - tensor.shape[0]
     if missing:
         tensor = torch.cat((tensor, tensor.new_full((missing, *tensor.shape[1:]), stored.filling)))
     tensor = tensor.reshape(stored.shape).contiguous()
@@ -341,28 +350,51 @@ def to_stored(stored: Stored, state: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 def from_stored(stored: Stored, tensor: Tensor, state: Mapping[str, Tensor]) -> bool:
-    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``.
+    """Copy ``tensor``, of ``stored.shape``, into its place in ``state``; of stacked experts, `Stored.of_expert` each.
 
     False if it holds something that has no place there: a constant, a padding or a copy that is not what it should be.
     """
     if stored.ours is None:
-        return bool((tensor.float() == stored.filling).all())
+        return bool(_is_filling(tensor, stored.filling))
     place = state[stored.ours][stored.part]
     if stored.is_copy:
         return torch.equal(tensor.to(place), place)
     rows = tensor.reshape(-1, *place.shape[1:])
     own, padding = rows[: place.shape[0]], rows[place.shape[0] :]
-    # one per cent: other software may have rounded the bias to bf16
-    if ((padding.float() - stored.filling).abs() > 0.01 * abs(stored.filling)).any():
+    if not _is_filling(padding, stored.filling):
         return False
-    place.copy_(_swap_axes(own, stored.neighbours_of // 2, 2) if stored.neighbours_of else own)
+    place.copy_(_paired(stored, own, on_disk=False))
     return True
 
 
-def _swap_axes(rows: Tensor, outer: int, inner: int) -> Tensor:
-    """Within each head, row ``outer·inner`` read as a table of that shape and transposed: halves to neighbours or back."""
-    heads = rows.view(-1, outer, inner, *rows.shape[1:])
-    return heads.transpose(1, 2).reshape(rows.shape)
+def _is_filling(tensor: Tensor, filling: float) -> bool:
+    # one per cent: other software may have rounded a bias to bf16
+    return bool(((tensor.float() - filling).abs() <= 0.01 * abs(filling)).all())
+
+
+def _paired(stored: Stored, rows: Tensor, on_disk: bool) -> Tensor:
+    """``rows`` of memory as they are paired on disk, or the other way round: the last rows of each group are read as a table
+    of halves by pairs, and transposed.
+    """
+    width, start = stored.neighbours_of, stored.neighbours_from
+    if not width:
+        return rows
+    outer, inner = (2, (width - start) // 2) if on_disk else ((width - start) // 2, 2)
+    rest = rows.shape[2:] if stored.is_stacked else rows.shape[1:]
+    groups = rows.reshape(-1, width, *rest)
+    pairs = groups[:, start:].unflatten(1, (outer, inner)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((groups[:, :start], pairs), dim=1).reshape(rows.shape)
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[TensorSource]:
+    """The tensors of a checkpoint, dequantised. Raises `UserError`: as `TensorFiles` does, and a quantisation that cannot be
+    read.
+    """
+    path = folder / "config.json"
+    how = quantisation(read_json(path), str(path))
+    with TensorFiles(folder) as files:
+        yield files if how is None else Dequantised(files, how)
 
 
 class TensorFiles(ExitStack):
@@ -404,8 +436,7 @@ class TensorFiles(ExitStack):
             remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
             raise UserError(f"{path}: no such file; {remedy}")
         try:
-            # not mapped: pages of a mapped file would stay in memory until it is closed
-            file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
+            file = self.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path}: not readable as safetensors: {error}; the file is truncated or damaged, {_AGAIN}"
@@ -428,41 +459,43 @@ class TensorFiles(ExitStack):
         if name not in self._path_of:
             raise UserError(f"{self._folder}: {name}: missing from the weights; {_AGAIN}")
         path = self._path_of[name]
-        stored = self._files[path].get_slice(name).get_dtype()
+        stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise UserError(
                 f"{path}: {name}: dtype {stored} is not supported; convert the checkpoint to one of {', '.join(_DTYPES)}"
             )
         return _DTYPES[stored]
 
-    @property
-    def files(self) -> dict[Path, frozenset[str]]:
-        """Names of all that each file holds, whatever an index says."""
-        return {path: frozenset(file.keys()) for path, file in self._files.items()}
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """None for one that torch does not have."""
+        return _STORED_DTYPES.get(self._slice(name).get_dtype())
 
-    def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Dtype and shape of ``name`` in its file; the dtype is None where it is none of fp32, bf16 and fp16."""
-        view = self._files[self._path_of[name]].get_slice(name)
-        return _DTYPES.get(view.get_dtype()), tuple(view.get_shape())
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
 
     def is_empty(self, name: str) -> bool:
         """Whether ``name`` has no elements."""
-        return 0 in self._files[self._path_of[name]].get_slice(name).get_shape()
+        return 0 in self.shape(name)
+
+    def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor:
+        """``part`` of the tensor ``name``, on the CPU, whatever its dtype and shape."""
+        tensor: Tensor = self._slice(name)[part] if part else self._files[self._path_of[name]].get_tensor(name)
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._path_of[name]].get_slice(name)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
         """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another
         shape, or of a dtype that is none of fp32, bf16 and fp16.
         """
         self.dtype(name)
-        path = self._path_of[name]
-        view = self._files[path].get_slice(name)
-        stored = tuple(view.get_shape())
+        stored = self.shape(name)
         if stored != shape:
             raise UserError(
-                f"{path}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
+                f"{self.path(name)}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
             )
-        tensor: Tensor = view[part] if part else self._files[path].get_tensor(name)
-        return tensor
+        return self.raw(name, part)
 
 
 def _write_weights(
@@ -471,57 +504,27 @@ def _write_weights(
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
     max_shard_bytes: int,
-    whole: Sequence[Path],
     advance: Callable[[int], None] | None,
 ) -> None:
-    """Copy the files ``whole``, then write what of ``tensors`` they do not hold, in that order; one shard exists in memory at a
-    time."""
-    ready = {path: tensor_names(path) for path in whole}
-    held = frozenset[str]().union(*ready.values())
+    """Write ``tensors`` in that order; one shard exists in memory at a time."""
     shards: list[list[Stored]] = [[]]
-    size, total = 0, 0
-
-    def num_bytes(stored: Stored) -> int:
-        return math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
-
+    sizes = [0]
     for stored in tensors:
-        total += num_bytes(stored)
-        if stored.name in held:
-            continue
-        if shards[-1] and size + num_bytes(stored) > max_shard_bytes:
+        size = math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
+        if shards[-1] and sizes[-1] + size > max_shard_bytes:
             shards.append([])
-            size = 0
+            sizes.append(0)
         shards[-1].append(stored)
-        size += num_bytes(stored)
-    parts: list[Path | list[Stored]] = [*whole, *(shard for shard in shards if shard)]
+        sizes[-1] += size
     weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        file = WEIGHTS_FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        if isinstance(part, Path):
-            copy_file(part, folder / file, advance)
-            weight_map |= dict.fromkeys(ready[part], file)
-            continue
-        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
-        weight_map |= {stored.name: file for stored in part}
+    for number, (shard, size) in enumerate(zip(shards, sizes, strict=True), start=1):
+        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in shard})
+        weight_map |= {stored.name: file for stored in shard}
         if advance is not None:
-            advance(sum(map(num_bytes, part)))
-    if len(parts) > 1:
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def tensor_names(path: Path) -> frozenset[str]:
-    """Names of the tensors in one safetensors file. Raises `UserError`: it is missing or damaged."""
-    with TensorFiles(path.parent, path.name) as files:
-        return files.names
-
-
-def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> None:
-    """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)"""
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while chunk := reading.read(_COPY_BYTES):
-            writing.write(chunk)
-            if advance is not None:
-                advance(len(chunk))
+            advance(size)
+    if len(shards) > 1:
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,209 @@
+"""Do we compute what transformers computes, for every family and every switch of its configuration class?
+
+    python -m bench.families_equality [--families llama,…] [--each N] [--seed S] [--mutant NAME]
+
+Random tiny checkpoints are made and saved by transformers (in shards, with fused experts, spelled as transformers 4 does),
+read by us, and logits compared in fp32 at positions beyond every window and border of RoPE; then written by us in the same
+family and read by both again. A difference is the largest one of any logit over the standard deviation of all of
+transformers' logits.
+
+exact: within the aim, both ways. Where it is larger, two other texts are tried before it counts: routers that score two
+experts alike to the last bits choose either. refused: by the field that the draw knows must be refused. wrong: a larger
+difference, a refusal of something supported or with another reason, or no refusal. Exits with 1 unless all are exact or
+refused. A mutant breaks our reading, and must be found out: with --mutant the exit code is 1 if it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from bench.common.foreign import LENGTH, Draw, draw, make
+from bench.common.measure import wide_console
+from stretto.base.errors import UserError
+from stretto.base.track import progress
+from stretto.model import checkpoint
+from stretto.model.checkpoint import STRETTO_FILE, read_checkpoint, write_checkpoint
+from stretto.model.families import FAMILIES, Family, parse_family
+from stretto.model.spec import ModelConfig
+
+AIM = 1e-4
+TEXTS = 3
+VERDICTS = ("exact", "refused", "wrong", "crashed")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of one draw."""
+
+    verdict: str
+    """One of `VERDICTS`."""
+    told: str = ""
+    """The refusal, or what is wrong."""
+    difference: float = 0.0
+    """In standard deviations of transformers' logits."""
+    num_ties: int = 0
+    """Texts on which it was larger than the aim, before one on which it was not."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--each", type=int, default=20, help="checkpoints of each family")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--mutant", choices=MUTANTS)
+    options = parser.parse_args()
+    quiet()
+    families = [parse_family(name, "--families") for name in options.families.split(",")]
+    draws = [draw(family, options.seed + index) for family in families for index in range(options.each)]
+    judged: list[tuple[Draw, Judged]] = []
+    with MUTANTS.get(options.mutant, _nothing)(), progress("checkpoints", total=len(draws)) as advance:
+        for drawn in draws:
+            judged.append((drawn, judge(drawn)))
+            advance(1)
+    console = wide_console()
+    console.print(_table(families, judged))
+    failures = [(drawn, found) for drawn, found in judged if found.verdict in ("wrong", "crashed")]
+    for drawn, found in failures[:20]:
+        console.print(f"{found.verdict}: {drawn.label()}: {found.told}", markup=False)
+    if options.mutant is not None:
+        console.print(f"mutant {options.mutant}: {'caught' if failures else 'NOT caught'}")
+    sys.exit(bool(failures) == (options.mutant is None))
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@torch.no_grad()
+def judge(drawn: Draw) -> Judged:
+    """Make, read, compare, write and compare again."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, back = Path(temporary) / "theirs", Path(temporary) / "ours"
+        make(drawn, folder)
+        try:
+            read = read_checkpoint(folder)
+        except UserError as error:
+            is_right = drawn.refused is not None and f": {drawn.refused}" in str(error) and "\n" not in str(error)
+            return Judged("refused" if is_right else "wrong", f"refused: {error}")
+        except Exception:
+            return Judged("crashed", traceback.format_exc(limit=-3))
+        if drawn.refused is not None:
+            return Judged("wrong", f"{drawn.refused} was not refused")
+        try:
+            ours = read_checkpoint(folder, dtype=torch.float32).model
+            write_checkpoint(back, read.model, read.config, family=read.family)
+            (back / STRETTO_FILE).unlink()  # from config.json alone, as other software sees it
+            again = read_checkpoint(back, dtype=torch.float32).model
+            theirs, theirs_again = their_model(folder), their_model(back)
+            for text in range(TEXTS):
+                ids = token_ids(drawn, text)
+                expected = theirs(ids).logits
+                logits = (ours.logits(ids), again.logits(ids), theirs_again(ids).logits)
+                found = max(_difference(each, expected) for each in logits)
+                if found <= AIM:
+                    return Judged("exact", difference=found, num_ties=text)
+        except Exception:
+            return Judged("crashed", traceback.format_exc(limit=-3))
+        return Judged("wrong", f"logits differ by {found:.1e}", found)
+
+
+def token_ids(drawn: Draw, text: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(drawn.seed + 1_000_000 * text)
+    return torch.randint(0, drawn.fields["vocab_size"], (2, LENGTH), generator=generator)
+
+
+def their_model(folder: Path) -> PreTrainedModel:
+    """transformers' network in fp32; experts one by one, which have no demands on sizes."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not any(info.values()), f"transformers found {info}"
+    return model.eval()
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.std()).item()
+
+
+def _table(families: list[Family], judged: list[tuple[Draw, Judged]]) -> Table:
+    table = Table(title="random checkpoints made by transformers, read and written by us", title_justify="left")
+    for column in ("family", "checkpoints", *VERDICTS, "share refused", "max difference", "router ties"):
+        table.add_column(column, justify="left" if column == "family" else "right")
+    for family in [*families, None]:
+        own = [found for drawn, found in judged if family in (drawn.family, None)]
+        counts = [sum(found.verdict == verdict for found in own) for verdict in VERDICTS]
+        worst = max((found.difference for found in own if found.verdict == "exact"), default=0.0)
+        refused, ties = counts[1] / max(1, len(own)), sum(found.num_ties for found in own)
+        row = (family or "all", len(own), *counts, f"{refused:.0%}", f"{worst:.1e}", ties)
+        table.add_row(*(str(cell) for cell in row))
+    return table
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _changed(change: Callable[[ModelConfig], dict[str, Any]]) -> Callable[[], Any]:
+    """A mutant that reads another network than config.json describes."""
+
+    @contextmanager
+    def mutant() -> Iterator[None]:
+        inner = checkpoint.from_hf
+
+        def from_hf(tree: dict[str, Any], source: str) -> tuple[ModelConfig, Family]:
+            config, family = inner(tree, source)
+            return config.replace(**change(config)), family
+
+        with mock.patch.object(checkpoint, "from_hf", from_hf):
+            yield
+
+    return mutant
+
+
+@contextmanager
+def _pairs_kept() -> Iterator[None]:
+    with mock.patch.object(checkpoint, "_paired", lambda stored, rows, on_disk: rows):
+        yield
+
+
+MUTANTS: dict[str | None, Callable[[], Any]] = {
+    "window": _changed(lambda config: {"sliding_window": config.sliding_window and config.sliding_window + 1}),
+    "pairs": _pairs_kept,
+    "scale": _changed(lambda config: {"attention_scale": None}),
+    "rope": _changed(lambda config: {"rope_scaling": None}),
+    "latent_eps": _changed(
+        lambda config: {"latent": config.latent and config.latent.replace(norm_eps=config.norm_eps)}
+    ),
+    "groups": _changed(lambda config: {"top_groups": config.expert_groups}),
+    "clamp": _changed(lambda config: {"clamped_swiglu": config.clamped_swiglu and {"alpha": 1.702, "limit": 7.0}}),
+}
+
+
+if __name__ == "__main__":
+    main()

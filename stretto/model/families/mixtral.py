@@ -1,0 +1,61 @@
+"""Mixtral, and OLMoE, which norms all heads of a token as one and may clip what it attends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stretto.model.families.table import MoeNames, Part, Reader, Table, all_experts, no_windows, one_window, plain
+from stretto.model.spec import ModelConfig
+
+MIXTRAL = Table(
+    family="mixtral",
+    architecture="MixtralForCausalLM",
+    parts=(
+        all_experts(),
+        one_window(None),
+        plain("num_local_experts|num_experts", "num_experts"),
+        plain("num_experts_per_tok", "top_k"),
+    ),
+    always={"router": "softmax", "selection_bias": False, "normalize_gates": True},
+    num_kv_heads=8,
+    rope_theta=1_000_000.0,
+    engines_tie=False,
+    moe=MoeNames(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        projections=("w1", "w3", "w2"),
+        router_aliases=("mlp.gate",),
+    ),
+)
+
+
+def _clip() -> Part:
+    """Beside it, what OLMoE's norms imply: heads that fill the hidden size."""
+
+    def why_not(config: ModelConfig) -> str | None:
+        if config.head_dim * config.num_heads == config.hidden_size:
+            return None
+        return f"its {config.num_heads} heads of {config.head_dim} do not make up the hidden size, as {{family}}'s must"
+
+    return Part(("qkv_clip",), _read_clip, lambda config: {"clip_qkv": config.qkv_clip}, why_not)
+
+
+def _read_clip(reader: Reader) -> dict[str, Any]:
+    return {"qkv_clip": reader.get("clip_qkv", None)}
+
+
+OLMOE = Table(
+    family="olmoe",
+    architecture="OlmoeForCausalLM",
+    parts=(
+        all_experts(),
+        no_windows(),
+        _clip(),
+        plain("num_experts|num_local_experts", "num_experts"),
+        plain("num_experts_per_tok", "top_k"),
+        plain("norm_topk_prob", "normalize_gates", False),
+    ),
+    always={"router": "softmax", "selection_bias": False, "qk_norm_wide": True},
+    switches={"attention_bias": (("attention_bias", "attention_out_bias"), False)},
+    engines_tie=False,
+)

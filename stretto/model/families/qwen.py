@@ -1,0 +1,57 @@
+"""Qwen2, which always has biases on queries, keys and values; Qwen3 and its Mixture-of-Experts, which norm each head instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from stretto.model.families.table import Reader, Table, all_dense, one_window, plain, some_dense, windows_by_layer
+
+
+def _dense_layers(reader: Reader) -> Iterable[int]:
+    step, only = reader.get("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
+    return (layer for layer in range(reader.whole("num_hidden_layers")) if layer in only or (layer + 1) % step != 0)
+
+
+QWEN2 = Table(
+    family="qwen2",
+    architecture="Qwen2ForCausalLM",
+    parts=(
+        all_dense(),
+        windows_by_layer(
+            4096,
+            lambda reader, layer: layer >= reader.get("max_window_layers", 28),
+            switch="use_sliding_window",
+            extra=lambda num_layers: {"max_window_layers": num_layers},
+        ),
+    ),
+    always={"attention_bias": True},
+    num_kv_heads=32,
+    norm_eps=1e-6,
+)
+QWEN3 = replace(
+    QWEN2,
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    always={"qk_norm": True},
+    switches={"attention_bias": (("attention_bias", "attention_out_bias"), False)},
+    head_dim=128,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    parts=(
+        some_dense(
+            _dense_layers, lambda config: {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
+        ),
+        one_window(4096, switch="use_sliding_window"),
+        plain("num_experts|num_local_experts", "num_experts"),
+        plain("num_experts_per_tok", "top_k"),
+        plain("norm_topk_prob", "normalize_gates", False),
+    ),
+    always={"router": "softmax", "selection_bias": False, "qk_norm": True},
+    num_kv_heads=4,
+    head_dim=None,
+    engines_tie=False,
+)

@@ -1,0 +1,348 @@
+"""What a family's table is made of: how its config.json says what a network is, and what it cannot say.
+
+Names and defaults are those of transformers' configuration classes, facts those of its modelling files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from stretto.base.errors import UserError
+from stretto.model.spec import ModelConfig
+
+Family = Literal[
+    "glm4_moe",
+    "qwen3_moe",
+    "ernie4_5_moe",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "ernie4_5",
+]
+"""Names of the families, as in ``model_type`` of a config.json."""
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+NEEDED: Any = object()
+"""Instead of a default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A config.json and its name."""
+
+    tree: Mapping[str, Any]
+    source: str
+
+    def get(self, names: str, default: Any = NEEDED) -> Any:
+        """The value of the first of ``names`` (between bars) that is there and not null."""
+        first, *others = names.split("|")
+        for name in (first, *others):
+            if self.tree.get(name) is not None:
+                return self.tree[name]
+        if default is NEEDED:
+            raise self.problem(first, "missing; the file is incomplete, fetch the checkpoint again")
+        return default
+
+    def whole(self, name: str) -> int:
+        """`get`, and a whole number: for fields that are computed with."""
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.problem(name, f"{value!r} is not a whole number; the file is damaged")
+        return value
+
+    def problem(self, name: str, text: str) -> UserError:
+        return UserError(f"{self.source}: {name}: {text}")
+
+    def refuse_unless(self, name: str, value: Any, allowed: Any) -> None:
+        if value != allowed:
+            raise self.problem(name, f"{value!r} is not supported; use a checkpoint with {name} {allowed!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a network, as a family's config.json has it."""
+
+    ours: tuple[str, ...]
+    """Fields of `ModelConfig`."""
+    read: Callable[[Reader], Mapping[str, Any]]
+    """Values by our names."""
+    write: Callable[[ModelConfig], Mapping[str, Any]]
+    """Values by theirs."""
+    why_not: Callable[[ModelConfig], str | None] = lambda config: None
+    """Why the family cannot say it, in one sentence in which {family} stands for the family's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNames:
+    """Where the tensors of an MoE layer lie on disk, below ``model.layers.N.``."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router_aliases: tuple[str, ...] = ()
+    """Where other software keeps it, as ``bias_aliases``."""
+    bias: str = "mlp.gate.e_score_correction_bias"
+    """Of the selection."""
+    bias_shape: tuple[int, ...] = ()
+    """Dims before the experts'."""
+    bias_aliases: tuple[str, ...] = ()
+    is_fused: bool = False
+    """All experts of a layer are one tensor, transposed, with gate and up rows alternating (gpt-oss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One family."""
+
+    family: Family
+    architecture: str
+    """transformers' class."""
+    parts: tuple[Part, ...]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """By our name: what holds for every network of the family."""
+    switches: Mapping[str, tuple[tuple[str, ...], bool]] = field(default_factory=dict)
+    """By their name: the biases of ours that a true stands for, and what holds where config.json does not say."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """By their name: the one value that is supported, and what holds where config.json does not say."""
+    num_kv_heads: int | None = None
+    """Where config.json does not say, as all that follow down to ``is_tied``. None: as many as query heads."""
+    head_dim: int | None = None
+    """None: the hidden size over the heads."""
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    rotary_fraction: float | None = None
+    """None: all of a head is always rotated."""
+    is_tied: bool = False
+    engines_tie: bool = True
+    """Whether vLLM and SGLang tie a head; if not, it is stored twice and declared untied."""
+    pads: bool = False
+    """Whether layers may have more experts on disk than they use, held back by a bias."""
+    min_experts: int = 1
+    min_shared_experts: int = 0
+    pairs_neighbours: bool = False
+    """Whether neighbouring channels are rotated together on disk."""
+    moe: MoeNames = MoeNames()
+    head_bias: str | None = None
+    """The switch that gives the head a bias, of which we have none."""
+
+    @property
+    def has_experts(self) -> bool:
+        return any("num_experts" in part.ours for part in self.parts)
+
+    @property
+    def is_latent(self) -> bool:
+        return any("latent" in part.ours for part in self.parts)
+
+    def biases(self, config: ModelConfig) -> frozenset[str]:
+        """Biases and the like, by our name, that checkpoints of ``config`` have on disk: also those it lacks itself."""
+        on = {name for name in OPTIONAL if self.always.get(name)}
+        for names, _ in self.switches.values():
+            if any(getattr(config, name) for name in names):
+                on |= set(names)
+        return frozenset(on)
+
+
+OPTIONAL = (
+    *("attention_bias", "attention_out_bias", "mlp_bias", "attention_sinks"),
+    *("selection_bias", "router_bias", "expert_bias"),
+)
+"""What a family may demand of a network that has none: there is a value that changes nothing."""
+
+
+# --- parts that several families have ---------------------------------------------------------------------------------
+
+
+def plain(theirs: str, ours: str, default: Any = NEEDED) -> Part:
+    """A field with another name (other spellings behind a bar), and its value where config.json does not say."""
+    return Part(
+        (ours,),
+        lambda reader: {ours: reader.get(theirs, default)},
+        lambda config: {theirs.partition("|")[0]: getattr(config, ours)},
+    )
+
+
+def all_dense() -> Part:
+    """Families without experts. The ones that a `ModelConfig` must name are never built."""
+
+    def read(reader: Reader) -> dict[str, Any]:
+        width = reader.get("intermediate_size")
+        layers = tuple(range(reader.whole("num_hidden_layers")))
+        return {
+            "dense_layers": layers,
+            "dense_intermediate_size": width,
+            "num_experts": 1,
+            "top_k": 1,
+            "expert_intermediate_size": width,
+            "selection_bias": False,
+        }
+
+    def why_not(config: ModelConfig) -> str | None:
+        return "it has experts and {family} has none" if config.moe_layers else None
+
+    return Part(
+        ("dense_layers",),
+        read,
+        lambda config: {"intermediate_size": config.dense_intermediate_size},
+        why_not,
+    )
+
+
+def all_experts() -> Part:
+    """Families without dense layers, whose ``intermediate_size`` is an expert's."""
+
+    def why_not(config: ModelConfig) -> str | None:
+        return f"its layers {config.dense_layers} are dense and {{family}} has none" if config.dense_layers else None
+
+    return Part(
+        ("dense_layers", "expert_intermediate_size"),
+        lambda reader: {"expert_intermediate_size": reader.get("intermediate_size")},
+        lambda config: {"intermediate_size": config.expert_intermediate_size},
+        why_not,
+    )
+
+
+def some_dense(
+    dense_layers: Callable[[Reader], Iterable[int]],
+    write: Callable[[ModelConfig], Mapping[str, Any]],
+    why_not: Callable[[ModelConfig], str | None] = lambda config: None,
+) -> Part:
+    """Families of both kinds of layers, whose ``intermediate_size`` is that of the dense ones; how they are told apart."""
+
+    def read(reader: Reader) -> dict[str, Any]:
+        dense = tuple(dense_layers(reader))
+        return {
+            "dense_layers": dense,
+            "dense_intermediate_size": reader.get("intermediate_size") if dense else 0,
+            "expert_intermediate_size": reader.get("moe_intermediate_size"),
+        }
+
+    def written(config: ModelConfig) -> dict[str, Any]:
+        return {
+            **write(config),
+            "intermediate_size": config.dense_intermediate_size or config.expert_intermediate_size,
+            "moe_intermediate_size": config.expert_intermediate_size,
+        }
+
+    return Part(("dense_layers", "expert_intermediate_size"), read, written, why_not)
+
+
+def leading_dense(default: int) -> Part:
+    def why_not(config: ModelConfig) -> str | None:
+        if config.dense_layers == tuple(range(len(config.dense_layers))):
+            return None
+        return f"its dense layers {config.dense_layers} are not the leading ones, as {{family}}'s must be"
+
+    return some_dense(
+        lambda reader: range(min(reader.get("first_k_dense_replace", default), reader.whole("num_hidden_layers"))),
+        lambda config: {
+            "first_k_dense_replace": len(config.dense_layers),
+            "num_nextn_predict_layers": 0,  # engines would look for them
+        },
+        why_not,
+    )
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def no_windows() -> Part:
+    """Families whose queries see everything, whatever config.json says of windows: better refused than read so."""
+
+    def read(reader: Reader) -> dict[str, Any]:
+        window = reader.get("sliding_window", None)
+        if window is not None and window < reader.get("max_position_embeddings"):
+            raise reader.problem("sliding_window", f"{window} is not supported: layers of this family have none")
+        _refuse_other_kinds(reader, {_FULL})
+        return {}
+
+    return Part((), read, lambda config: {})
+
+
+def one_window(default: int | None, switch: str | None = None) -> Part:
+    """Families with a sliding window in all layers or in none; ``switch`` must be true for it to count."""
+
+    def read(reader: Reader) -> dict[str, Any]:
+        window = reader.tree.get("sliding_window", default)
+        if switch is not None and not reader.get(switch, False):
+            window = None
+        _refuse_other_kinds(reader, {_FULL if window is None else _SLIDING})
+        if window is None:
+            return {}
+        return {"sliding_window": window, "sliding_layers": tuple(range(reader.whole("num_hidden_layers")))}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        told = {} if switch is None else {switch: bool(config.sliding_layers)}
+        return told | {"sliding_window": config.sliding_window if config.sliding_layers else None}
+
+    def why_not(config: ModelConfig) -> str | None:
+        if len(config.sliding_layers) in (0, config.num_layers):
+            return None
+        return "some of its layers have a sliding window, and {family} has one in all layers or in none"
+
+    return Part(("sliding_layers",), read, write, why_not)
+
+
+def _refuse_other_kinds(reader: Reader, known: set[str]) -> list[str] | None:
+    kinds = reader.get("layer_types", None)
+    if kinds is None:
+        return None
+    num_layers = reader.whole("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise reader.problem("layer_types", f"not one for each of the {num_layers} layers; the file is damaged")
+    for kind in kinds:
+        if kind not in known:
+            raise reader.problem("layer_types", f"{kind!r} is not supported here, only {' and '.join(sorted(known))}")
+    return kinds
+
+
+def windows_by_layer(
+    default: int, is_sliding: Callable[[Reader, int], bool], switch: str | None, extra: Callable[[int], dict[str, Any]]
+) -> Part:
+    """Families with a sliding window in some layers, named by ``layer_types`` or else by ``is_sliding``. Only transformers
+    reads ``layer_types``: ``extra`` is what else is written for so many layers.
+    """
+
+    def read(reader: Reader) -> dict[str, Any]:
+        num_layers = reader.whole("num_hidden_layers")
+        window = reader.tree.get("sliding_window", default)
+        if switch is not None and not reader.get(switch, False):
+            window = None
+        kinds = _refuse_other_kinds(reader, {_FULL, _SLIDING})
+        if kinds is None:
+            sliding = tuple(layer for layer in range(num_layers) if is_sliding(reader, layer))
+            sliding = sliding if window is not None or switch is None else ()
+        else:
+            sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
+        if sliding and window is None:
+            raise reader.problem("sliding_window", f"none, and layers {sliding} have one; the file is damaged")
+        return {"sliding_window": window, "sliding_layers": sliding} if sliding else {}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        slides = bool(config.sliding_layers)
+        told = {} if switch is None else {switch: slides}
+        absent = default if switch is None else None
+        kinds = [_SLIDING if layer in config.sliding_layers else _FULL for layer in range(config.num_layers)]
+        window = config.sliding_window if slides else absent
+        return {**told, **extra(config.num_layers), "sliding_window": window, "layer_types": kinds}
+
+    return Part(("sliding_layers",), read, write)
+
+
+def groups(num_groups: int, top_groups: int) -> Part:
+    return Part(
+        ("expert_groups", "top_groups"),
+        lambda reader: {
+            "expert_groups": reader.get("n_group", num_groups),
+            "top_groups": reader.get("topk_group", top_groups),
+        },
+        lambda config: {"n_group": config.expert_groups, "topk_group": config.top_groups},
+    )

@@ -1,0 +1,147 @@
+"""Quantised weights, dequantised as they are read: a source of tensors around another one.
+
+Shape letters: E experts, R rows, C columns, r and c blocks of them, G groups of 32 values, B bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.model.families.quantisation import Quantisation
+
+_FP8 = torch.float8_e4m3fn
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By the lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0, E2M1)."""
+_E8M0_BIAS = 127
+_IGNORED = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+"""Scales of what is computed, not of what is stored."""
+
+
+class TensorSource(Protocol):
+    """Tensors by name, as a checkpoint has them."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def path(self, name: str) -> Path:
+        """The file that holds ``name``, for messages."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` returns. Raises `UserError`: it is missing, or of a dtype that is none of fp32, bf16 and fp16."""
+        ...
+
+    def is_empty(self, name: str) -> bool:
+        """Whether ``name`` has no elements."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
+        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: as `dtype` does, or another shape."""
+        ...
+
+
+class StoredSource(TensorSource, Protocol):
+    """A source that can also say and read what is stored, whatever its dtype."""
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """None for one that torch does not have."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor: ...
+
+
+class Dequantised:
+    """Tensors of ``inner``; those that are quantised are multiplied with their scales in fp32. Scales are no tensors of it."""
+
+    def __init__(self, inner: StoredSource, how: Quantisation) -> None:
+        self._inner, self._how = inner, how
+        blocks = {name.removesuffix("_blocks") for name in inner.names if name.endswith("_blocks")}
+        self._packed = frozenset(blocks) if how.is_mxfp4 else frozenset()
+        hidden = {f"{name}{ending}" for name in self._packed for ending in ("_blocks", "_scales")}
+        hidden |= {name for name in inner.names if name.endswith((*_IGNORED, how.scales))}
+        self._names = (inner.names - hidden) | self._packed
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def path(self, name: str) -> Path:
+        return self._inner.path(f"{name}_blocks" if name in self._packed else name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16 if self._is_quantised(name) else self._inner.dtype(name)
+
+    def is_empty(self, name: str) -> bool:
+        return name not in self._packed and self._inner.is_empty(name)
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
+        if not self._is_quantised(name):
+            return self._inner.read(name, shape, part)
+        self._need_scales(name)
+        read = self._read_mxfp4 if name in self._packed else self._read_fp8
+        experts = tuple(takewhile(lambda index: isinstance(index, int), part)) if len(shape) > 2 else ()
+        return read(name, shape, experts)[part[len(experts) :]]
+
+    def _is_quantised(self, name: str) -> bool:
+        return name in self._packed or (name in self._names and self._inner.stored_dtype(name) == _FP8)
+
+    def _need_scales(self, name: str) -> None:
+        if name + self._how.scales not in self._inner.names:
+            raise UserError(
+                f"{self.path(name)}: {name}: quantised, and its scales {name}{self._how.scales} are missing from the weights;"
+                " copy or fetch the checkpoint again"
+            )
+
+    def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
+        scales = name + self._how.scales
+        self._check(name, self._inner.shape(name), shape)
+        block, stored = self._how.block, self._inner.shape(scales)
+        is_one = all(size == 1 for size in stored)
+        if not is_one and block is not None:
+            self._check(
+                scales, stored, (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=True)))
+            )
+        elif not is_one:
+            self._check(scales, stored, (*shape[:-1], 1))
+        values_RC = self._inner.raw(name, experts).float()
+        scales_rc = _as_float(self._inner.raw(scales, () if is_one else experts))
+        if is_one:
+            return values_RC * scales_rc.reshape(())
+        if block is not None:  # the last block of rows or columns may be cut short
+            for dim, size in ((-2, block[0]), (-1, block[1])):
+                scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
+        return values_RC * scales_rc
+
+    def _read_mxfp4(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
+        """Stored one row of the product after another, two values a byte, the lower four bits first; ``shape`` has the rows
+        last, as gpt-oss's unquantised tensors do.
+        """
+        rows, columns = shape[-1], shape[-2]
+        groups = (*shape[:-2], rows, columns // 32)
+        self._check(f"{name}_blocks", self._inner.shape(f"{name}_blocks"), (*groups, 16))
+        self._check(f"{name}_scales", self._inner.shape(f"{name}_scales"), groups)
+        bytes_RGB = self._inner.raw(f"{name}_blocks", experts)
+        codes_RG32 = torch.stack((bytes_RGB & 15, bytes_RGB >> 4), dim=-1).flatten(-2).int()
+        values = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)))
+        exponents_RG = self._inner.raw(f"{name}_scales", experts).int() - _E8M0_BIAS
+        return torch.ldexp(values[codes_RG32], exponents_RG[..., None]).flatten(-2).mT
+
+    def _check(self, name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if stored != expected:
+            raise UserError(
+                f"{self._inner.path(name)}: {name}: shape {list(stored)} where config.json gives {list(expected)}; the files"
+                " do not belong together, copy or fetch the checkpoint again"
+            )
+
+
+def _as_float(scales: Tensor) -> Tensor:
+    """Scales in fp32; bytes are exponents of two."""
+    return torch.exp2(scales.float() - _E8M0_BIAS) if scales.dtype == torch.uint8 else scales.float()
