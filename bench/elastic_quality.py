@@ -22,7 +22,8 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from stretto.apps.run import RunInfo, learn_tokenizer, prepare_data, tokenise_documents
+from stretto.apps.data import learn_tokenizer, prepare_data, tokenise_documents
+from stretto.apps.run import RunInfo
 from stretto.apps.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json

@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.common.measure import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.data.shards import tokenise
-from stretto.data.sources import Document, open_sources, read_files
+from stretto.data.sources import Document, open_source, read_files
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 
 SAMPLE_S = 0.05
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _compare(folder: Path, options: argparse.Namespace) -> None:
-    documents = open_sources(options.data)["train"] if options.data else demo_documents(1 << 30, 0)
+    documents = open_source(options.data).read("train") if options.data else demo_documents(1 << 30, 0)
     num_bytes = _write(documents, folder / "whole", options.megabytes * 1e6)
     _write(read_files([folder / "whole" / "text.jsonl"]), folder / "quarter", num_bytes / 4)
     tokenizer = options.tokenizer

@@ -23,8 +23,18 @@ app = typer.Typer(
 )
 
 Data = Annotated[
-    list[str], typer.Option(help="File, folder or Hugging Face dataset; PATH@WEIGHT in a mixture.", show_default=False)
+    list[str],
+    typer.Option(
+        help="Text: a file, a folder of text, code, JSONL, CSV or Parquet, or a Hugging Face dataset. "
+        "May be given again: PATH@WEIGHT in a mixture.",
+        show_default=False,
+    ),
 ]
+Val = Annotated[str | None, typer.Option(help="Held-out text, in the forms of --data; a part of the data if left out.")]
+ValFraction = Annotated[
+    float | None, typer.Option(help="Share of the data to hold out; a hundredth, of little text up to a tenth.")
+]
+TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSONL, CSV, Parquet and datasets.")]
 Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 VOCAB_SIZE = 8192
@@ -39,6 +49,9 @@ def pretrain(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")
     ] = None,
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
     origin: Annotated[
         Path | None,
@@ -64,9 +77,13 @@ def pretrain(
 
         given = model_to_go_on_with(folder, origin)
     parsed = read_recipe(recipe, Recipe, _with_steps(settings, steps), given)
+    from stretto.apps.data import TextOptions
     from stretto.apps.train import pretrain_command
 
-    made = pretrain_command(parsed, folder, data, tokenizer, origin, resume=resume, device=device, wandb_project=wandb)
+    text = TextOptions(val, val_fraction, text_field)
+    made = pretrain_command(
+        parsed, folder, data, tokenizer, origin, text=text, resume=resume, device=device, wandb_project=wandb
+    )
     _say_next(folder, made)
 
 
@@ -80,6 +97,9 @@ def elasticize(
             "-o", "--out", help="New run folder; left out, the adopted run's own: its checkpoint stays as adopted/."
         ),
     ] = None,
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
     recipe: Annotated[Path | None, typer.Option(help="A recipe (TOML); recipes/elasticize.toml by default.")] = None,
     teacher: Annotated[
         Path | None, typer.Option(help="Run or checkpoint that teaches; the network itself, as it came, by default.")
@@ -98,9 +118,11 @@ def elasticize(
 
     told = settings + ([f"trainable={trainable}"] if trainable is not None else [])
     parsed = read_recipe(recipe or RECIPES / "elasticize.toml", ElasticizeRecipe, _with_steps(told, steps))
+    from stretto.apps.data import TextOptions
     from stretto.apps.train import elasticize_command
 
-    made = elasticize_command(parsed, source, data, teacher, out, resume=resume, device=device)
+    text = TextOptions(val, val_fraction, text_field)
+    made = elasticize_command(parsed, source, data, teacher, out, text=text, resume=resume, device=device)
     _say_next(out or source, made)
 
 
@@ -108,6 +130,9 @@ def elasticize(
 def tokenize(
     data: Data,
     out: Annotated[Path, typer.Option("-o", "--out", help="Data folder to write.")],
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder; trained if left out.")] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Of a tokenizer that is trained.", show_default=str(VOCAB_SIZE))
@@ -116,9 +141,10 @@ def tokenize(
     """Turn text into token shards, in constant memory; killed, it goes on where it was."""
     if tokenizer is not None and vocab_size is not None:
         raise UserError(f"--vocab-size: {tokenizer} has a vocabulary already; leave --vocab-size or --tokenizer out")
-    from stretto.apps.run import tokenise_data
+    from stretto.apps.data import TextOptions, tokenise_data
 
-    manifest = tokenise_data(data, out, tokenizer, vocab_size or VOCAB_SIZE)
+    text = TextOptions(val, val_fraction, text_field)
+    manifest = tokenise_data(data, out, tokenizer, vocab_size or VOCAB_SIZE, text)
     _say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
 
 
@@ -146,6 +172,9 @@ def search(
     data: Annotated[
         list[str], typer.Option(help="Text to measure on, instead of the run's own; PATH@WEIGHT in a mixture.")
     ] = [],  # noqa: B006
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
     max_total: Annotated[float | None, typer.Option(help="Share of the total parameters (memory).")] = None,
     max_active: Annotated[float | None, typer.Option(help="Share of the active parameters (compute).")] = None,
     max_latency_ms: Annotated[float | None, typer.Option(help="Milliseconds a decoding step, by the table.")] = None,
@@ -166,12 +195,16 @@ def search(
     if heal_steps:
         settings = [f"train.steps={heal_steps}", f"train.eval_every={heal_steps}", f"train.snapshot_every={heal_steps}"]
         healing = read_recipe(heal_recipe or RECIPES / "heal.toml", HealRecipe, settings)
+    from stretto.apps.data import TextOptions
     from stretto.apps.search import parse_limits, search_command
     from stretto.search.search import SearchOptions
 
     limits = parse_limits(max_total, max_active, max_latency_ms)
     options = SearchOptions(seed=seed)
-    result = search_command(run, limits, options, healing, device, data=data, nested=nested, per_layer=per_layer)
+    text = TextOptions(val, val_fraction, text_field)
+    result = search_command(
+        run, limits, options, healing, device, data=data, text=text, nested=nested, per_layer=per_layer
+    )
     for line in result.summary():
         _say(line)
     _say(f"next: stretto extract {run} --subnet best -o OUT")
@@ -199,6 +232,9 @@ def heal(
     source: Annotated[Path, typer.Argument(help="An extracted checkpoint.", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint to write.")],
     data: Data = [],  # noqa: B006
+    val: Val = None,
+    val_fraction: ValFraction = None,
+    text_field: TextField = "text",
     recipe: Annotated[Path | None, typer.Option(help="A healing recipe; recipes/heal.toml by default.")] = None,
     teacher: Annotated[Path | None, typer.Option(help="Run or checkpoint it was cut from; known if not moved.")] = None,
     steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
@@ -211,9 +247,11 @@ def heal(
     from stretto.train.recipe import HealRecipe
 
     parsed = read_recipe(recipe or RECIPES / "heal.toml", HealRecipe, _with_steps(settings, steps))
+    from stretto.apps.data import TextOptions
     from stretto.apps.train import heal_command
 
-    _say(f"checkpoint: {heal_command(parsed, source, out, data, teacher, resume=resume, device=device)}")
+    text = TextOptions(val, val_fraction, text_field)
+    _say(f"checkpoint: {heal_command(parsed, source, out, data, teacher, text=text, resume=resume, device=device)}")
 
 
 @app.command()

@@ -17,8 +17,9 @@ from pathlib import Path
 import rich
 from rich.table import Table
 
+from stretto.apps.data import learn_tokenizer, tokenise_documents
 from stretto.apps.report import report_command
-from stretto.apps.run import SAMPLES_FILE, Sample, learn_tokenizer, read_samples, tokenise_documents
+from stretto.apps.run import SAMPLES_FILE, Sample, read_samples
 from stretto.apps.search import (
     LATENCY_FILE,
     SEARCH_FILE,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data, read_info, sources_named
+from stretto.apps.data import AS_IT_IS, TextOptions, prepare_data, sources_named
+from stretto.apps.run import RunInfo, read_info
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
@@ -76,13 +77,14 @@ def search_command(
     device: str = "auto",
     *,
     data: Sequence[str] = (),
+    text: TextOptions = AS_IT_IS,
     nested: bool = False,
     per_layer: bool = False,
 ) -> SearchResult:
     """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
 
     Args:
-        data: to measure and heal on instead of what the run was trained on.
+        data, text: to measure and heal on instead of what the run was trained on.
         heal_recipe: the best few are healed briefly by it, and the choice is made among the healed.
         nested: drop layers in the order of training only.
         per_layer: expert counts may differ by layer.
@@ -94,7 +96,7 @@ def search_command(
         )
     checkpoint = _load(run, ranks)
     if data:
-        info = _on_other_data(run, info, data, checkpoint)
+        info = _on_other_data(run, info, data, text, checkpoint)
     batches = held_out(info, info.train, ranks)
     table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
     meter = Meter("search", device_name(ranks.device), ranks.world)
@@ -131,14 +133,14 @@ def search_command(
     return result
 
 
-def _on_other_data(run: Path, info: RunInfo, data: Sequence[str], checkpoint: Checkpoint) -> RunInfo:
+def _on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
     """``info`` with ``data``, which is tokenised beside the run's own."""
     folder = checkpoint.folder
     tokenizer = _tokenizer_of(folder)
     if tokenizer is None:
         raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
-    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, checkpoint.config.vocab_size)
-    return info.replace(data=mixture, data_hash=data_hash, sources=sources_named(data))
+    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, checkpoint.config.vocab_size, text)
+    return info.replace(data=mixture, data_hash=data_hash, sources=sources_named(data, text))
 
 
 class SearchRecord(Config):

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from stretto.apps.run import ADOPTED, RunInfo, prepare_data, read_info, sources_named
+from stretto.apps.data import AS_IT_IS, TextOptions, check_enough, prepare_data, sources_named
+from stretto.apps.run import ADOPTED, RunInfo, read_info
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
@@ -34,6 +35,7 @@ def pretrain_command(
     tokenizer: Path | None = None,
     origin: Path | None = None,
     *,
+    text: TextOptions = AS_IT_IS,
     resume: bool = False,
     device: str = "auto",
     wandb_project: str | None = None,
@@ -49,8 +51,8 @@ def pretrain_command(
 
     def start() -> RunInfo:
         if not resume:
-            return _new_run(recipe, run, data, tokenizer, folder)
-        return _same(run, _begun(run, recipe, data, tokenizer), "--from", folder, "parent")
+            return _new_run(recipe, run, data, tokenizer, folder, text)
+        return _same(run, _begun(run, recipe, data, tokenizer, text), "--from", folder, "parent")
 
     with ExitStack() as held:
         info = ranks.first(lambda: _start(run, resume, held, start))
@@ -76,6 +78,7 @@ def elasticize_command(
     teacher: Path | None = None,
     out: Path | None = None,
     *,
+    text: TextOptions = AS_IT_IS,
     resume: bool = False,
     device: str = "auto",
 ) -> Path:
@@ -93,18 +96,19 @@ def elasticize_command(
         told = _check_teacher(read_config(origin).vocab_size, teacher) if teacher else None
         complete = recipe.for_network(read_config(origin), read_presets(origin))
         if resume:
-            begun = _same(run, _begun(run, complete, data), "--teacher", told, "teacher")
+            begun = _same(run, _begun(run, complete, data, text=text), "--teacher", told, "teacher")
             return begun if in_place else _same(run, begun, "source", origin, "parent")
         folder = run / "elasticize" if in_place else run
         mixture, tokenizer, data_hash = prepare_data(
-            folder, data, _own_tokenizer(origin), read_config(origin).vocab_size
+            folder, data, _own_tokenizer(origin), read_config(origin).vocab_size, text
         )
+        check_enough(mixture, complete.train)
         return RunInfo(
             stage="elasticize",
             recipe=complete,
             data=mixture,
             data_hash=data_hash,
-            sources=sources_named(data),
+            sources=sources_named(data, text),
             tokenizer=tokenizer,
             parent=None if in_place else origin,
             teacher=told,
@@ -134,6 +138,7 @@ def heal_command(
     data: Sequence[str],
     teacher: Path | None,
     *,
+    text: TextOptions = AS_IT_IS,
     resume: bool = False,
     device: str = "auto",
 ) -> Path:
@@ -147,8 +152,8 @@ def heal_command(
 
     def start() -> RunInfo:
         if not resume:
-            return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher))
-        begun = _same(run, _begun(run, recipe, data), "source", folder, "parent")
+            return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher), text)
+        begun = _same(run, _begun(run, recipe, data, text=text), "source", folder, "parent")
         guide = checkpoint_folder(teacher) if teacher is not None and recipe.ce_weight < 1.0 else None
         return _same(run, begun, "--teacher", guide, "teacher")
 
@@ -204,7 +209,11 @@ def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo
 
 
 def _begun(
-    run: Path, recipe: Recipe | ElasticizeRecipe | HealRecipe, data: Sequence[str], tokenizer: Path | None = None
+    run: Path,
+    recipe: Recipe | ElasticizeRecipe | HealRecipe,
+    data: Sequence[str],
+    tokenizer: Path | None = None,
+    text: TextOptions = AS_IT_IS,
 ) -> RunInfo:
     """The record of the run that is gone on with, under the recipe of now. Raises `UserError`: it is another run, or it was told
     something else than this time.
@@ -214,7 +223,7 @@ def _begun(
         raise UserError(f"{run}: --resume: a {info.stage} run; choose another folder")
     before, now = (each.model_dump(mode="json") for each in (info.recipe, recipe))
     check_unchanged(before, now, run, (*LAYOUT, *STEERING))
-    named = sources_named(data)
+    named = sources_named(data, text)
     if named and info.sources and named != info.sources:
         raise UserError(
             f"{run}: --data: was {' '.join(info.sources)} when this run started, is {' '.join(named)} now; leave it out"
@@ -236,18 +245,21 @@ def _same(run: Path, info: RunInfo, name: str, told: Path | None, field: Literal
     return info
 
 
-def _new_run(recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None, origin: Path | None) -> RunInfo:
+def _new_run(
+    recipe: Recipe, run: Path, data: Sequence[str], tokenizer: Path | None, origin: Path | None, text: TextOptions
+) -> RunInfo:
     if origin is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {origin} has its own; leave it out")
         tokenizer = _own_tokenizer(origin)
-    mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size)
+    mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size, text)
+    check_enough(mixture, recipe.train)
     return RunInfo(
         stage="pretrain",
         recipe=recipe,
         data=mixture,
         data_hash=data_hash,
-        sources=sources_named(data),
+        sources=sources_named(data, text),
         tokenizer=folder,
         parent=origin,
     )
@@ -284,17 +296,20 @@ def _put_in_place(run: Path, made: Path) -> None:
     made.rename(run / CHECKPOINT)
 
 
-def _new_heal(recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None) -> RunInfo:
+def _new_heal(
+    recipe: HealRecipe, run: Path, student: Checkpoint, data: Sequence[str], teacher: Path | None, text: TextOptions
+) -> RunInfo:
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
-    mixture, folder, data_hash = prepare_data(run, data, _own_tokenizer(student.folder), config.vocab_size)
+    mixture, folder, data_hash = prepare_data(run, data, _own_tokenizer(student.folder), config.vocab_size, text)
+    check_enough(mixture, recipe.train)
     return RunInfo(
         stage="heal",
         recipe=recipe,
         data=mixture,
         data_hash=data_hash,
-        sources=sources_named(data),
+        sources=sources_named(data, text),
         tokenizer=folder,
         parent=student.folder.resolve(),
         teacher=teacher,

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.data.pack import PackedRows, Row, cut, fill_rows, plan_rows
-from stretto.data.shards import TokenSet
+from stretto.data.shards import TokenSet, read_manifest
 
 WINDOW_ROWS = 8192
 """Rows packed together: enough for a tight fit, and for the rows of one long document to lie far apart."""
@@ -88,6 +88,8 @@ class Mixture(Config):
     """Data sets and their shares."""
 
     parts: tuple[Part, ...] = Field(min_length=1)
+    val: Path | None = None
+    """A data folder whose held-out text stands for that of every part."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -106,11 +108,15 @@ class Mixture(Config):
         Raises:
             UserError: data that is missing or damaged, or parts that another tokenizer encoded.
         """
-        opened = [TokenSet(part.path, split) for part in self.parts]
-        for part, data in zip(self.parts, opened, strict=True):
-            if data.manifest.settings.tokenizer != opened[0].manifest.settings.tokenizer:
+        folders = [part.path for part in self.parts]
+        if split == "val" and self.val is not None:
+            folders = [self.val]
+        opened = [TokenSet(folder, split) for folder in folders]
+        first = read_manifest(self.parts[0].path).settings.tokenizer
+        for folder, data in zip(folders, opened, strict=True):
+            if data.manifest.settings.tokenizer != first:
                 other = self.parts[0].path
-                raise UserError(f"{part.path}: encoded with another tokenizer than {other}; tokenise both with one")
+                raise UserError(f"{folder}: encoded with another tokenizer than {other}; tokenise both with one")
         return opened
 
 

@@ -31,9 +31,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.base import numbers
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import LOCK_FILE, read_json, remove, replacing, write_json
+from stretto.data.holdout import By, Holdout
 from stretto.data.sources import Document
 
 MANIFEST = "data.json"
@@ -71,6 +73,8 @@ class Settings(Config):
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     val_fraction: float
+    """0: the sources' own, or none."""
+    val_by: By = "documents"
     shard_bytes: int
 
     @property
@@ -89,6 +93,15 @@ class Manifest(Config):
     num_bytes: int
     domains: tuple[str, ...]
     splits: dict[str, tuple[Shard, ...]]
+
+
+def read_settings(folder: Path | str) -> Settings | None:
+    """Of a data folder, finished or not; None where none was begun."""
+    folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder).settings
+    begun = folder / _PROGRESS / "settings.json"
+    return validate(Settings, read_json(begun), str(begun)) if begun.exists() else None
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -121,7 +134,9 @@ class TokenSet:
         self.manifest = read_manifest(folder)
         if split not in self.manifest.splits:
             problem = f"split {split!r} is not there; it has {', '.join(self.manifest.splits)}"
-            raise UserError(f"{folder}: {problem}: tokenise again with val_fraction or a val file")
+            raise UserError(
+                f"{folder}: {problem}: tokenise again with --val-fraction, or name held-out text with --val"
+            )
         shards, settings = self.manifest.splits[split], self.manifest.settings
         for shard in shards:
             if damage := _damage(folder, shard, settings, verify):
@@ -204,7 +219,7 @@ def tokenise(
     out_dir: Path | str,
     *,
     processes: int | None = None,
-    val_fraction: float = 0.0,
+    holdout: Holdout | None = None,
     shard_bytes: int = 8 << 20,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Manifest:
@@ -218,8 +233,7 @@ def tokenise(
         tokenizer: encodes; special tokens spelled in a document are ordinary text.
         out_dir: the data folder.
         processes: workers; None takes the cores this process may use, 1 works in this process.
-        val_fraction: share of the ``train`` documents that go to ``val``, chosen by a hash of the text: a document
-            stays on its side when others come or go, and copies of it never end up on both.
+        holdout: what of ``train`` goes to ``val``; None: nothing.
         shard_bytes: UTF-8 bytes of text in a shard.
         advance: called with the bytes of text that were encoded, or found done.
 
@@ -227,15 +241,13 @@ def tokenise(
         UserError: bad input, a folder that holds other data, or a full disk.
     """
     out_dir = Path(out_dir)
-    if not 0 <= val_fraction < 1:
-        raise UserError(f"val_fraction: {val_fraction} lies outside 0 <= x < 1")
-    if val_fraction and "val" in sources:
-        raise UserError("val_fraction: the sources have a val split of their own; set it to 0")
+    assert holdout is None or "val" not in sources, "the sources have a val split of their own"
     settings = Settings(
         tokenizer=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
         dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        val_fraction=val_fraction,
+        val_fraction=holdout.fraction if holdout else 0.0,
+        val_by=holdout.by if holdout else "documents",
         shard_bytes=shard_bytes,
     )
     done = _reopen(out_dir, settings)
@@ -243,7 +255,7 @@ def tokenise(
     shards: list[Shard] = []
 
     def missing() -> Iterator[_Unit]:
-        for unit in _units(sources, val_fraction, shard_bytes, domains):
+        for unit in _units(sources, holdout, shard_bytes, domains):
             known = done.get(unit.name)
             if known and known.text_hash == unit.text_hash and _damage(out_dir, known, settings) is None:
                 shards.append(known)
@@ -265,17 +277,17 @@ def tokenise(
 def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
     """Records of the shards that an earlier call finished in ``out_dir``, which is marked unfinished again."""
     progress = out_dir / _PROGRESS
-    old = settings
+    old = read_settings(out_dir)
     finished: tuple[Shard, ...] = ()
     if (out_dir / MANIFEST).exists():
-        manifest = read_manifest(out_dir)
-        old, finished = manifest.settings, tuple(chain.from_iterable(manifest.splits.values()))
-    elif (progress / "settings.json").exists():
-        old = validate(Settings, read_json(progress / "settings.json"), str(progress / "settings.json"))
-    elif out_dir.exists() and any(path.name not in (TOKENIZER, LOCK_FILE) for path in out_dir.iterdir()):
+        finished = tuple(chain.from_iterable(read_manifest(out_dir).splits.values()))
+    elif (
+        old is None and out_dir.exists() and any(path.name not in (TOKENIZER, LOCK_FILE) for path in out_dir.iterdir())
+    ):
         raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
-    for name in Settings.model_fields:
-        was, now = getattr(old, name), getattr(settings, name)
+    # what is held out may change: a shard whose text is the same is the same
+    for name in Settings.model_fields.keys() - {"val_fraction", "val_by"}:
+        was, now = getattr(old or settings, name), getattr(settings, name)
         if was != now:
             raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
     for shard in finished:
@@ -298,32 +310,36 @@ class _Unit:
 
 
 def _units(
-    sources: Mapping[str, Iterable[Document]], val_fraction: float, shard_bytes: int, domains: dict[str, int]
+    sources: Mapping[str, Iterable[Document]], holdout: Holdout | None, shard_bytes: int, domains: dict[str, int]
 ) -> Iterator[_Unit]:
     """Cut the documents into units; number the domains by first appearance."""
     counts: Counter[str] = Counter()
     open_units: dict[str, _Unit] = {}
-    for source_split, documents in sources.items():
-        for document in documents:
-            if not document.text:
-                continue
-            text = document.text.encode()
-            digest = hashlib.blake2b(text, digest_size=16).digest()
-            is_val = source_split == "train" and int.from_bytes(digest[:8], "little") < val_fraction * 2**64
-            split = "val" if is_val else source_split
-            if split not in open_units:
-                open_units[split] = _Unit(f"{split}-{counts[split]:05d}")
-                counts[split] += 1
-            unit = open_units[split]
-            domain = domains.setdefault(document.domain, len(domains))
-            chained = unit.text_hash.encode() + digest + domain.to_bytes(4, "little")
-            unit.text_hash = hashlib.blake2b(chained, digest_size=16).hexdigest()
-            unit.texts.append(document.text)
-            unit.domains.append(domain)
-            unit.num_bytes += len(text)
-            if unit.num_bytes >= shard_bytes:
-                yield open_units.pop(split)
+    for split, document in _divided(sources, holdout):
+        if split not in open_units:
+            open_units[split] = _Unit(f"{split}-{counts[split]:05d}")
+            counts[split] += 1
+        unit, text = open_units[split], document.text.encode()
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        domain = domains.setdefault(document.domain, len(domains))
+        chained = unit.text_hash.encode() + digest + domain.to_bytes(4, "little")
+        unit.text_hash = hashlib.blake2b(chained, digest_size=16).hexdigest()
+        unit.texts.append(document.text)
+        unit.domains.append(domain)
+        unit.num_bytes += len(text)
+        if unit.num_bytes >= shard_bytes:
+            yield open_units.pop(split)
     yield from open_units.values()
+
+
+def _divided(sources: Mapping[str, Iterable[Document]], holdout: Holdout | None) -> Iterator[tuple[str, Document]]:
+    """Documents with their splits."""
+    for split, documents in sources.items():
+        for document in filter(lambda each: each.text, documents):
+            if split == "train" and holdout is not None:
+                yield from holdout.divide(document)
+            else:
+                yield split, document
 
 
 def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) -> Shard:
@@ -364,10 +380,13 @@ def _finish(
         splits[split] = (*splits.get(split, ()), shard)
     for split in wanted:
         if split not in splits:
-            raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower val_fraction")
+            raise UserError(f"{out_dir}: split {split!r} has no documents; give it some text, or lower --val-fraction")
     num_documents = sum(shard.num_documents for shard in shards)
-    if (share := settings.val_fraction) and "val" not in splits:
-        raise UserError(f"val_fraction: {share} of {num_documents} documents leaves val empty; raise it")
+    if settings.val_fraction and "val" not in splits:
+        raise UserError(
+            f"{out_dir}: too little text to hold any out ({numbers.counted(num_documents, 'document')}, "
+            f"{numbers.size_in_bytes(sum(shard.num_bytes for shard in shards))}); give more, raise --val-fraction, or name some with --val"
+        )
     hashes = {split: [shard.sha256 for shard in held] for split, held in splits.items()}
     described = json.dumps([settings.model_dump(), domains, hashes], sort_keys=True)
     manifest = Manifest(

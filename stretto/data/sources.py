@@ -1,34 +1,51 @@
-"""Documents from files: text, JSONL (also compressed), Parquet, folders of them, and Hugging Face datasets.
+"""Documents from files: text and source code, JSONL, CSV (also compressed), Parquet, folders of them, and Hugging Face datasets.
 
-Everything streams: memory is bounded by one document (JSONL, Parquet) or by `MAX_TEXT_CHARS` (text files).
-A file that is not what its name says is a `UserError` that names the file, the line or field, and the remedy.
+Everything streams: memory is bounded by one line of records, and by `MAX_TEXT_CHARS` of text: a longer document, with or
+without lines, becomes several. A file that is not what its name says is a `UserError` that names the file, the line or
+field, and the remedy; a text file among others in a folder is left out then, and told.
 """
 
 from __future__ import annotations
 
 import bz2
+import codecs
+import csv
 import gzip
 import io
 import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import charset_normalizer
+
 from stretto.base.errors import UserError, nearest
+from stretto.data.files import (
+    COMPRESSIONS,
+    JSON_LINES,
+    RECORDS,
+    SPLITS,
+    TABLES,
+    TEXT,
+    Found,
+    LeftOut,
+    find_files,
+    kind_of,
+)
 
 MAX_TEXT_CHARS = 4 << 20
-"""A text file is one document; a longer one is cut at a line's end into several, so that memory stays bounded."""
-COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
-_JSONL = (".jsonl", ".ndjson")
-_TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py")
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
-_HIDDEN = re.compile(r"/(\.|__pycache__)")
+"""A longer document is cut, at a line's end or a word's, into several, so that memory stays bounded."""
+MAX_LINE_BYTES = 32 << 20
+"""A longer line of a record file is refused: a record has to be read whole."""
+_CHUNK_BYTES = 1 << 20
 _DATASET_NAME = r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?"
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json", "state.json")
+_ENCODINGS = ["gb18030", "big5", "shift_jis", "euc_jp", "euc_kr", "cp1252", "cp1251", "koi8_r"]
+"""Told apart where text is not UTF-8: of relatives (Latin-1 and cp1252, GBK and GB18030) the one that includes the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,45 +59,50 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of a record's fields, in JSONL, Parquet and Hugging Face datasets."""
+    """Names of a record's fields, in JSONL, CSV, Parquet and Hugging Face datasets."""
 
     text: str = "text"
     domain: str | None = None
     """None: documents get no domain."""
 
 
-def find_splits(path: Path | str) -> dict[str, list[Path]]:
-    """Files of each split below a file or folder, in the order in which they are read.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Documents by split, to be read as often as need be; made by `open_source`."""
 
-    In a folder, names that begin with a split's name (``train-00000.jsonl.xz``, ``validation.parquet``) belong to it;
-    where none does, all are ``train``. JSONL and Parquet go before loose text: a README beside them is not read.
+    name: str
+    splits: tuple[str, ...]
+    """``train``, and ``val`` where the source brings its own."""
+    left_out: LeftOut
+    """What will not be read, as far as names and sizes tell."""
+    _open: Mapping[str, Callable[[LeftOut], Iterator[Document]]]
+    files: Mapping[str, Sequence[Path]]
+    """Of each split; empty for a dataset."""
+    fields: Fields
 
-    Raises:
-        UserError: nothing is there, or nothing that can be read.
-    """
-    path = Path(path)
-    if path.is_file():
-        return {"train": [path]}
-    if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder; check the path")
-    found = (file for file in path.rglob("*") if file.is_file())
-    files = sorted(file for file in found if not _HIDDEN.search(f"/{file.relative_to(path)}"))
-    records = [file for file in files if _kind(file) in (*_JSONL, ".parquet")]
-    chosen = records or [file for file in files if _kind(file) in _TEXT]
-    if not chosen:
-        known = f"{', '.join((*_JSONL, '.parquet', *_TEXT))} (JSONL and text also {', '.join(COMPRESSIONS)})"
-        raise UserError(f"{path}: holds no file that can be read; known are {known}")
-    splits: dict[str, list[Path]] = {}
-    for file in chosen:
-        word = re.split("[^a-z]", file.name.lower())[0]
-        splits.setdefault(_SPLITS.get(word, ""), []).append(file)
-    if "" in splits:  # files without a split's name are training text
-        splits["train"] = sorted(splits.pop("") + splits.get("train", []))
-    return splits
+    def read(self, split: str, left_out: LeftOut | None = None) -> Iterator[Document]:
+        """The documents of ``split`` that are not blank; what else is left out while reading is added to ``left_out``.
+
+        Raises:
+            UserError: a file is empty, binary, mis-encoded or damaged, or a record lacks a field.
+        """
+        return self._open[split](LeftOut() if left_out is None else left_out)
+
+    def sample(self, num_chars: int) -> Iterator[Document]:
+        """Training documents of about ``num_chars`` characters: the beginning of every file, in proportion to its size."""
+        files = self.files.get("train", ())
+        sizes = [file.stat().st_size for file in files]
+        readers = [read_files([file], self.fields, LeftOut()) for file in files] or [self.read("train")]
+        num_taken, due, total = 0, 0.0, sum(sizes) or 1
+        for reader, size in zip(readers, sizes or [1], strict=True):
+            due += num_chars * size / total
+            while num_taken < due and (document := next(reader, None)) is not None:
+                num_taken += len(document.text)
+                yield document
 
 
-def open_sources(path: Path | str, fields: Fields = Fields()) -> dict[str, Iterator[Document]]:
-    """Documents of each split of a file, a folder, or a Hugging Face dataset by folder or by name.
+def open_source(path: Path | str, fields: Fields = Fields()) -> Source:
+    """A file, a folder, or a Hugging Face dataset by folder or by name.
 
     A name may carry a configuration: ``wikitext:wikitext-2-raw-v1``. Of a dataset only the splits ``train`` and
     ``validation`` are taken.
@@ -91,15 +113,25 @@ def open_sources(path: Path | str, fields: Fields = Fields()) -> dict[str, Itera
     here = Path(path)
     if here.is_dir() and any((here / mark).is_file() for mark in _DATASET_MARKS):
         return _open_dataset(str(path), fields, on_disk=True)
-    is_name = re.fullmatch(_DATASET_NAME, str(path)) and here.suffix not in (*_JSONL, *_TEXT, *COMPRESSIONS, ".parquet")
-    if here.exists() or not is_name:
-        splits = find_splits(here)
-        return {split: read_files(files, fields) for split, files in splits.items() if split != "test"}
-    return _open_dataset(str(path), fields, on_disk=False)
+    is_name = re.fullmatch(_DATASET_NAME, str(path)) and here.suffix not in (*RECORDS, *TEXT, *COMPRESSIONS)
+    if not here.exists() and is_name:
+        return _open_dataset(str(path), fields, on_disk=False)
+    found = find_files(here)
+    readers = {split: _reader(found, split, fields) for split in found.splits}
+    return Source(str(path), tuple(readers), found.left_out, readers, found.splits, fields)
 
 
-def read_files(files: Sequence[Path | str], fields: Fields = Fields()) -> Iterator[Document]:
+def _reader(found: Found, split: str, fields: Fields) -> Callable[[LeftOut], Iterator[Document]]:
+    return lambda left_out: read_files(found.splits[split], fields, left_out if found.is_folder else None)
+
+
+def read_files(
+    files: Sequence[Path | str], fields: Fields = Fields(), left_out: LeftOut | None = None
+) -> Iterator[Document]:
     """Documents of ``files``, one file after the other.
+
+    Args:
+        left_out: takes blank documents, and text files that are blank or not text; None: these files are errors.
 
     Raises:
         UserError: a file is missing, empty, binary, mis-encoded or damaged, or a record lacks a field.
@@ -107,41 +139,122 @@ def read_files(files: Sequence[Path | str], fields: Fields = Fields()) -> Iterat
     for file in map(Path, files):
         if not file.is_file():
             raise UserError(f"{file}: no such file; check the path")
-        kind, is_empty = _kind(file), True
-        read = _read_parquet if kind == ".parquet" else _read_jsonl if kind in _JSONL else _read_text
-        for document in read(file, fields):
-            is_empty = False
-            yield document
-        if is_empty:
+        kind, is_empty = kind_of(file), True
+        read = _read_parquet if kind == ".parquet" else _read_table if kind in TABLES else _read_text
+        read = _read_jsonl if kind in JSON_LINES else read
+        try:
+            for document in read(file, fields):
+                if not document.text or document.text.isspace():
+                    if left_out is not None:
+                        left_out.add("blank documents", file.name)
+                    continue
+                for piece in _pieces(document.text):
+                    is_empty = False
+                    yield Document(piece, document.domain)
+        except _NotTextError as error:
+            if left_out is None or kind in RECORDS or not is_empty:
+                raise UserError(str(error)) from None
+            left_out.add(error.kind, file.name, file.stat().st_size)
+        if is_empty and left_out is None:
             raise UserError(f"{file}: empty; remove it or fill it")
+
+
+class _NotTextError(Exception):
+    """A file is not UTF-8 text; its ``kind`` is told of a file that can be left out."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of at most `MAX_TEXT_CHARS`."""
+    start = 0
+    while len(text) - start > MAX_TEXT_CHARS:
+        end = cut_before(text, start + MAX_TEXT_CHARS, start + MAX_TEXT_CHARS // 2)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def cut_before(text: str, end: int, low: int) -> int:
+    """Where to cut ``text`` before ``end`` and after ``low``: behind a line, else behind a word, else at ``end``."""
+    for mark in ("\n", " ", "\u3002", "\t"):  # Chinese and Japanese sentences end without a space
+        if (place := text.rfind(mark, low, end)) >= 0:
+            return place + 1
+    return end
 
 
 def _read_jsonl(file: Path, fields: Fields) -> Iterator[Document]:
     for number, line in _lines(file):
         if line.isspace():
             continue
+        if number == 1 and line.lstrip().startswith("["):
+            raise UserError(
+                f"{file}: line 1: a JSON array; write one object a line, for example: jq -c '.[]' {file.name}"
+            )
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
+            problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
             remedy = "every line must be one JSON object"
-            raise UserError(f"{file}: line {number}: not JSON: {error.msg}; {remedy}") from None
+            raise UserError(f"{file}: line {number}: not JSON: {problem}; {remedy}") from None
         if not isinstance(record, dict):
             remedy = f"every line must be one, with a field {fields.text!r}"
             raise UserError(f"{file}: line {number}: not a JSON object; {remedy}")
         yield _document(record, fields, f"{file}: line {number}")
 
 
+def _read_table(file: Path, fields: Fields) -> Iterator[Document]:
+    """Rows of a CSV or TSV file with a header; a comma may be a semicolon, as spreadsheets of half the world write it."""
+    csv.field_size_limit(MAX_LINE_BYTES)  # the csv module's, for the process
+    lines = (line for _, line in _lines(file))
+    header = next(lines, "")
+    marks = "\t" if kind_of(file) == ".tsv" else ",;\t"
+    rows = csv.reader(_chained(header, lines), delimiter=max(marks, key=header.count))
+    try:
+        names = [name.strip() for name in next(rows, [])]
+        for name in filter(None, (fields.text, fields.domain)):
+            if name not in names:
+                raise UserError(_lacks(f"{file}: line 1", name, names))
+        for row in rows:
+            if len(row) != len(names):
+                if not row:
+                    continue
+                problem = f"{len(row)} columns, the header has {len(names)}"
+                raise UserError(f"{file}: line {rows.line_num}: {problem}; put quotation marks around text with commas")
+            yield _document(dict(zip(names, row, strict=True)), fields, f"{file}: line {rows.line_num}")
+    except csv.Error as error:
+        remedy = "is a quotation mark left open?"
+        raise UserError(f"{file}: line {rows.line_num}: not readable as CSV: {_short(error)}; {remedy}") from None
+
+
+def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
+    if first:
+        yield first
+    yield from rest
+
+
 def _read_text(file: Path, _: Fields) -> Iterator[Document]:
-    held: list[str] = []
-    num_chars = 0
-    for _number, line in _lines(file):
-        held.append(line)
-        num_chars += len(line)
-        if num_chars >= MAX_TEXT_CHARS:
-            yield Document("".join(held))
-            held, num_chars = [], 0
+    """The file in pieces of at most `MAX_TEXT_CHARS`, whether or not it has lines."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held, line = "", 1
+    for raw in _chunks(file):
+        try:
+            held += decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            at = line + held.count("\n") + error.object[: error.start].count(b"\n")
+            raise _foreign(file, at, error) from None
+        if "\0" in held:
+            at = line + held[: held.index("\0")].count("\n")
+            problem = f"{file}: line {at}: a NUL byte: this is a binary file; give text, JSONL, CSV or Parquet"
+            raise _NotTextError("binary", problem)
+        while len(held) > MAX_TEXT_CHARS:
+            end = cut_before(held, MAX_TEXT_CHARS, MAX_TEXT_CHARS // 2)
+            yield Document(held[:end])
+            line, held = line + held[:end].count("\n"), held[end:]
     if held:
-        yield Document("".join(held))
+        yield Document(held)
 
 
 def _read_parquet(file: Path, fields: Fields) -> Iterator[Document]:
@@ -164,7 +277,7 @@ def _read_parquet(file: Path, fields: Fields) -> Iterator[Document]:
         raise UserError(f"{file}: {problem}; the file is damaged, fetch it again") from None
 
 
-def _open_dataset(name: str, fields: Fields, on_disk: bool) -> dict[str, Iterator[Document]]:
+def _open_dataset(name: str, fields: Fields, on_disk: bool) -> Source:
     import datasets  # seconds to import, and only needed here
 
     try:
@@ -177,27 +290,39 @@ def _open_dataset(name: str, fields: Fields, on_disk: bool) -> dict[str, Iterato
         nowhere = "no file or folder here, and no dataset that the Hub gives"
         problem = "not readable as a saved dataset" if on_disk else nowhere
         raise UserError(f"{name}: {problem}: {_short(error)}; check the name") from None
-    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    named = {_SPLITS.get(str(split), str(split)): rows for split, rows in splits.items()}
-    wanted = {split: rows for split, rows in named.items() if split in ("train", "val")}
-    if not wanted:
-        found = ", ".join(map(str, splits))
-        raise UserError(f"{name}: no split 'train' or 'validation' (it has {found}); save the one you want as JSONL")
+    loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
+    named = {SPLITS.get(str(split), str(split)): rows for split, rows in loaded.items()}
+    wanted, left_out = {split: rows for split, rows in named.items() if split in ("train", "val")}, LeftOut()
+    if "train" not in wanted:
+        found = ", ".join(map(str, loaded))
+        raise UserError(f"{name}: no split 'train' (it has {found}); save the one you want as JSONL")
+    for split in named.keys() - wanted.keys():
+        left_out.add("other splits", split)
 
-    def read(split: str) -> Iterator[Document]:
+    def read(split: str, left_out: LeftOut) -> Iterator[Document]:
         for number, record in enumerate(wanted[split], start=1):
-            yield _document(record, fields, f"{name}: {split}: row {number}")
+            document = _document(record, fields, f"{name}: {split}: row {number}")
+            if document.text and not document.text.isspace():
+                yield from (Document(piece, document.domain) for piece in _pieces(document.text))
+            else:
+                left_out.add("blank documents", split)
 
-    return {split: read(split) for split in wanted}
+    readers: dict[str, Callable[[LeftOut], Iterator[Document]]] = {
+        split: lambda left_out, split=split: read(split, left_out)  # type: ignore[misc]
+        for split in wanted
+    }
+    return Source(name, tuple(wanted), left_out, readers, {}, fields)
 
 
 def _document(record: dict[str, Any], fields: Fields, place: str) -> Document:
     text = record.get(fields.text)
+    if fields.text in record and text is None:
+        text = ""
     if not isinstance(text, str):
         if fields.text not in record:
             raise UserError(_lacks(place, fields.text, record))
         problem = f"a {type(text).__name__}, not text"
-        raise UserError(f"{place}: field {fields.text!r}: {problem}; name the field that holds the text")
+        raise UserError(f"{place}: field {fields.text!r}: {problem}; name the field that holds it with --text-field")
     if fields.domain and fields.domain not in record:
         raise UserError(_lacks(place, fields.domain, record))
     try:
@@ -210,26 +335,54 @@ def _document(record: dict[str, Any], fields: Fields, place: str) -> Document:
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, line ends kept, decompressed as the suffix says, decoded as UTF-8."""
+    number, raw = 0, b""
+    for chunk in _chunks(file, by_line=True):
+        number, raw = number + 1, chunk
+        if len(raw) > MAX_LINE_BYTES:
+            problem = f"longer than {MAX_LINE_BYTES >> 20} MiB, and a record is read whole"
+            raise UserError(
+                f"{file}: line {number}: {problem}; cut its text into several records, or give it as a text file"
+            )
+        if b"\0" in raw:
+            problem = "a NUL byte: this is a binary file"
+            raise UserError(f"{file}: line {number}: {problem}; give text, JSONL, CSV or Parquet")
+        try:
+            line = raw.decode()
+        except UnicodeDecodeError as error:
+            raise _foreign(file, number, error) from None
+        if line:
+            yield number, line
+
+
+def _chunks(file: Path, by_line: bool = False) -> Iterator[bytes]:
+    """The bytes of ``file``, decompressed as its suffix says, without a mark of UTF-8; an empty piece ends them."""
     packed = file.suffix.lower() in COMPRESSIONS
-    number = 0
     try:
         with _open(file) as handle:
-            for number, raw in enumerate(handle, start=1):
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                        raise UserError(f"{file}: line 1: UTF-16 text; convert it: iconv -f utf-16 -t utf-8")
-                if b"\0" in raw:
-                    problem = "a NUL byte: this is a binary file"
-                    raise UserError(f"{file}: line {number}: {problem}; give text, JSONL or Parquet")
-                yield number, raw.decode()
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 (byte 0x{error.object[error.start]:02x})"
-        remedy = "convert it, for example: iconv -f latin1 -t utf-8"
-        raise UserError(f"{file}: line {number}: {problem}; {remedy}") from None
+            raw = handle.readline(MAX_LINE_BYTES + 1) if by_line else handle.read(_CHUNK_BYTES)
+            if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                told = "UTF-16 text; convert it"
+                raise _NotTextError("not UTF-8", f"{file}: line 1: {told}: iconv -f utf-16 -t utf-8 {file.name}")
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+            while raw:
+                yield raw
+                raw = handle.readline(MAX_LINE_BYTES + 1) if by_line else handle.read(_CHUNK_BYTES)
+            if not by_line:
+                yield b""
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         remedy = "the archive is damaged or not one, fetch it again" if packed else "check its permissions"
         raise UserError(f"{file}: cannot be read: {_short(error)}; {remedy}") from None
+
+
+def _foreign(file: Path, line: int, error: UnicodeDecodeError) -> _NotTextError:
+    """What to say of bytes that are not UTF-8: which encoding they look like, and how to convert them."""
+    beyond_ascii = [each for each in error.object[:_CHUNK_BYTES].splitlines() if not each.isascii()]
+    sample = b"\n".join(beyond_ascii)[: 1 << 16]
+    best = charset_normalizer.from_bytes(sample, cp_isolation=_ENCODINGS).best()
+    looks, name = ("", "ENCODING") if best is None else (f", it looks like {best.encoding}", best.encoding)
+    problem = f"not UTF-8 (byte 0x{error.object[error.start]:02x}){looks}"
+    remedy = f"convert it: iconv -f {name} -t utf-8 {file.name} > NEW{file.suffix}"
+    return _NotTextError(f"not UTF-8{looks}", f"{file}: line {line}: {problem}; {remedy}")
 
 
 def _open(file: Path) -> Any:
@@ -246,11 +399,7 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _kind(file: Path) -> str:
-    """Suffix below any compression: ``.jsonl`` for ``a.jsonl.gz``."""
-    return Path(file.stem).suffix.lower() if file.suffix.lower() in COMPRESSIONS else file.suffix.lower()
-
-
 def _lacks(place: str, name: str, has: Any) -> str:
     names = [str(field) for field in has]
-    return f"{place}: no field {name!r}{nearest(name, names)}; it has {', '.join(names) or 'none'}; name the one to use"
+    told = ", ".join(names) or "none"
+    return f"{place}: no field {name!r}{nearest(name, names)}; it has {told[:300]}; name the one that holds the text with --text-field"

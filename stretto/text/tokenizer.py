@@ -47,6 +47,7 @@ _MAX_WORDS = 1 << 17
 """Table entries before it is emptied: bounds memory to a few tens of MB whatever the text."""
 _MAX_LENGTH = 64
 """Characters of a word worth remembering: longer ones (rulers, base64) hardly ever come again."""
+_UNBROKEN = regex.compile(r"\S{1000,}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +187,19 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False, special_tokens=special, initial_alphabet=alphabet
     )
-    rust.train_from_iterator(texts, trainer)
+    rust.train_from_iterator(map(_broken, texts), trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     return Tokenizer(rust, END_OF_TEXT, chat_template, config | {"clean_up_tokenization_spaces": False})
+
+
+def _broken(text: str) -> str:
+    """``text`` for training: one unbroken word of megabytes would take hours, for every merge is looked for in all of it."""
+
+    def cut(found: regex.Match[str]) -> str:
+        word = found.group()
+        return "\n".join(word[start : start + _MAX_LENGTH] for start in range(0, len(word), _MAX_LENGTH))
+
+    return str(_UNBROKEN.sub(cut, text))
 
 
 def split_pattern(rust: tokenizers.Tokenizer) -> str | None:

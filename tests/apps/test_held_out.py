@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.apps.run import RunInfo, prepare_data
+from stretto.apps.data import prepare_data
+from stretto.apps.run import RunInfo
 from stretto.apps.train import held_out
 from stretto.base.config import read_recipe
 from stretto.model.parallel import Ranks

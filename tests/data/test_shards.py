@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.data.holdout import Holdout
 from stretto.data.shards import MANIFEST, Manifest, TokenSet, in_order, tokenise
 from stretto.data.sources import Document
 from stretto.text.tokenizer import train_tokenizer
@@ -69,14 +70,21 @@ def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     tokenizer = train_tokenizer((document.text for document in texts(50)), 300)
     for processes in (1, 3):
         folder = tmp_path / str(processes)
-        tokenise({"train": texts(300)}, tokenizer, folder, processes=processes, val_fraction=0.1, shard_bytes=2000)
+        tokenise(
+            {"train": texts(300)},
+            tokenizer,
+            folder,
+            processes=processes,
+            holdout=Holdout("documents", 0.1),
+            shard_bytes=2000,
+        )
     assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
     assert len(files_of(tmp_path / "1")) > 10  # several shards of each split
 
 
 def test_split_by_hash_is_stable(tmp_path: Path) -> None:
     def held_out(documents: list[Document], name: str) -> set[str]:
-        tokenise({"train": documents}, Bytes(), tmp_path / name, processes=1, val_fraction=0.2)
+        tokenise({"train": documents}, Bytes(), tmp_path / name, processes=1, holdout=Holdout("documents", 0.2))
         data = TokenSet(tmp_path / name, "val")
         return {bytes(data.document(n)[:-1].astype(np.uint8)).decode() for n in range(data.num_documents)}
 
@@ -151,6 +159,22 @@ def test_shorter_sources_leave_no_stale_shards(tmp_path: Path) -> None:
     assert files_of(tmp_path / "d") == files_of(tmp_path / "fresh")
 
 
+def test_what_is_held_out_may_change(tmp_path: Path) -> None:
+    for fraction in (0.1, 0.3):
+        tokenise({"train": texts(90)}, Bytes(), tmp_path / "d", processes=1, holdout=Holdout("documents", fraction))
+    tokenise({"train": texts(90)}, Bytes(), tmp_path / "fresh", processes=1, holdout=Holdout("documents", 0.3))
+    assert files_of(tmp_path / "d") == files_of(tmp_path / "fresh")
+
+
+def test_the_end_of_each_document_is_held_out(tmp_path: Path) -> None:
+    documents = [Document("some words " * 200, "even"), Document("x", "odd")]
+    tokenise({"train": documents}, Bytes(), tmp_path, processes=1, holdout=Holdout("position", 0.1))
+    train, val = TokenSet(tmp_path), TokenSet(tmp_path, "val")
+    assert (train.num_documents, val.num_documents, val.domain(0)) == (2, 1, "even")
+    read = [bytes(each.document(0)[:-1].astype(np.uint8)).decode() for each in (train, val)]
+    assert "".join(read) == documents[0].text and 0.1 <= len(read[1]) / len(documents[0].text) <= 0.15
+
+
 def test_data_hash_names_the_content(tmp_path: Path) -> None:
     def manifest(name: str, documents: Iterator[Document]) -> Manifest:
         return tokenise({"train": documents}, Bytes(), tmp_path / name, processes=1)
@@ -171,10 +195,8 @@ def test_refusals(tmp_path: Path) -> None:
         tokenise({"train": texts(9)}, Bytes(), tmp_path / "other", processes=1)
     with pytest.raises(UserError, match="split 'train' has no documents"):
         tokenise({"train": [Document("")]}, Bytes(), tmp_path / "e", processes=1)
-    with pytest.raises(UserError, match="leaves val empty"):
-        tokenise({"train": texts(2)}, Bytes(), tmp_path / "f", processes=1, val_fraction=1e-9)
-    with pytest.raises(UserError, match="a val split of their own"):
-        tokenise({"train": texts(2), "val": texts(2)}, Bytes(), tmp_path / "g", val_fraction=0.1)
+    with pytest.raises(UserError, match=r"too little text to hold any out \(2 documents, 18 B\)"):
+        tokenise({"train": texts(2)}, Bytes(), tmp_path / "f", processes=1, holdout=Holdout("documents", 1e-9))
 
 
 def test_damaged_shards_are_named_and_mended(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pyarrow import parquet
 
 from stretto.base.errors import UserError
 from stretto.data import sources
-from stretto.data.sources import Document, Fields, find_splits, open_sources, read_files
+from stretto.data.files import LeftOut
+from stretto.data.sources import Document, Fields, open_source, read_files
 
 RECORDS = [{"text": "one\ntwo", "source": "a"}, {"text": "drei é 中", "source": "b"}]
 DOCUMENTS = [Document("one\ntwo", "a"), Document("drei é 中", "b")]
@@ -53,10 +54,13 @@ def test_damaged_archives_are_named(tmp_path: Path, suffix: str, damage: str) ->
         (b"\n\n", "empty; remove it"),
         (b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         (b'{"text": "a"}\n["a"]\n', "line 2: not a JSON object"),
-        (b'{"txt": "a", "id": 1}\n', r"line 1: no field 'text' \(did you mean 'txt'\?\); it has txt, id"),
+        (
+            b'{"txt": "a", "id": 1}\n',
+            r"line 1: no field 'text' \(did you mean 'txt'\?\); it has txt, id; name the one that holds the text with --text-field",
+        ),
         (b'{"text": 3}\n', "line 1: field 'text': a int, not text"),
         (b'{"text": "\\ud800"}\n', "line 1: field 'text': half of a surrogate pair"),
-        (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2: not UTF-8 \(byte 0xe9\); convert it"),
+        (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2: not UTF-8 \(byte 0xe9\).*; convert it"),
         (b'\xff\xfe{\0"\0', "line 1: UTF-16 text; convert it"),
         (b"PK\0\1\2", "line 1: a NUL byte: this is a binary file"),
     ],
@@ -107,43 +111,125 @@ def test_parquet(tmp_path: Path) -> None:
         list(read_files([file]))
 
 
-def test_folders_split_by_file_name(tmp_path: Path) -> None:
-    for name in (
-        "train-1.jsonl",
-        "train-0.jsonl",
-        "validation.jsonl.gz",
-        "test-0.jsonl",
-        "extra.jsonl",
-        "README.md",
-        ".hidden.jsonl",
+def test_a_source_is_read_as_often_as_need_be(tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "validation.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(JSONL) if name.endswith(".gz") else JSONL + b"\n" + JSONL)
+    source = open_source(tmp_path, FIELDS)
+    assert source.splits == ("train", "val")
+    for _ in range(2):
+        assert list(source.read("val")) == DOCUMENTS
+        assert list(source.read("train")) == DOCUMENTS * 2
+
+
+def test_what_is_not_text_is_left_out_of_a_folder_and_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("pass\n")
+    (tmp_path / "b.py").write_bytes(b"\0\1")
+    (tmp_path / "c.c").write_bytes("/* Grüße aus Köln, schön größer */\n".encode("latin-1") * 9)
+    (tmp_path / "d.py").write_text(" \n\n")
+    source = open_source(tmp_path)
+    left_out = source.left_out.copy()
+    assert [document.text for document in source.read("train", left_out)] == ["pass\n"]
+    assert len(left_out) == 3
+    for told in ("1 binary (b.py)", "1 not UTF-8, it looks like cp1252 (c.c)", "1 blank documents (d.py)"):
+        assert told in str(left_out)
+    assert len(source.left_out) == 0  # reading again counts anew
+    for name, message in (("b.py", "a NUL byte"), ("c.c", "not UTF-8"), ("d.py", "empty; remove it")):
+        with pytest.raises(UserError, match=rf"{name}: .*{message}"):
+            list(open_source(tmp_path / name).read("train"))
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("我们在这里写一些中文文本，今天天气很好，大家都去公园散步了。\n", "gb18030"),
+        ("Grüße aus Köln, wo die Bäume blühen.\n", "latin-1"),
+        ("これは日本語のテキストです。文字コードの検出を試します。\n", "shift_jis"),
+        ("Привет, это русский текст для проверки.\n", "cp1251"),
+    ],
+)
+def test_encodings_are_told_apart(tmp_path: Path, text: str, encoding: str) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"plain words first\n" * 99 + text.encode(encoding))
+    looks = "cp1252" if encoding == "latin-1" else encoding  # which includes it
+    with pytest.raises(
+        UserError, match=rf"a\.txt: line 100: not UTF-8 .*looks like {looks}; convert it: iconv -f {looks} "
     ):
-        (tmp_path / name).write_bytes(gzip.compress(JSONL) if name.endswith(".gz") else JSONL)
-    found = {split: [file.name for file in files] for split, files in find_splits(tmp_path).items()}
-    assert found == {
-        "train": ["extra.jsonl", "train-0.jsonl", "train-1.jsonl"],
-        "val": ["validation.jsonl.gz"],
-        "test": ["test-0.jsonl"],
-    }
-    opened = open_sources(tmp_path, FIELDS)
-    assert sorted(opened) == ["train", "val"]
-    assert list(opened["val"]) == DOCUMENTS
-    assert len(list(opened["train"])) == 6
+        list(read_files([file]))
+    file.write_bytes(text.encode())
+    assert [document.text for document in read_files([file])] == [text]
 
 
-def test_folders_of_text(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b.py").write_text("pass\n")
-    (tmp_path / "a.rst").write_text("words\n")
-    (tmp_path / "c.bin").write_bytes(b"\0")
-    assert [document.text for document in open_sources(tmp_path)["train"]] == ["words\n", "pass\n"]
+def test_text_without_lines_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_TEXT_CHARS", 100)
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 7)  # characters of three bytes lie across it
+    for name, text in (("words.txt", "word " * 99), ("run.txt", "x" * 450), ("chinese.txt", "汉字汉字汉。" * 60)):
+        (tmp_path / name).write_text(text)
+        pieces = [document.text for document in read_files([tmp_path / name])]
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) <= 100 and len(pieces) <= 8
+        assert all(piece.endswith((" ", "。")) for piece in pieces) or name == "run.txt"
+    (tmp_path / "late.txt").write_bytes(b"fine \n" * 60 + b"\xe9t\xe9\n")
+    with pytest.raises(UserError, match=r"late\.txt: line 61: not UTF-8"):
+        list(read_files([tmp_path / "late.txt"], left_out=LeftOut()))  # too late to leave it out: some was read
 
 
-def test_nothing_to_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no file that can be read"):
-        open_sources(tmp_path)
-    for missing in (tmp_path / "none", "./none", "none.jsonl"):
-        with pytest.raises(UserError, match=r"none.*: no such file or folder"):
-            open_sources(missing)
+def test_long_records_become_several_documents_and_endless_lines_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "word " * 99, "source": "s"}) + "\n")
+    monkeypatch.setattr(sources, "MAX_TEXT_CHARS", 100)
+    pieces = list(read_files([file], FIELDS))
+    assert "".join(piece.text for piece in pieces) == "word " * 99
+    assert len(pieces) == 5 and {piece.domain for piece in pieces} == {"s"}
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 100)
+    with pytest.raises(UserError, match=r"a\.jsonl: line 1: longer than .* cut its text"):
+        list(read_files([file], FIELDS))
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t"), ("d.csv.gz", ",")])
+def test_tables(tmp_path: Path, name: str, mark: str) -> None:
+    rows = [["id", "text", "source"], ["1", '"one\ntwo"', "a"], [], ["2", f'"drei {mark} ""é"" 中"', "b"]]
+    raw = b"\xef\xbb\xbf" + "\r\n".join(mark.join(row) for row in rows).encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    found = list(read_files([tmp_path / name], FIELDS))
+    assert found == [Document("one\ntwo", "a"), Document(f'drei {mark} "é" 中', "b")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n", r"line 1: no field 'text'; it has a, b; name the one .* --text-field"),
+        ("texts,b\n1,2\n", r"line 1: no field 'text' \(did you mean 'texts'"),
+        ("text,b\n1,2,3\n", "line 2: 3 columns, the header has 2; put quotation marks"),
+        ('text,b\n"open,2\n' + "x\n" * 200, "line .*: not readable as CSV: field larger.*quotation mark left open"),
+        ("text,b\n", "empty; remove it"),
+    ],
+)
+def test_bad_tables_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str) -> None:
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 300)
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(UserError, match=rf"a\.csv: {message}"):
+        list(read_files([tmp_path / "a.csv"]))
+
+
+def test_a_sample_takes_the_beginning_of_every_file(tmp_path: Path) -> None:
+    for name, num in (("a", 100), ("b", 300), ("c", 1)):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}{"x" * 99}"}}\n' * num)
+    source = open_source(tmp_path)
+    taken = [document.text[0] for document in source.sample(20_050)]
+    assert taken == ["a"] * 50 + ["b"] * 150 + ["c"]
+    assert len(list(source.sample(10**9))) == 401
+
+
+def test_a_file_that_holds_no_plain_text_is_named(tmp_path: Path) -> None:
+    for name, message in (("a.zip", "an archive"), ("b.tar.gz", "an archive"), ("c.pdf", "not plain text")):
+        (tmp_path / name).write_bytes(b"something")
+        with pytest.raises(UserError, match=rf"{name}: {message}|{name}: .*{message}"):
+            open_source(tmp_path / name)
+    (tmp_path / "d.json").write_text('[{"text": "one"}]')
+    with pytest.raises(UserError, match=r"d\.json: line 1: a JSON array; write one object a line"):
+        list(open_source(tmp_path / "d.json").read("train"))
 
 
 def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
@@ -151,13 +237,10 @@ def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(RECORDS)
     rows.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": rows, "validation": rows, "test": rows}).save_to_disk(tmp_path / "three")
-    assert {split: list(documents) for split, documents in open_sources(tmp_path / "one", FIELDS).items()} == {
-        "train": DOCUMENTS
-    }
-    assert {split: list(documents) for split, documents in open_sources(tmp_path / "three", FIELDS).items()} == {
-        "train": DOCUMENTS,
-        "val": DOCUMENTS,
-    }
+    one, three = (open_source(tmp_path / name, FIELDS) for name in ("one", "three"))
+    assert {split: list(one.read(split)) for split in one.splits} == {"train": DOCUMENTS}
+    assert {split: list(three.read(split)) for split in three.splits} == {"train": DOCUMENTS, "val": DOCUMENTS}
+    assert str(three.left_out) == "1 other splits (test)"
 
 
 def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -165,4 +248,4 @@ def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="nobody/nothing: no file or folder here, and no dataset that the Hub gives"):
-        open_sources("nobody/nothing")
+        open_source("nobody/nothing")
