@@ -1,0 +1,211 @@
+"""What the neurons of a dense network do on text: which of them every token needs, which work together, and which linear router
+tells beforehand. That is what a dense network's experts are made by (`stretto.model.upcycle`).
+
+Shape letters: N tokens, D hidden, W neurons of a feed-forward network, F = 2·W, I neurons of a part, E routed parts (or clusters),
+M members to be clustered, X features of a member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from stretto.base.errors import UserError
+from stretto.evals.loss import EvalBatch
+from stretto.evals.order import Hold, survey
+from stretto.model.spec import interleaved_order
+from stretto.model.transformer import SwiGlu, Transformer
+from stretto.model.upcycle import ROUTER_SCALE, LayerPlan, Upcycling
+from stretto.ops.operators import ORDINARY
+
+FEATURE_TOKENS = 4096
+"""Tokens that neurons are compared on, or that are themselves clustered (ours)."""
+TOKENS_AT_ONCE = 1024
+"""So many tokens' neurons are in memory at once."""
+TIERS = 2
+"""Routed neurons are cut into so many tiers by what they write, and clustered within (ours). Where activations are hardly sparse,
+as after training with SwiGLU, clusters of all neurons at once would mix strong and weak ones: routers then found less to choose
+than a plain order by strength."""
+ASSIGNED_AT_ONCE = 336
+"""Members that one assignment problem deals out (ours). It takes the cube of their number, and a random few hundred of them stand
+for all."""
+ROUNDS = 6
+"""Of assigning members and moving centres (ours): later ones move a per cent of them."""
+RIDGE = 0.01
+"""Shrinkage of the router's regression, as a share of the inputs' mean square (ours)."""
+
+
+@torch.no_grad()
+def plan_network(
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    how: Upcycling,
+    *,
+    hold: Hold = lambda part: nullcontext(),
+    advance: Callable[[int], None] = lambda num: None,
+) -> list[LayerPlan]:
+    """The plan of every layer of the dense ``model``, from what its feed-forward networks are given on ``batches``.
+
+    ``hold`` and ``advance`` are those of `stretto.evals.order.survey`, which walks the layers. Raises `UserError`: there are fewer
+    tokens than a router has inputs.
+    """
+    num_tokens = sum(int(batch.real_BT.sum()) for batch in batches)
+    if num_tokens < model.config.hidden_size:
+        raise UserError(
+            f"--calibration: {num_tokens:,} tokens are fewer than the {model.config.hidden_size:,} inputs of a router; give more text"
+        )
+    plans: dict[int, LayerPlan] = {}
+
+    @contextmanager
+    def planned(part: str) -> Iterator[None]:
+        """`hold`; a block's inputs are noted while it is open, and planned with before it closes."""
+        with hold(part):
+            name, _, layer = part.partition(".")
+            if name != "blocks":
+                yield
+                return
+            mlp, inputs, masks = model.blocks[int(layer)].mlp, list[Tensor](), cycle(batch.real_BT for batch in batches)
+            assert isinstance(mlp, SwiGlu), f"layer {layer} is no dense one"
+
+            def note(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+                inputs.append(arguments[0][next(masks)])
+
+            hook = mlp.register_forward_pre_hook(note)
+            try:
+                yield
+            finally:
+                hook.remove()
+            plans[int(layer)] = plan_layer(int(layer), mlp.gate_up.weight, mlp.down.weight, torch.cat(inputs), how)
+
+    survey(model, batches, hold=planned, watched=False, advance=advance)
+    return [plans[layer] for layer in range(model.config.num_layers)]
+
+
+def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | None, how: Upcycling) -> LayerPlan:
+    """The plan of one layer from its weights and, where there is text, from what it is given there; any float dtype.
+
+    Without text a split goes by weights and its router prefers the same experts for every token; the router of copies is random.
+    """
+    generator = torch.Generator().manual_seed(how.seed * 65_537 + layer)
+    gate_up_FD, down_DW = gate_up_FD.float(), down_DW.float()
+    if how.method == "copy":
+        return _plan_copies(len(gate_up_FD[0]), x_ND, how, generator)
+    energy_W, features_WX = _of_weights(gate_up_FD, down_DW) if x_ND is None else _of_text(gate_up_FD, down_DW, x_ND)
+    size = len(energy_W) // how.experts
+    order_W = energy_W.argsort(descending=True, stable=True)
+    shared, rest = order_W.split((how.num_shared * size, how.num_routed * size))
+    parts: list[Tensor] = []
+    for tier in rest.split(-(-how.num_routed // TIERS) * size):
+        num = len(tier) // size
+        cluster = balanced_clusters(features_WX[tier], num, generator)
+        parts += [tier[cluster == number].sort().values for number in range(num)]
+    parts.sort(key=lambda part: -float(energy_W[part].sum()))
+    parts_EI = torch.stack([parts[rank] for rank in _ranks(how.num_routed)])
+    neurons_W = torch.cat((shared.sort().values, parts_EI.flatten()))
+    if x_ND is None:
+        place_E = torch.tensor(_ranks(how.num_routed), dtype=torch.float32)
+        return LayerPlan(neurons_W, torch.zeros(how.num_routed, len(gate_up_FD[0])), -ROUTER_SCALE * place_E)
+    shares_NE = torch.cat(
+        [_shares(gate_up_FD, down_DW, part_ND.float(), parts_EI) for part_ND in x_ND.split(TOKENS_AT_ONCE)]
+    )
+    return LayerPlan(neurons_W, *fit_router(x_ND, shares_NE, ROUTER_SCALE))
+
+
+def _ranks(num_experts: int) -> list[int]:
+    """Rank, in the network's nested order, of each expert by id."""
+    order = interleaved_order(num_experts)
+    return sorted(range(num_experts), key=order.__getitem__)
+
+
+def _plan_copies(hidden: int, x_ND: Tensor | None, how: Upcycling, generator: torch.Generator) -> LayerPlan:
+    """Copies are all alike: the router sends tokens that resemble each other to the same ones, equally many to each."""
+    if x_ND is None:
+        gate_ED = 0.5 / hidden**0.5 * torch.randn(how.experts, hidden, generator=generator)
+        return LayerPlan(None, gate_ED, torch.zeros(how.experts))
+    x_ND = _spaced(x_ND, FEATURE_TOKENS).float()
+    x_ND = x_ND[: len(x_ND) // how.experts * how.experts]
+    alike_ND = F.normalize(x_ND - x_ND.mean(0), dim=1)
+    cluster_N = balanced_clusters(alike_ND, how.experts, generator)
+    return LayerPlan(None, *fit_router(x_ND, F.one_hot(cluster_N, how.experts).float(), 1.0))
+
+
+def _spaced(x_ND: Tensor, most: int) -> Tensor:
+    """At most ``most`` rows, evenly spaced."""
+    return x_ND[:: -(-len(x_ND) // most)]
+
+
+def _of_text(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean squared share of each neuron in what is written [W], and the direction of its shares over tokens [W, N]."""
+    length_D = down_DW.norm(dim=0)
+    shares_WN = torch.cat(
+        [
+            F.normalize(ORDINARY.swiglu(part_ND.float() @ gate_up_FD.T).abs_() * length_D, dim=1).T
+            for part_ND in _spaced(x_ND, FEATURE_TOKENS).split(TOKENS_AT_ONCE)
+        ],
+        dim=1,
+    )
+    return shares_WN.square().mean(1), F.normalize(shares_WN, dim=1)
+
+
+def _of_weights(gate_up_FD: Tensor, down_DW: Tensor) -> tuple[Tensor, Tensor]:
+    """The same guessed from weights: squared product of a neuron's lengths [W]; the direction of its gate [W, D] (2110.01786)."""
+    gate_WD, up_WD = gate_up_FD.chunk(2)
+    energy_W = (gate_WD.norm(dim=1) * up_WD.norm(dim=1) * down_DW.norm(dim=0)).square()
+    return energy_W, F.normalize(gate_WD, dim=1)
+
+
+def _shares(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor, parts_EI: Tensor) -> Tensor:
+    """Length of each part's output as a share of all parts' (root of the sum of squares is 1): [N, E]."""
+    inner_NW = ORDINARY.swiglu(x_ND @ gate_up_FD.T)
+    return F.normalize(
+        torch.stack([(inner_NW[:, part] @ down_DW[:, part].T).norm(dim=1) for part in parts_EI], 1), dim=1
+    )
+
+
+def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator) -> Tensor:
+    """k-means with clusters of one size: the cluster of each member [M], int64. ``num`` divides M.
+
+    Members are dealt out a few hundred at a time, equally many to every cluster, by a linear assignment that minimises the squared
+    distances to the centres.
+    """
+    members = len(features_MX)
+    assert members % num == 0, f"{members} members do not make {num} equal clusters"
+    at_once = num * max(1, ASSIGNED_AT_ONCE // num)
+    centres_EX = features_MX[torch.randperm(members, generator=generator)[:num]]
+    cluster_M = torch.zeros(members, dtype=torch.int64)
+    for _ in range(ROUNDS):
+        for chosen in torch.randperm(members, generator=generator).split(at_once):
+            cost = centres_EX.square().sum(1) - 2.0 * features_MX[chosen] @ centres_EX.T
+            _, seats = linear_sum_assignment(cost.repeat_interleave(len(chosen) // num, dim=1).numpy())
+            cluster_M[chosen] = torch.from_numpy(seats) // (len(chosen) // num)
+        centres_EX = torch.stack([features_MX[cluster_M == number].mean(0) for number in range(num)])
+    return cluster_M
+
+
+def fit_router(x_ND: Tensor, worth_NE: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Router rows [E, D] and selection bias [E] whose scores put experts in the order of ``worth`` as well as a ridge regression
+    can; logits have the standard deviation ``scale``.
+
+    What all experts have in common plays no part in choosing and is left out. The intercept becomes the bias: near 0 a sigmoid
+    rises by a quarter of its logit.
+    """
+    worth_NE = worth_NE - worth_NE.mean(1, keepdim=True)
+    mean_D, mean_E = x_ND.float().mean(0), worth_NE.mean(0)
+    squares_DD = torch.zeros(len(mean_D), len(mean_D), dtype=torch.float64)
+    products_DE = torch.zeros(len(mean_D), len(mean_E), dtype=torch.float64)
+    for part_ND, part_NE in zip(x_ND.split(TOKENS_AT_ONCE), worth_NE.split(TOKENS_AT_ONCE), strict=True):
+        centred_ND = part_ND.float() - mean_D
+        squares_DD += (centred_ND.T @ centred_ND).double()
+        products_DE += (centred_ND.T @ (part_NE - mean_E)).double()
+    squares_DD.diagonal().add_(RIDGE * squares_DD.diagonal().mean())
+    gate_ED = torch.linalg.solve(squares_DD, products_DE).T.float()
+    bias_E = mean_E - gate_ED @ mean_D
+    spread = torch.cat([part_ND.float() @ gate_ED.T + bias_E for part_ND in x_ND.split(TOKENS_AT_ONCE)]).std()
+    factor = scale / spread.clamp_min(torch.finfo(torch.float32).tiny)
+    return gate_ED * factor, bias_E * factor / 4
