@@ -59,7 +59,7 @@ class Bench:
 def main() -> None:
     arguments = _parse()
     recipe = read_recipe(arguments.recipe, Recipe, arguments.set + [f"train.steps={arguments.steps}"])
-    data = arguments.data or _own_text(arguments.out, recipe)
+    data = arguments.data or own_text(arguments.out, recipe)
     mixture, tokenizer, data_hash = prepare_data(arguments.out, [str(data)], None, recipe.model.vocab_size)
     info = RunInfo(stage="pretrain", recipe=recipe, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
     bench = Bench(recipe, info, arguments.out, join(arguments.device))
@@ -80,7 +80,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _own_text(out: Path, recipe: Recipe) -> Path:
+def own_text(out: Path, recipe: Recipe) -> Path:
     folder = out / "data"
     if not (folder / "data.json").is_file():
         tokenizer = learn_tokenizer(demo_documents(), recipe.model.vocab_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -76,6 +76,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
+_COPY_BYTES = 1 << 24
+"""Of a file that is copied, at a time."""
 
 
 class StrettoFile(Config):
@@ -112,18 +114,21 @@ def write_checkpoint(
     lineage: Lineage | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
+    whole: Sequence[Path] = (),
     advance: Callable[[int], None] | None = None,
 ) -> Lineage | None:
     """Write a checkpoint; the folder appears, or takes the place of an older checkpoint, only when it is complete.
 
     Args:
-        model_or_state: the model, or its whole state dict (on any device).
+        model_or_state: the model, or its whole state dict (on any device); a mapping that reads its tensors when they are asked
+            for is asked in the order of the layers.
         family: architecture on disk; None is the first that can express ``config``.
         tokenizer_dir: where to copy the tokenizer's files and chat template from.
         presets: named Subnets to keep with an elastic network.
         lineage: record to keep; its ``weights_hash`` is set here, from what was written.
         dtype: of the weights on disk; None is the model's own. Selection biases are always fp32.
         max_shard_bytes: size beyond which another file is begun.
+        whole: tensor files that hold what would be written, in ``family`` and ``dtype``: they are copied as they are.
         advance: called with the bytes of each tensor file written.
 
     Returns: the lineage as written.
@@ -148,8 +153,8 @@ def write_checkpoint(
         write_json(partial / "generation_config.json", told)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, advance)
-        biases = {name: tensor.detach().cpu() for name, tensor in state.items() if name.endswith(".bias_WE")}
+        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance)
+        biases = {name: state[name].detach().cpu() for name in state if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
         for name in TOKENIZER_FILES:
@@ -174,7 +179,7 @@ def read_checkpoint(
             architecture or one of its settings is not supported.
     """
     folder = Path(folder)
-    description = _describe(folder)
+    description = describe(folder)
     config, family = description.config, description.family
     with open_tensors(folder) as files:
         dtype = dtype or files.dtype("model.embed_tokens.weight")
@@ -189,9 +194,9 @@ def read_checkpoint(
             tensors.append(tied_head(config))
         for stored in tensors:
             fill(stored, files, state, folder)
-        _refuse_unexpected(files, tensors, config)
+        refuse_unexpected(files, tensors, config)
     if (folder / STRETTO_FILE).is_file() and config.num_moe_layers:
-        _fill_branches(folder, config, state)
+        fill_branches(folder, config, state)
     model.load_state_dict(state, assign=True)
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):
@@ -202,12 +207,12 @@ def read_checkpoint(
 
 def read_config(folder: Path | str) -> ModelConfig:
     """The network that a checkpoint holds, without its weights. Raises `UserError` as `read_checkpoint` does."""
-    return _describe(Path(folder)).config
+    return describe(Path(folder)).config
 
 
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
     """Named Subnets kept with a checkpoint. Raises `UserError` as `read_checkpoint` does."""
-    return _describe(Path(folder)).presets
+    return describe(Path(folder)).presets
 
 
 def weights_hash(folder: Path | str) -> str:
@@ -215,8 +220,10 @@ def weights_hash(folder: Path | str) -> str:
     return hash_files([*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)])
 
 
-def _describe(folder: Path) -> StrettoFile:
-    """What stretto.json says, checked against config.json; without it, what config.json says."""
+def describe(folder: Path) -> StrettoFile:
+    """What stretto.json says, checked against config.json; without it, what config.json says. Raises `UserError` as
+    `read_checkpoint` does.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint folder")
@@ -266,6 +273,9 @@ def _token_ids(folder: Path, config: ModelConfig) -> dict[str, int | list[int] |
 
 
 def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Read ``stored`` of the checkpoint ``folder``, whose ``files`` these are, into its place in ``state``, our state dict or the
+    part of it that is wanted. Raises `UserError` as `read_checkpoint` does.
+    """
     places = [Alias(stored.name, stored.shape), *stored.aliases]
     place = next((place for place in places if place.name in files.names), None)
     if place is None:
@@ -296,7 +306,7 @@ def _pieces(
         yield stored.of_expert(expert, num_ours), tensor.mT if tensor.dim() == 2 else tensor
 
 
-def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
+def refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
     known = {stored.name for stored in tensors} | {alias.name for stored in tensors for alias in stored.aliases}
     for name in files.names:
         if name in known or name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_"):
@@ -309,7 +319,7 @@ def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: Model
         )
 
 
-def _fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Balance biases of all widths; the first row, the full width's, must be the one in the model's own files."""
     with TensorFiles(folder, ELASTIC_FILE) as files:
         for name, bias_WE in state.items():
@@ -436,7 +446,8 @@ class TensorFiles(ExitStack):
             remedy = "only checkpoints in safetensors can be read" if path.name == WEIGHTS_FILE else _AGAIN
             raise UserError(f"{path}: no such file; {remedy}")
         try:
-            file = self.enter_context(safe_open(path, framework="pt"))
+            # not mapped: pages of a mapped file would stay in memory until it is closed
+            file = self.enter_context(safe_open(path, framework="pt", backend="pread"))
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path}: not readable as safetensors: {error}; the file is truncated or damaged, {_AGAIN}"
@@ -466,16 +477,18 @@ class TensorFiles(ExitStack):
             )
         return _DTYPES[stored]
 
-    def stored_dtype(self, name: str) -> torch.dtype | None:
-        """None for one that torch does not have."""
-        return _STORED_DTYPES.get(self._slice(name).get_dtype())
+    @property
+    def files(self) -> dict[Path, frozenset[str]]:
+        """Names of all that each file holds, whatever an index says."""
+        return {path: frozenset(file.keys()) for path, file in self._files.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+    def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Dtype and shape of ``name`` in its file; the dtype is None for one that weights are not read in."""
+        return _STORED_DTYPES.get(self._slice(name).get_dtype()), tuple(self._slice(name).get_shape())
 
     def is_empty(self, name: str) -> bool:
         """Whether ``name`` has no elements."""
-        return 0 in self.shape(name)
+        return 0 in self.stored_as(name)[1]
 
     def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor:
         """``part`` of the tensor ``name``, on the CPU, whatever its dtype and shape."""
@@ -490,7 +503,7 @@ class TensorFiles(ExitStack):
         shape, or of a dtype that is none of fp32, bf16 and fp16.
         """
         self.dtype(name)
-        stored = self.shape(name)
+        stored = self.stored_as(name)[1]
         if stored != shape:
             raise UserError(
                 f"{self.path(name)}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
@@ -504,27 +517,57 @@ def _write_weights(
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
     max_shard_bytes: int,
+    whole: Sequence[Path],
     advance: Callable[[int], None] | None,
 ) -> None:
-    """Write ``tensors`` in that order; one shard exists in memory at a time."""
+    """Copy the files ``whole``, then write what of ``tensors`` they do not hold, in that order; one shard exists in memory at a
+    time."""
+    ready = {path: tensor_names(path) for path in whole}
+    held = frozenset[str]().union(*ready.values())
     shards: list[list[Stored]] = [[]]
-    sizes = [0]
+    size, total = 0, 0
+
+    def num_bytes(stored: Stored) -> int:
+        return math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
+
     for stored in tensors:
-        size = math.prod(stored.shape) * (torch.float32 if stored.always_fp32 else dtype).itemsize
-        if shards[-1] and sizes[-1] + size > max_shard_bytes:
+        total += num_bytes(stored)
+        if stored.name in held:
+            continue
+        if shards[-1] and size + num_bytes(stored) > max_shard_bytes:
             shards.append([])
-            sizes.append(0)
+            size = 0
         shards[-1].append(stored)
-        sizes[-1] += size
+        size += num_bytes(stored)
+    parts: list[Path | list[Stored]] = [*whole, *(shard for shard in shards if shard)]
     weight_map: dict[str, str] = {}
-    for number, (shard, size) in enumerate(zip(shards, sizes, strict=True), start=1):
-        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in shard})
-        weight_map |= {stored.name: file for stored in shard}
+    for number, part in enumerate(parts, start=1):
+        file = WEIGHTS_FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        if isinstance(part, Path):
+            copy_file(part, folder / file, advance)
+            weight_map |= dict.fromkeys(ready[part], file)
+            continue
+        write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
+        weight_map |= {stored.name: file for stored in part}
         if advance is not None:
-            advance(size)
-    if len(shards) > 1:
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+            advance(sum(map(num_bytes, part)))
+    if len(parts) > 1:
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """Names of the tensors in one safetensors file. Raises `UserError`: it is missing or damaged."""
+    with TensorFiles(path.parent, path.name) as files:
+        return files.names
+
+
+def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> None:
+    """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)"""
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while chunk := reading.read(_COPY_BYTES):
+            writing.write(chunk)
+            if advance is not None:
+                advance(len(chunk))
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -72,6 +72,14 @@ def with_branch_rows(
         yield name, tensor[rows] if name.endswith(".bias_WE") else tensor
 
 
+def order_experts(model: Transformer, orders: tuple[tuple[int, ...], ...]) -> None:
+    """Let ``orders`` be the nested orders of the experts of ``model``, in place: which of them narrower Subnets keep."""
+    model.config = model.config.replace(expert_order=orders)
+    layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
+    for layer, order in zip(layers, orders, strict=True):
+        layer.rank_E = torch.tensor(order, device=layer.rank_E.device).argsort()
+
+
 @torch.no_grad()
 def update_balance(model: Transformer, counts: dict[int, Tensor], rate: float) -> None:
     """Auxiliary-loss-free balancing (2408.15664): raise the bias of experts below the mean load, lower the others.

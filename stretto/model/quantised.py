@@ -49,11 +49,9 @@ class TensorSource(Protocol):
 class StoredSource(TensorSource, Protocol):
     """A source that can also say and read what is stored, whatever its dtype."""
 
-    def stored_dtype(self, name: str) -> torch.dtype | None:
-        """None for one that torch does not have."""
+    def stored_as(self, name: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+        """Dtype (None: one that nothing is read in) and shape."""
         ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
 
     def raw(self, name: str, part: tuple[int | slice, ...] = ()) -> Tensor: ...
 
@@ -91,7 +89,7 @@ class Dequantised:
         return read(name, shape, experts)[part[len(experts) :]]
 
     def _is_quantised(self, name: str) -> bool:
-        return name in self._packed or (name in self._names and self._inner.stored_dtype(name) == _FP8)
+        return name in self._packed or (name in self._names and self._inner.stored_as(name)[0] == _FP8)
 
     def _need_scales(self, name: str) -> None:
         if name + self._how.scales not in self._inner.names:
@@ -102,8 +100,8 @@ class Dequantised:
 
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
         scales = name + self._how.scales
-        self._check(name, self._inner.shape(name), shape)
-        block, stored = self._how.block, self._inner.shape(scales)
+        self._check(name, self._inner.stored_as(name)[1], shape)
+        block, stored = self._how.block, self._inner.stored_as(scales)[1]
         is_one = all(size == 1 for size in stored)
         if not is_one and block is not None:
             self._check(
@@ -126,8 +124,8 @@ class Dequantised:
         """
         rows, columns = shape[-1], shape[-2]
         groups = (*shape[:-2], rows, columns // 32)
-        self._check(f"{name}_blocks", self._inner.shape(f"{name}_blocks"), (*groups, 16))
-        self._check(f"{name}_scales", self._inner.shape(f"{name}_scales"), groups)
+        self._check(f"{name}_blocks", self._inner.stored_as(f"{name}_blocks")[1], (*groups, 16))
+        self._check(f"{name}_scales", self._inner.stored_as(f"{name}_scales")[1], groups)
         bytes_RGB = self._inner.raw(f"{name}_blocks", experts)
         codes_RG32 = torch.stack((bytes_RGB & 15, bytes_RGB >> 4), dim=-1).flatten(-2).int()
         values = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)))

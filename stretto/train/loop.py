@@ -27,9 +27,9 @@ from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_i
 from stretto.base.track import Tracker, progress, say
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch, held_out_losses
-from stretto.evals.order import rank_layers
+from stretto.evals.order import expert_orders, rank_layers, survey
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.elastic import load_balance, with_branch_rows
+from stretto.model.elastic import load_balance, order_experts, with_branch_rows
 from stretto.model.families import Family
 from stretto.model.parallel import Ranks, device_name, full_state, placed, spread
 from stretto.model.spec import ModelConfig, SubnetChoice, count
@@ -144,6 +144,8 @@ def elasticize(
     if config.layer_order is None:
         rank_at.add(0)
     training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
+    if training.step == 0 and config.expert_order is None and config.num_moe_layers:
+        training.rank_experts()
     teacher = _frozen(parent if read_teacher is None else read_teacher(), recipe, training)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
@@ -248,6 +250,8 @@ class _Training:
         self.window = _Window()
         self.changes: tuple[Change, ...] = ()
         meta = self._begun() if job.resume else None
+        if meta is not None and meta.expert_order is not None:
+            config = config.replace(expert_order=meta.expert_order)
         self.pace = self._pace(config, meta)
         self.dtype = self.pace.torch_dtype
         self.model = placed(config, state, ranks, self.dtype)
@@ -423,6 +427,14 @@ class _Training:
         order = self.ranks.agree(ranking.order)  # each rank saw rows of its own
         self.model.config = self.model.config.replace(layer_order=order)
 
+    def rank_experts(self) -> None:
+        """Order the experts of every layer by their saliency (REAP) on held-out text, and count what that costs."""
+        with self.meter, self._autocast():
+            found = survey(self.model, self.job.held_out, side_by_side=1)
+        self.meter.add(flops=self.ranks.world * found.flops)
+        orders = expert_orders(self.model.config, found, "reap")
+        order_experts(self.model, tuple(self.ranks.agree(order) for order in orders))  # each rank saw rows of its own
+
     def _report(self, result: StepResult | None, log: Tracker | None) -> None:
         train, step = self.train, self.step
         last = step == train.steps
@@ -462,6 +474,7 @@ class _Training:
             receipt=self.meter.receipt(peak_memory(self.ranks)),
             run_id=self.run_id,
             layer_order=self.model.config.layer_ranking,
+            expert_order=self.model.config.expert_order,
             tokens_by_kind=dict(self.tokens_by_kind),
             recipe=self.recipe,
             data_hash=self.job.data_hash,

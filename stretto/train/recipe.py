@@ -189,7 +189,11 @@ def default_anchors(model: ModelConfig) -> dict[str, SubnetChoice]:
         axes = {"layers": layers} if layers < model.num_layers else {}
         if model.num_moe_layers:
             top_k = max(1, min(model.top_k_by_layer) // part)
-            axes |= {"top_k": top_k, "experts": max(top_k, min(model.experts_by_layer) // part)}
+            experts = max(top_k, min(model.experts_by_layer) // part)
+            if model.expert_groups > 1:  # groups stay equal, of two or more, and their chosen ones hold k
+                size = max(2, -(-top_k // model.top_groups), experts // model.expert_groups)
+                experts = size * model.expert_groups
+            axes |= {"top_k": top_k, "experts": experts}
         choice = SubnetChoice(**axes)
         if choice.of(model) != model.full():
             anchors[name] = choice

@@ -61,6 +61,8 @@ class SnapshotMeta(Config):
     receipt: Receipt
     run_id: str
     layer_order: tuple[int, ...]
+    expert_order: tuple[tuple[int, ...], ...] | None = None
+    """None: `stretto.model.spec.interleaved_order` everywhere, and in snapshots of a version that did not say."""
     tokens_by_kind: dict[str, int]
     """Target tokens each kind of micro-batch has trained on: the mixture actually drawn."""
     recipe: dict[str, Any]

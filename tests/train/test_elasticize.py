@@ -16,6 +16,7 @@ from stretto.base.track import Tracker, read_metrics
 from stretto.data.loader import Loader, eval_batches
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch
+from stretto.evals.order import rank_experts, rank_layers
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, SubnetChoice
@@ -218,6 +219,22 @@ def test_orders_that_the_network_brings_are_kept(train_in: Callable[..., Trained
     layers, experts = (0, 1, 4, 5, 3, 2), tuple((7, 6, 5, 4, 3, 2, 1, 0) for _ in range(6))
     trained = train_in("run", parent(layer_order=layers, expert_order=experts), train__steps=2)
     assert (trained.model.config.layer_order, trained.model.config.expert_order) == (layers, experts)
+
+
+def test_orders_that_it_does_not_bring_are_measured(
+    train_in: Callable[..., Trained], tmp_path: Path, tokens: TokenSet
+) -> None:
+    """By saliency on held-out text; a Subnet's experts are then the first of that order, also after a resume."""
+    model = parent()
+    batches = [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 2)]
+    expected = rank_experts(model, batches), rank_layers(model, batches).order
+    config = train_in("run", model, train__steps=2).model.config
+    assert (config.expert_order, config.layer_order) == expected
+    assert config.expert_order != model.config.expert_orders
+    resumed = train_in("run", model, resume=True, train__steps=3).model
+    assert (resumed.config.expert_order, resumed.config.layer_order) == expected
+    ranks = [block.mlp.rank_E.argsort().tolist() for block in resumed.blocks]
+    assert ranks == [list(order) for order in expected[0]]
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.evals.loss import EvalBatch
+from stretto.evals.order import survey
+from stretto.model.checkpoint import read_checkpoint, weights_hash, write_checkpoint
+from stretto.model.streamed import StreamedNetwork, StreamedState, part_of
+from stretto.model.transformer import Context
+from tests.model.checkpoints import IDS, NETWORKS, drop, network, put, truncate
+
+BATCHES = tuple(EvalBatch(ids_BT, ids_BT.roll(-1, 1), Context.plain(ids_BT)) for ids_BT in IDS.split(1))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_streamed_state_is_the_whole_one(tmp_path, name):
+    family, changes = NETWORKS[name]
+    model = network(**changes)
+    write_checkpoint(tmp_path, model, model.config, family=family, max_shard_bytes=50_000)
+    whole = read_checkpoint(tmp_path).model.state_dict()
+    with StreamedState(tmp_path) as state:
+        assert list(state) == list(whole)
+        for each in state:
+            assert torch.equal(state[each], whole[each]), each
+            assert {part_of(held) for held in state._held} <= {part_of(each), state._part}
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen with biases", "ernie"])
+def test_a_streamed_network_is_surveyed_like_a_resident_one(tmp_path, name):
+    """To the bit: the same operations on the same weights."""
+    family, changes = NETWORKS[name]
+    model = network(**changes)
+    write_checkpoint(tmp_path, model, model.config, family=family)
+    resident = survey(read_checkpoint(tmp_path).model, BATCHES, left_out=2, removal=True)
+    with StreamedState(tmp_path) as state:
+        streamed = StreamedNetwork(state)
+        assert survey(streamed.model, BATCHES, left_out=2, removal=True, hold=streamed.hold) == resident
+    assert all(tensor.is_meta for tensor in streamed.model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_from_a_streamed_state_equals_written_from_a_whole_one(tmp_path, name, dtype):
+    family, changes = NETWORKS[name]
+    model = network(**changes)
+    write_checkpoint(tmp_path / "a", model, model.config, family=family)
+    with StreamedState(tmp_path / "a") as state:
+        for folder, whole in (("b", ()), ("c", state.unchanged(dtype))):
+            write_checkpoint(tmp_path / folder, state, state.config, family=family, dtype=dtype, whole=whole)
+    write_checkpoint(tmp_path / "d", model, model.config, family=family, dtype=dtype)
+    assert len({weights_hash(tmp_path / folder) for folder in "bcd"}) == 1
+
+
+def test_files_that_need_no_change_are_copied(tmp_path):
+    model = network(**NETWORKS["qwen"][1])
+    write_checkpoint(tmp_path / "a", model, model.config, family="qwen3_moe", max_shard_bytes=50_000)
+    files = sorted((tmp_path / "a").glob("model-*"))
+    assert len(files) > 3
+    put(files[1].name, "model.layers.9.mlp.gate.weight", torch.zeros(1))(
+        tmp_path / "a"
+    )  # an extra, left out in reading
+    with StreamedState(tmp_path / "a") as state:
+        assert state.unchanged(torch.bfloat16) == ()
+        whole = state.unchanged(torch.float32)
+        assert whole == (files[0], *files[2:])
+        write_checkpoint(tmp_path / "b", state, state.config, family="qwen3_moe", whole=whole)
+    made = sorted((tmp_path / "b").glob("model-*"))
+    assert [path.read_bytes() for path in made[:-1]] == [path.read_bytes() for path in whole]
+    assert torch.equal(read_checkpoint(tmp_path / "b").model.logits(IDS), model.logits(IDS))
+
+
+def test_constants_and_copies_are_not_taken_on_trust(tmp_path):
+    model = network(**NETWORKS["glm tied, no shared expert"][1])
+    write_checkpoint(tmp_path, model, model.config)
+    with StreamedState(tmp_path) as state:
+        assert state.unchanged(torch.float32) == ()
+    shared = "model.layers.2.mlp.shared_experts.down_proj.weight"
+    put("model.safetensors", shared, torch.ones(64, 16))(tmp_path)
+    with StreamedState(tmp_path) as state, pytest.raises(UserError, match="no place in this network"):
+        state["blocks.2.mlp.gate"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (drop("model.layers.1.mlp.gate.weight"), "model.layers.1.mlp.gate.weight: missing"),
+        (truncate, "truncated or damaged"),
+        (put("model.safetensors", "model.extra", torch.zeros(2)), "no place for"),
+        (put("model.safetensors", "model.layers.1.mlp.gate.weight", torch.zeros(3, 64)), r"shape \[3, 64\]"),
+    ],
+)
+def test_damage_is_found_no_later_than_its_part(tmp_path, damage, words):
+    model = network(**NETWORKS["qwen"][1])
+    write_checkpoint(tmp_path, model, model.config, family="qwen3_moe")
+    damage(tmp_path)
+    with pytest.raises(UserError, match=words), StreamedState(tmp_path) as state:
+        assert len(state["blocks.0.mlp.gate"]) == 8
+        state["blocks.1.mlp.gate_up"]
