@@ -41,6 +41,7 @@ from stretto.model.families import (
     to_hf,
 )
 from stretto.model.families.quantisation import quantisation
+from stretto.model.gguf_read import GgufFile, gguf_file
 from stretto.model.quantised import Dequantised, TensorSource
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import MoeLayer, Transformer
@@ -169,7 +170,7 @@ def write_checkpoint(
 def read_checkpoint(
     folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Checkpoint:
-    """Read a checkpoint of ours, or one of a supported family that other software wrote.
+    """Read a checkpoint of ours, or one of a supported family that other software wrote: a folder, or a GGUF file.
 
     The model is built without memory and filled tensor by tensor, so that the weights exist once. ``dtype`` None is
     that of the embedding on disk.
@@ -224,6 +225,11 @@ def describe(folder: Path) -> StrettoFile:
     """What stretto.json says, checked against config.json; without it, what config.json says. Raises `UserError` as
     `read_checkpoint` does.
     """
+    packed = gguf_file(folder)
+    if packed is not None:
+        with GgufFile(packed) as file:
+            config, family = from_hf(file.config, str(packed))
+        return StrettoFile(family=family, config=config)
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; {folder} is not a checkpoint folder")
@@ -401,6 +407,11 @@ def open_tensors(folder: Path) -> Iterator[TensorSource]:
     """The tensors of a checkpoint, dequantised. Raises `UserError`: as `TensorFiles` does, and a quantisation that cannot be
     read.
     """
+    packed = gguf_file(folder)
+    if packed is not None:
+        with GgufFile(packed) as file:
+            yield file
+        return
     path = folder / "config.json"
     how = quantisation(read_json(path), str(path))
     with TensorFiles(folder) as files:

@@ -65,8 +65,13 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
             return f"llama.cpp renormalises the gates of every {family} and this network's are not"
         if config.dense_layers:
             return f"llama.cpp's {family} has no dense layers"
-    if family == "olmoe" and config.normalize_gates:
-        return "llama.cpp renormalises the gates of no olmoe and this network's are"
+    if family in ("qwen2", "olmoe") and config.head_dim * config.num_heads != config.hidden_size:
+        return f"llama.cpp's {family} has heads that fill the hidden size and this network's do not"
+    if family == "olmoe":
+        if config.normalize_gates:
+            return "llama.cpp renormalises the gates of no olmoe and this network's are"
+        if config.num_kv_heads != config.num_heads:
+            return "llama.cpp's olmoe has one key/value head for each query head"
     if family == "ernie4_5_moe" and config.dense_layers != tuple(range(len(config.dense_layers))):
         return f"llama.cpp's ernie4_5_moe has its dense layers first, and this network has {config.dense_layers}"
     return None

@@ -121,6 +121,7 @@ class GgufFile(ExitStack):
         self._tensors = {tensor.name: (tensor, part) for part, each in readers.items() for tensor in each.tensors}
         self.architecture = self._architecture()
         self._places = dict(self._named())
+        self._places |= {name: place for name, place in self._absent() if name not in self._places}
 
     def _other_parts(self) -> list[Path]:
         count = int(self.metadata.get("split.count", 1))
@@ -291,6 +292,16 @@ class GgufFile(ExitStack):
                 swapped = int(heads.get(module, 0)) if architecture.pairs_neighbours else 0
                 yield f"{theirs}{architecture.layer[module]}.{end}", _Place(tensor, path, heads=swapped)
 
+    def _absent(self) -> Iterator[tuple[str, _Place]]:
+        """Biases of zeros, where llama.cpp has one on queries, keys and values alone and the hub's families on the output too."""
+        if "blk.0.attn_q.bias" not in self._tensors or self.architecture.family in ("qwen2", "glm4_moe"):
+            return
+        output = self._tensors["blk.0.attn_output.weight"][0]
+        width = int(output.shape[1])
+        zeros = output._replace(tensor_type=Kind.F32, shape=output.shape[1:], data=np.zeros(width, np.float32))
+        for layer in range(int(self.metadata.get(f"{self.architecture.name}.block_count", 0))):
+            yield f"model.layers.{layer}.self_attn.o_proj.bias", _Place(zeros, self.file)
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
@@ -309,6 +320,7 @@ class GgufFile(ExitStack):
         return _DTYPES.get(self._place(name).tensor.tensor_type, torch.float32)
 
     def is_empty(self, name: str) -> bool:
+        """Whether ``name`` has no elements."""
         return 0 in self._place(name).shape
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
@@ -344,11 +356,18 @@ def _values(data: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
     return values
 
 
+class _Reader(gguf.GGUFReader):
+    """The library's, which cuts every string of a vocabulary out of its file: three times as fast with plain arrays."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+
 def _open(path: Path) -> gguf.GGUFReader:
     if not path.is_file():
         raise UserError(f"{path}: no such file; {_AGAIN}")
     try:
-        return gguf.GGUFReader(path)
+        return _Reader(path)
     except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())[:200]
         raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from stretto.model.checkpoint import (
     describe,
     fill,
     fill_branches,
+    open_tensors,
     refuse_unexpected,
 )
 from stretto.model.families import Stored, stored_tensors, stored_tied, tied_head
@@ -54,13 +55,11 @@ class StreamedState(Mapping[str, Tensor]):
                 part_of(stored.ours) if stored.ours is not None else part
             )  # a constant lies among its layer's tensors
             self._stored[part].append(stored)
-        self._files = TensorFiles(folder)
-        try:
+        with ExitStack() as held:
+            self._files = held.enter_context(open_tensors(folder))
             refuse_unexpected(self._files, tensors, config)
             self.dtype = dtype or self._files.dtype("model.embed_tokens.weight")
-        except BaseException:
-            self._files.close()
-            raise
+            self._held_open = held.pop_all()
         self._part = ""
         self._held: dict[str, Tensor] = {}
 
@@ -68,7 +67,7 @@ class StreamedState(Mapping[str, Tensor]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.close()
+        self._held_open.close()
 
     def __getitem__(self, name: str) -> Tensor:
         if name.endswith(".bias_WE"):  # asked for all together, when the layers are long gone
@@ -105,16 +104,19 @@ class StreamedState(Mapping[str, Tensor]):
         """Tensor files that hold, to the bit, what `write_checkpoint` would write of this network in its family and ``dtype``:
         its own tensors, all of them under their own names, in their own shape.
         """
+        files = self._files
+        if not isinstance(files, TensorFiles):
+            return ()  # of another format, or quantised
         wanted = {stored.name: stored for tensors in self._stored.values() for stored in tensors}
 
         def is_same(name: str) -> bool:
             stored = wanted.get(name)
-            if stored is None or stored.ours is None or stored.is_copy or name not in self._files.names:
+            if stored is None or stored.ours is None or stored.is_copy or name not in files.names:
                 return False
             asked = torch.float32 if stored.always_fp32 else dtype
-            return self._files.stored_as(name) == (asked, stored.shape)
+            return files.stored_as(name) == (asked, stored.shape)
 
-        return tuple(path for path, names in sorted(self._files.files.items()) if all(map(is_same, names)))
+        return tuple(path for path, names in sorted(files.files.items()) if all(map(is_same, names)))
 
 
 def part_of(name: str) -> str:

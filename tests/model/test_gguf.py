@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from stretto.base.errors import UserError
 from stretto.model.checkpoint import write_checkpoint
+from stretto.model.families import Family
 from stretto.model.gguf import write_gguf
 from stretto.model.transformer import Transformer
 from stretto.text.chat import CHATML
@@ -22,6 +23,14 @@ from stretto.text.tokenizer import Tokenizer, train_tokenizer
 from tests.model import checkpoints
 
 DENSE = {"dense_layers": (0,), "dense_intermediate_size": 48}
+ALL_DENSE = {
+    "dense_layers": (0, 1, 2, 3),
+    "dense_intermediate_size": 48,
+    "num_experts": 1,
+    "top_k": 1,
+    "expert_intermediate_size": 48,
+    "selection_bias": False,
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "glm": {"num_shared_experts": 2, "rotary_fraction": 0.5, "routed_scaling": 1.7, **DENSE},
     "glm with everything optional": {
@@ -32,6 +41,28 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
     "glm, layers of different width": {"num_shared_experts": 1, "experts_per_layer": (8, 3, 5, 2)},
     "qwen": {"router": "softmax", "selection_bias": False, "qk_norm": True, "attention_bias": True},
+    "mixtral": {"family": "mixtral", "router": "softmax", "selection_bias": False, "expert_intermediate_size": 48},
+    "olmoe": {
+        "family": "olmoe",
+        "router": "softmax",
+        "selection_bias": False,
+        "qk_norm_wide": True,
+        "normalize_gates": False,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+    },
+    "llama": {"family": "llama", **ALL_DENSE, "tie_embeddings": True},
+    "llama with biases": {
+        "family": "llama",
+        **ALL_DENSE,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+    },
+    "qwen2": {"family": "qwen2", **ALL_DENSE, "attention_bias": True, "head_dim": 16, "norm_eps": 1e-6},
+    "qwen3": {"family": "qwen3", **ALL_DENSE, "qk_norm": True},
+    "ernie4_5": {"family": "ernie4_5", **ALL_DENSE, "tie_embeddings": True, "rope_theta": 500_000.0},
     "ernie": {"router": "softmax", "num_shared_experts": 1, "tie_embeddings": True, **DENSE},
 }
 TEXTS = (
@@ -52,10 +83,10 @@ def network(**changes: Any) -> Transformer:
     return checkpoints.network(vocab_size=320, **changes)
 
 
-def checkpoint(folder: Path, tokenizer: Tokenizer, **changes: Any) -> Transformer:
+def checkpoint(folder: Path, tokenizer: Tokenizer, family: Family | None = None, **changes: Any) -> Transformer:
     tokenizer.save(folder / "tokenizer")
     model = network(**changes)
-    write_checkpoint(folder / "c", model, model.config, tokenizer_dir=folder / "tokenizer")
+    write_checkpoint(folder / "c", model, model.config, family=family, tokenizer_dir=folder / "tokenizer")
     return model
 
 
@@ -123,6 +154,9 @@ def test_weights_are_rounded_and_what_routes_is_not(
         ({**NETWORKS["qwen"], **DENSE}, "no dense layers"),
         ({**NETWORKS["qwen"], "normalize_gates": False}, "renormalises"),
         ({**NETWORKS["ernie"], "dense_layers": (0, 2)}, "dense layers first"),
+        ({**NETWORKS["qwen2"], "head_dim": 24}, "heads that fill the hidden size"),
+        ({**NETWORKS["olmoe"], "num_kv_heads": 2}, "one key/value head for each query head"),
+        ({**NETWORKS["olmoe"], "qkv_clip": 4.0}, "qkv_clip"),
     ],
 )
 def test_what_llama_cpp_takes_for_granted_is_refused(

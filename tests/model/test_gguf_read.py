@@ -16,11 +16,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json
 from stretto.model import gguf_tokenizer
-from stretto.model.checkpoint import TensorFiles
+from stretto.model.checkpoint import TensorFiles, read_checkpoint
 from stretto.model.families import from_hf
 from stretto.model.gguf import write_gguf
 from stretto.model.gguf_read import GgufFile, gguf_file, packaged
+from stretto.model.streamed import StreamedState
 from stretto.text.tokenizer import Tokenizer
+from tests.model.checkpoints import forget_ours
 from tests.model.test_gguf import NETWORKS, TEXTS, checkpoint, tokenizer
 
 __all__ = ["tokenizer"]
@@ -40,12 +42,20 @@ def test_what_was_written_reads_back_equal(name: str, tmp_path: Path, tokenizer:
         read, family = from_hf(file.config, "c.gguf")
         ours, theirs = tensors(file, original), tensors(original, original)
         again = file.tokenizer()
-    expected, _ = from_hf(read_json(tmp_path / "c" / "config.json"), "config.json")
+    expected, expected_family = from_hf(read_json(tmp_path / "c" / "config.json"), "config.json")
     tied = model.config.tie_embeddings  # GLM and Qwen are stored with a copy of the head, which GGUF leaves out
-    assert read == expected.replace(tie_embeddings=tied) and family in ("glm4_moe", "qwen3_moe", "ernie4_5_moe")
-    left_out = {each for each in theirs if each.endswith("o_proj.bias") or (tied and each.startswith("lm_head"))}
-    assert ours.keys() == theirs.keys() - left_out
+    assert read == expected.replace(tie_embeddings=tied) and family == expected_family
+    copies = {"lm_head.weight"} if tied else set()
+    assert theirs.keys() - ours.keys() <= copies
     assert all(torch.equal(ours[each], theirs[each]) for each in ours)
+    forget_ours(tmp_path / "c")  # widths and orders, which only our own folders tell
+    read_state = read_checkpoint(tmp_path / "c.gguf").model.state_dict()
+    expected_state = read_checkpoint(tmp_path / "c").model.state_dict()
+    with StreamedState(tmp_path / "c.gguf") as streamed:
+        assert all(torch.equal(read_state[each], streamed[each]) for each in streamed)
+        assert streamed.unchanged(torch.float32) == ()
+    assert read_state.keys() | {"head.weight"} == expected_state.keys() | {"head.weight"}
+    assert all(torch.equal(read_state[each], expected_state[each]) for each in read_state)
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert (again.eos_id, again.special_ids()) == (tokenizer.eos_id, tokenizer.special_ids())
     assert again.chat_template == tokenizer.chat_template and again.vocab_size == tokenizer.vocab_size
