@@ -16,10 +16,21 @@ from torch import Tensor, nn
 from stretto.engine.forward_torch import KvPool, largest_top_k
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, rotary_frequencies
-from stretto.model.spec import Subnet
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, SwiGlu, Transformer
-from stretto.ops.native import Decoder, Network
+from stretto.ops.native import MAX_GROUP, MAX_TOP_K, Decoder, Network
 from stretto.ops.operators import rotary_tables
+
+
+def why_not(config: ModelConfig) -> str:
+    """Why the compiled kernels cannot compute this network; empty where they can."""
+    if config.latent is not None:
+        return "no kernels for latent attention"
+    if (group := config.num_heads // config.num_kv_heads) > MAX_GROUP:
+        return f"kernels for {MAX_GROUP} query heads to a key head at most, not {group}"
+    if (top_k := largest_top_k(config)) > MAX_TOP_K:
+        return f"kernels for {MAX_TOP_K} experts a token at most, not {top_k}"
+    return ""
 
 
 class NativeForward:
@@ -27,18 +38,27 @@ class NativeForward:
 
     def __init__(self, library: ctypes.CDLL, model: Transformer, subnets: SubnetTable, pool: KvPool):
         config = model.config
+        assert pool.values_LPZGC is not None, "a pool without values"
         longest = min(config.max_positions, pool.keys_LPZGC.shape[1] * pool.keys_LPZGC.shape[2])
-        cos_TR, sin_TR = rotary_tables(torch.arange(longest), rotary_frequencies(config, "cpu"), config.rope_magnitude)
+        frequencies_R = rotary_frequencies(config, torch.device("cpu"))
+        cos_TR, sin_TR = rotary_tables(torch.arange(longest), frequencies_R, config.rope_magnitude)
+        clamp, windows = config.clamped_swiglu, dict.fromkeys(config.sliding_layers, config.sliding_window or 0)
         network = Network(
             num_heads=config.num_heads,
             norm_eps=config.norm_eps,
+            attention_scale=config.attention_scale or config.head_dim**-0.5,
+            wide_norm=config.qk_norm_wide,
+            qkv_clip=config.qkv_clip or 0.0,
+            clamp=(0.0, 0.0) if clamp is None else (clamp.alpha, clamp.limit),
             softmax=config.router == "softmax",
             normalize=config.normalize_gates,
             scaling=config.routed_scaling,
+            expert_groups=(config.expert_groups, config.top_groups),
             max_top_k=largest_top_k(config),
             cos_TR=cos_TR,
             sin_TR=sin_TR,
             layers=[_layer(block, config.selection_bias) for block in model.blocks],
+            windows=[windows.get(layer, 0) for layer in range(config.num_layers)],
             embedding_VD=model.embedding.weight.detach(),
             norm_D=model.norm.weight.detach(),
             head_VD=model.head_VD.detach(),
@@ -108,23 +128,40 @@ def _layer(block: nn.Module, selection_bias: bool) -> dict[str, Tensor | None]:
     """The block's tensors by their names in the kernels."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, Attention), "the engine has no latent attention yet"
+    assert isinstance(attention, Attention)
     tensors = {
         "attention_norm": block.attention_norm.weight,
         "qkv": attention.qkv.weight,
         "qkv_bias": attention.qkv.bias,
         "out": attention.out.weight,
+        "out_bias": attention.out.bias,
+        "sinks": attention.sinks,
         "q_norm": attention.q_norm,
         "k_norm": attention.k_norm,
         "mlp_norm": block.mlp_norm.weight,
         "router": None,
     }
     if isinstance(mlp, SwiGlu):
-        tensors |= {"gate_up": mlp.gate_up.weight, "down": mlp.down.weight}
+        tensors |= _swiglu(mlp)
     else:
-        tensors |= {"gate_up": mlp.gate_up, "down": mlp.down, "router": mlp.gate, "rank": mlp.rank_E}
+        tensors |= {
+            "gate_up": mlp.gate_up,
+            "gate_up_bias": mlp.gate_up_bias,
+            "down": mlp.down,
+            "down_bias": mlp.down_bias,
+        }
+        tensors |= {"router": mlp.gate, "router_bias": mlp.gate_bias, "rank": mlp.rank_E}
         if selection_bias:
             tensors["bias"] = mlp.bias_WE
         if mlp.shared is not None:
-            tensors |= {"shared_gate_up": mlp.shared.gate_up.weight, "shared_down": mlp.shared.down.weight}
+            tensors |= {f"shared_{name}": tensor for name, tensor in _swiglu(mlp.shared).items()}
     return {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}
+
+
+def _swiglu(layer: SwiGlu) -> dict[str, Tensor | None]:
+    return {
+        "gate_up": layer.gate_up.weight,
+        "gate_up_bias": layer.gate_up.bias,
+        "down": layer.down.weight,
+        "down_bias": layer.down.bias,
+    }

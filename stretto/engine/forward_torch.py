@@ -7,7 +7,7 @@ through `stretto.ops.matmul`: a rollout rounds as the trainer's forward pass doe
 Shape letters: N tokens of a step or of a part of it, M tokens whose logits are wanted, V vocabulary, D hidden, H query
 heads, G key/value heads, J = H + G, C head width, X = (H + 2·G)·C, R rotated channels, F = 2·I, I SwiGLU width, E experts,
 K chosen, L layers (of routes: MoE layers), P pages, Z tokens a page; in a layout: Q chunks, B chunks of a group, M pages of
-the longest chunk, T = M·Z keys, U Subnets.
+it that a chunk sees at most, T = M·Z keys, U Subnets.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.sequence import Chunk, SubnetTable
-from stretto.model.attention import Attention, rotary_frequencies
+from stretto.model.attention import Attention, Mla, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
-from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer
+from stretto.model.transformer import Block, MoeLayer, SwiGlu, Transformer, clamp_of
 from stretto.ops import exact, grouped, matmul, paged
+from stretto.ops.grouped import ExpertBiases
+from stretto.ops.latent import LatentWeights, latent_attention
 from stretto.ops.matmul import Arithmetic, ExpertMatrices, Weight, experts, linear, prepare, rounded, swiglu
 from stretto.ops.operators import MASKED, rotary_tables
-from stretto.ops.paged import ExpertWeights, Group, RouteRule, Spans
+from stretto.ops.paged import ExpertWeights, Group, Heads, RouteRule, Spans
 
 _MAX_KNOWN = 1024
 """Subnets and compositions remembered; a client may name a Subnet of its own in every request."""
@@ -41,7 +43,9 @@ class KvPool:
     """Cache of keys, values and routes. A page is the same place in all three, whatever the layer."""
 
     keys_LPZGC: Tensor
-    values_LPZGC: Tensor
+    """With latent attention, the rows of `stretto.ops.latent`, as one head."""
+    values_LPZGC: Tensor | None
+    """None with latent attention, whose rows hold them."""
     routes_PZLK: Tensor | None
     """uint8 or uint16; the dtype's largest value: no expert."""
 
@@ -50,8 +54,10 @@ class KvPool:
         config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, routes: bool
     ) -> KvPool:
         # zeros, not whatever memory held: a masked key of NaN would still spoil the sum
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
+        shape, latent = (config.num_layers, num_pages, page_size), config.latent
+        heads = (config.num_kv_heads, config.head_dim) if latent is None else (1, latent.kv_rank + latent.rope_dim)
+        keys = _zeros((*shape, *heads), dtype, device)
+        values = _zeros((*shape, *heads), dtype, device) if latent is None else None
         pool = None
         if routes:
             kind = torch.uint8 if max(config.experts_by_layer, default=0) <= 255 else torch.uint16
@@ -193,18 +199,36 @@ class Planner:
         assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is past the network's"
         slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
         rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
-        groups = []
-        for a, b in _neighbours(chunks, size):
-            num_pages, length = int(num_pages_Q[a:b].max()), int(lengths_Q[a])
-            mask_B1LT = None
-            if length == 1 or starts_Q[a:b].any():
-                visible_BL1 = starts_Q[a:b, None, None] + np.arange(1, length + 1)[:, None]
-                hidden_BLT = self._tensor(visible_BL1 <= np.arange(num_pages * size))
-                mask_B1LT = torch.zeros(hidden_BLT.shape, dtype=self._dtype, device=self._device)
-                mask_B1LT = mask_B1LT.masked_fill_(hidden_BLT, float("-inf")).unsqueeze(1)
-            pages = self._tensor(table_QM[a:b, :num_pages].reshape(-1))
-            groups.append(Group(int(first_Q[a]), b - a, length, pages, mask_B1LT))
-        return Spans(rotary_N2R[:, :1], rotary_N2R[:, 1:], self._tensor(slots_N), tuple(groups))
+        ranges = list(_neighbours(chunks, size))
+        windows = (None, self._config.sliding_window) if self._config.sliding_layers else (None,)
+        groups = [
+            tuple(
+                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window) for a, b in ranges
+            )
+            for window in windows
+        ]
+        return Spans(rotary_N2R[:, :1], rotary_N2R[:, 1:], self._tensor(slots_N), *groups)
+
+    def _group(self, first: int, length: int, starts_B: np.ndarray, table_BM: np.ndarray, window: int | None) -> Group:
+        """Chunks of one length that begin at ``starts_B`` of their sequences, whose pages are ``table_BM`` and perhaps more; each
+        token sees ``window`` positions at most. ``first`` is their first token in the step.
+        """
+        size, end = self._page_size, int(starts_B.max()) + length
+        begin_B = np.zeros_like(starts_B) if window is None else np.maximum(starts_B + 1 - window, 0) // size
+        num_pages = int((-(-(starts_B + length) // size) - begin_B).max())
+        # a chunk that sees fewer pages than others is padded with what its table has behind them
+        places_BM = np.minimum(begin_B[:, None] + np.arange(num_pages), table_BM.shape[1] - 1)
+        mask_B1LT = None
+        if length == 1 or starts_B.any() or (window is not None and end > window):
+            position_BL1 = starts_B[:, None, None] + np.arange(length)[:, None]
+            key_B1T = begin_B[:, None, None] * size + np.arange(num_pages * size)
+            hidden_BLT = key_B1T > position_BL1
+            if window is not None:
+                hidden_BLT |= key_B1T <= position_BL1 - window
+            mask_BLT = torch.zeros(hidden_BLT.shape, dtype=self._dtype, device=self._device)
+            mask_B1LT = mask_BLT.masked_fill_(self._tensor(hidden_BLT), float("-inf")).unsqueeze(1)
+        pages = self._tensor(np.take_along_axis(table_BM, places_BM, 1).reshape(-1))
+        return Group(first, len(starts_B), length, pages, mask_B1LT)
 
     def _rules_of(self, chunks: list[Chunk]) -> dict[int, RouteRule]:
         distinct = list(dict.fromkeys(chunk.subnet for chunk in chunks))
@@ -237,8 +261,13 @@ class Planner:
             if len(set(ks)) > 1:
                 k_N = torch.tensor(ks, device=self._device).index_select(0, subnet_N)
                 dropped_NK = torch.arange(max(ks), device=self._device) >= k_N[:, None]
-            scaling = config.routed_scaling
-            yield row, RouteRule(max(ks), softmax, config.normalize_gates, scaling, bias, mask, dropped_NK)
+            groups = (config.expert_groups, config.top_groups)
+            yield (
+                row,
+                RouteRule(
+                    max(ks), softmax, config.normalize_gates, config.routed_scaling, groups, bias, mask, dropped_NK
+                ),
+            )
 
     def _wanted(self, chunks: Sequence[Chunk], places: list[int]) -> Tensor | None:
         ends = list(accumulate(len(chunks[place].tokens) for place in places))
@@ -271,8 +300,10 @@ class SwiGluWeights:
     """A dense or shared SwiGLU. Matrices are prepared for the arithmetic, here and below."""
 
     gate_up: Weight
+    gate_up_bias: Tensor | None
     down: Weight
     """Added to the stream, see `TorchForward._added`."""
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +313,21 @@ class MoeWeights:
     row: int
     """Of the layer among the maximum network's MoE layers."""
     gate: Weight
-    """fp32: routers decide on small differences."""
+    """fp32, as its bias: routers decide on small differences."""
+    gate_bias_E: Tensor | None
     experts: ExpertWeights | ExpertMatrices
+    biases: ExpertBiases | None
+    """Of `ExpertMatrices`; `ExpertWeights` hold their own."""
     shared: SwiGluWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsWeights:
+    """Attention of heads with keys and values of their own."""
+
+    qkv: Weight
+    qkv_bias_X: Tensor | None
+    heads: Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +335,10 @@ class LayerWeights:
     """One block."""
 
     attention_norm_D: Tensor
-    qkv: Weight
-    qkv_bias_X: Tensor | None
-    qk_norm_JC: Tensor | None
+    attention: HeadsWeights | LatentWeights
     out: Weight
     """Added to the stream."""
+    out_bias_D: Tensor | None
     mlp_norm_D: Tensor
     mlp: SwiGluWeights | MoeWeights
 
@@ -309,10 +351,12 @@ class TorchForward:
         self._arithmetic, self._is_plain, self._inner = arithmetic, arithmetic.is_plain, arithmetic.inner
         self._eps, self._eps_tensor = eps, torch.tensor(eps, device=pool.keys_LPZGC.device)
         self._linear: Callable[..., Tensor] = F.linear
-        self._swiglu: Callable[..., Tensor] = grouped.swiglu
+        self._clamp = clamp_of(model.config)
+        self._swiglu: Callable[..., Tensor] = partial(grouped.swiglu, clamp=self._clamp)
         self._norm: Callable[..., Tensor] = partial(paged.norm, eps=self._eps_tensor)
         if not self._is_plain:
-            self._linear, self._swiglu = partial(linear, arithmetic=arithmetic), partial(swiglu, arithmetic=arithmetic)
+            self._linear = partial(linear, arithmetic=arithmetic)
+            self._swiglu = partial(swiglu, arithmetic=arithmetic, clamp=self._clamp)
             self._norm = partial(matmul.norm, eps=eps, arithmetic=arithmetic)
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
@@ -347,21 +391,18 @@ class TorchForward:
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
         layer, arithmetic = self._layers[place], self._arithmetic
-        keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
-        qkv_NX = self._linear(self._norm(x_ND, layer.attention_norm_D), layer.qkv, layer.qkv_bias_X)
-        if self._is_plain:
-            q_NHC = paged.store(qkv_NX, layer.qk_norm_JC, self._eps_tensor, run.spans, keys_PZGC, values_PZGC)
+        normed_ND = self._norm(x_ND, layer.attention_norm_D)
+        if isinstance(layer.attention, LatentWeights):
+            rows_PZ1Z = self._keys_LPZGC[place]
+            y_NX = latent_attention(normed_ND, layer.attention, run.spans, rows_PZ1Z, arithmetic)
         else:
-            q_NHC = paged.store_rounded(
-                qkv_NX, layer.qk_norm_JC, self._eps, run.spans, keys_PZGC, values_PZGC, arithmetic
-            )
-        y_NX = paged.attend(q_NHC, keys_PZGC, values_PZGC, run.spans.groups, arithmetic.batch_invariant)
-        x_ND = self._add(x_ND, y_NX, layer.out)
+            y_NX = self._attend(place, layer.attention, normed_ND, run.spans)
+        x_ND = self._add(x_ND, y_NX, layer.out, layer.out_bias_D)
         normed_ND, mlp = self._norm(x_ND, layer.mlp_norm_D), layer.mlp
         if isinstance(mlp, SwiGluWeights):
             return self._add_swiglu(x_ND, normed_ND, mlp)
         rule = run.rules[mlp.row]
-        routes = paged.route_tokens(normed_ND, mlp.gate, rule, self._inner)
+        routes = paged.route_tokens(normed_ND, mlp.gate, rule, mlp.gate_bias_E, self._inner)
         if routes_NLK is not None:
             chosen_NK = routes.chosen_NK
             if rule.dropped_NK is not None:
@@ -370,54 +411,113 @@ class TorchForward:
         if isinstance(mlp.experts, ExpertWeights):
             x_ND = paged.chosen_experts(normed_ND, routes, mlp.experts).add_(x_ND)
             return x_ND if mlp.shared is None else self._add_swiglu(x_ND, normed_ND, mlp.shared)
-        y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic)
+        y_ND = experts(normed_ND, routes.chosen_NK, routes.gates_NK, mlp.experts, arithmetic, mlp.biases, self._clamp)
         if mlp.shared is not None:
             y_ND = self._add_swiglu(y_ND, normed_ND, mlp.shared)
         return rounded(x_ND + y_ND, arithmetic)
 
-    def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight) -> Tensor:
+    def _attend(self, place: int, weights: HeadsWeights, normed_ND: Tensor, spans: Spans) -> Tensor:
+        assert self._values_LPZGC is not None, "a pool without values"
+        keys_PZGC, values_PZGC = self._keys_LPZGC[place], self._values_LPZGC[place]
+        heads, arithmetic = weights.heads, self._arithmetic
+        qkv_NX = self._linear(normed_ND, weights.qkv, weights.qkv_bias_X)
+        if self._is_plain:
+            q_NHC = paged.store(qkv_NX, heads, self._eps_tensor, spans, keys_PZGC, values_PZGC)
+        else:
+            q_NHC = paged.store_rounded(qkv_NX, heads, self._eps, spans, keys_PZGC, values_PZGC, arithmetic)
+        return paged.attend(q_NHC, keys_PZGC, values_PZGC, spans, heads, arithmetic.batch_invariant)
+
+    def _add(self, x_ND: Tensor, y_NF: Tensor, weight: Weight, bias_D: Tensor | None) -> Tensor:
         """``x_ND`` and the product of ``y_NF`` with a matrix that `_added` made."""
         if self._is_plain:
-            return torch.addmm(x_ND, y_NF, weight)  # type: ignore[arg-type]  # a Tensor then
-        return rounded(x_ND + self._linear(y_NF, weight), self._arithmetic)
+            assert isinstance(weight, Tensor)
+            sum_ND = torch.addmm(x_ND, y_NF, weight)
+            return sum_ND if bias_D is None else sum_ND.add_(bias_D)
+        return rounded(x_ND + self._linear(y_NF, weight, bias_D), self._arithmetic)
 
     def _add_swiglu(self, x_ND: Tensor, normed_ND: Tensor, weights: SwiGluWeights) -> Tensor:
-        return self._add(x_ND, self._swiglu(self._linear(normed_ND, weights.gate_up)), weights.down)
+        inner_NI = self._swiglu(self._linear(normed_ND, weights.gate_up, weights.gate_up_bias))
+        return self._add(x_ND, inner_NI, weights.down, weights.down_bias)
 
     def _layer(self, block: nn.Module, row: int) -> LayerWeights:
         assert isinstance(block, Block)
-        attention, mlp, arithmetic = block.attention, block.mlp, self._arithmetic
-        assert isinstance(attention, Attention), "the engine has no latent attention yet"
-        qk_norm_JC = None
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q_HC = attention.q_norm.expand(attention.num_heads, -1)
-            qk_norm_JC = torch.cat((q_HC, attention.k_norm.expand(attention.num_kv_heads, -1))).detach()
-        weights: SwiGluWeights | MoeWeights
-        if isinstance(mlp, MoeLayer):
-            shared = None if mlp.shared is None else self._swiglu_weights(mlp.shared)
-            gate, matrices = prepare(mlp.gate.float(), self._inner), (mlp.gate_up.detach(), mlp.down.detach())
-            if self._is_plain:
-                weights = MoeWeights(row, gate, ExpertWeights.of(*matrices), shared)
-            else:
-                weights = MoeWeights(row, gate, ExpertMatrices.of(*matrices, arithmetic), shared)
-        else:
-            weights = self._swiglu_weights(mlp)
+        attention, mlp = block.attention, block.mlp
         return LayerWeights(
             attention_norm_D=block.attention_norm.weight.detach(),
-            qkv=prepare(attention.qkv.weight, arithmetic),
-            qkv_bias_X=None if attention.qkv.bias is None else attention.qkv.bias.detach(),
-            qk_norm_JC=qk_norm_JC,
+            attention=self._heads(attention) if isinstance(attention, Attention) else self._latent(attention),
             out=self._added(attention.out.weight),
+            out_bias_D=_detached(attention.out.bias),
             mlp_norm_D=block.mlp_norm.weight.detach(),
-            mlp=weights,
+            mlp=self._moe(mlp, row) if isinstance(mlp, MoeLayer) else self._swiglu_weights(mlp),
+        )
+
+    def _heads(self, attention: Attention) -> HeadsWeights:
+        norm_JC = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            shape = (-1, attention.head_dim)
+            q_HC = attention.q_norm.detach().view(shape).expand(attention.num_heads, -1)
+            norm_JC = torch.cat((q_HC, attention.k_norm.detach().view(shape).expand(attention.num_kv_heads, -1)))
+        heads = Heads(
+            norm_JC=norm_JC,
+            is_wide=attention.is_wide,
+            clip=attention.clip,
+            scale=attention.scale,
+            sinks_H=_detached(attention.sinks),
+            is_sliding=attention.is_sliding,
+        )
+        return HeadsWeights(prepare(attention.qkv.weight, self._arithmetic), _detached(attention.qkv.bias), heads)
+
+    def _latent(self, attention: Mla) -> LatentWeights:
+        q_down, q_up, arithmetic = attention.q_down, attention.q or attention.q_up, self._arithmetic
+        assert q_up is not None
+        return LatentWeights(
+            q_down=None if q_down is None else prepare(q_down.weight, arithmetic),
+            q_down_bias=None if q_down is None else _detached(q_down.bias),
+            q_down_norm=_detached(attention.q_down_norm),
+            q_up=prepare(q_up.weight, arithmetic),
+            kv_down=prepare(attention.kv_down.weight, arithmetic),
+            kv_down_bias=_detached(attention.kv_down.bias),
+            kv_down_norm=attention.kv_down_norm.detach(),
+            kv_up=prepare(attention.kv_up.weight, arithmetic),
+            num_heads=attention.num_heads,
+            nope_dim=attention.nope_dim,
+            value_dim=attention.value_dim,
+            scale=attention.scale,
+            eps=attention.eps,
+        )
+
+    def _moe(self, layer: MoeLayer, row: int) -> MoeWeights:
+        gate_bias_E = None if layer.gate_bias is None else layer.gate_bias.detach().float()
+        biases = None if layer.biases is None else ExpertBiases(*(each.detach() for each in layer.biases))
+        matrices = (layer.gate_up.detach(), layer.down.detach())
+        return MoeWeights(
+            row=row,
+            gate=prepare(layer.gate.float(), self._inner),
+            gate_bias_E=gate_bias_E,
+            experts=(
+                ExpertWeights.of(*matrices, biases, self._clamp)
+                if self._is_plain
+                else ExpertMatrices.of(*matrices, self._arithmetic)
+            ),
+            biases=biases,
+            shared=None if layer.shared is None else self._swiglu_weights(layer.shared),
         )
 
     def _swiglu_weights(self, layer: SwiGlu) -> SwiGluWeights:
-        return SwiGluWeights(prepare(layer.gate_up.weight, self._arithmetic), self._added(layer.down.weight))
+        return SwiGluWeights(
+            gate_up=prepare(layer.gate_up.weight, self._arithmetic),
+            gate_up_bias=_detached(layer.gate_up.bias),
+            down=self._added(layer.down.weight),
+            down_bias=_detached(layer.down.bias),
+        )
 
     def _added(self, weight_FD: Tensor) -> Weight:
         """As `_add` takes it: transposed for plain arithmetic."""
         return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
 
 
 def largest_top_k(config: ModelConfig) -> int:

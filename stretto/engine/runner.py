@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.engine.forward_cpu import NativeForward
+from stretto.engine.forward_cpu import NativeForward, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
 from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
@@ -61,15 +61,16 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
     return num_pages
 
 
-def _why_torch(library: Library | None, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> str:
+def _why_torch(library: Library | None, model: Transformer, arithmetic: Arithmetic) -> str:
     """Why the compiled kernels do not run; empty where they do."""
+    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if not arithmetic.is_plain:
         return "batch-invariant" if arithmetic.batch_invariant else f"in {arithmetic.precision}"
     if device.type != "cpu":
         return f"on {device.type}"
     if library is None or library.handle is None:
         return "no kernels were asked for" if library is None else library.reason
-    return "" if dtype in DTYPES else f"no kernels for {dtype}"
+    return why_not(model.config) if dtype in DTYPES else f"no kernels for {dtype}"
 
 
 class Runner:
@@ -102,7 +103,7 @@ class Runner:
         self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
-        self._why_torch = _why_torch(library, device, dtype, arithmetic)
+        self._why_torch = _why_torch(library, model, arithmetic)
         if not self._why_torch:
             assert library is not None and library.handle is not None
             self.native = NativeForward(library.handle, model, subnets, self.pool)
@@ -156,8 +157,9 @@ class Runner:
         begun = [chunk.pages[(chunk.end - 1) // size] for chunk in chunks if 0 < chunk.end % size <= len(chunk.tokens)]
         if begun:
             pages = torch.tensor(begun, device=self.pool.keys_LPZGC.device)
-            self.pool.keys_LPZGC.index_fill_(1, pages, 0.0)
-            self.pool.values_LPZGC.index_fill_(1, pages, 0.0)
+            for tensor in (self.pool.keys_LPZGC, self.pool.values_LPZGC):
+                if tensor is not None:
+                    tensor.index_fill_(1, pages, 0.0)
 
     def read_routes(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Routes [T, L, K] of positions ``start`` to ``end`` of the sequence whose page table is ``pages``; a copy."""

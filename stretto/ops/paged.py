@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import exact, matmul
-from stretto.ops.grouped import swiglu
+from stretto.ops.grouped import Clamp, ExpertBiases, swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.operators import MASKED, Routes, attention, rotate, route
+from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rotate, route
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -37,7 +37,7 @@ class Group:
     pages: Tensor
     """int64 [B·M]: their pages, any page beyond a chunk's last."""
     mask_B1LT: Tensor | None
-    """Added to the scores, [B, 1, length, T]. None: they begin at position 0, so plain causal attention does."""
+    """Added to the scores, [B, 1, length, T]. None: they begin at position 0 and see all, so plain causal attention does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,26 @@ class Spans:
     """int64: where each token's keys and values go, page · page size + place in it."""
     groups: tuple[Group, ...]
     """All tokens, in order."""
+    window_groups: tuple[Group, ...] = ()
+    """The same where tokens see a window of positions: its pages and its masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer does to queries, keys and values before they are cached, and how it attends to them."""
+
+    norm_JC: Tensor | None
+    """Scales the normed queries and keys; None: they are not normed."""
+    is_wide: bool
+    """All query heads of a token are normed as one vector, and all its key heads; otherwise each head by itself."""
+    clip: float | None
+    """Queries, keys and values are clamped to ± this."""
+    scale: float | None
+    """Of the scores; None: 1/√C."""
+    sinks_H: Tensor | None
+    """Scores of a key that every query sees and whose value is zero."""
+    is_sliding: bool
+    """It attends to the groups of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +83,8 @@ class RouteRule:
     softmax: bool
     normalize: bool
     scaling: float
+    groups: tuple[int, int]
+    """Of `stretto.ops.operators.route`."""
     bias: Tensor | None
     """[E] or [N, E], added to the scores for the choice alone; `MASKED` where an expert may not be chosen."""
     mask: Tensor | None
@@ -81,11 +103,16 @@ class ExpertWeights:
     downs: tuple[Tensor, ...]
     bounds_E: Tensor
     """0 … E − 1, int64."""
+    biases: ExpertBiases | None
+    clamp: Clamp | None
 
     @staticmethod
-    def of(gate_up_EFD: Tensor, down_EDI: Tensor) -> ExpertWeights:
+    def of(
+        gate_up_EFD: Tensor, down_EDI: Tensor, biases: ExpertBiases | None = None, clamp: Clamp | None = None
+    ) -> ExpertWeights:
         bounds_E = torch.arange(gate_up_EFD.shape[0], device=gate_up_EFD.device)
-        return ExpertWeights(gate_up_EFD, down_EDI, tuple(gate_up_EFD.unbind(0)), tuple(down_EDI.unbind(0)), bounds_E)
+        gate_ups, downs = tuple(gate_up_EFD.unbind(0)), tuple(down_EDI.unbind(0))
+        return ExpertWeights(gate_up_EFD, down_EDI, gate_ups, downs, bounds_E, biases, clamp)
 
 
 def norm(x_D: Tensor, weight_D: Tensor, eps: Tensor) -> Tensor:
@@ -105,22 +132,25 @@ def _scale(x_D: Tensor, eps: Tensor) -> Tensor:
 
 def store(
     qkv_NX: Tensor,
-    weight_JC: Tensor | None,
+    heads: Heads,
     eps: Tensor,
     spans: Spans,
     keys_PZGC: Tensor,
     values_PZGC: Tensor,
 ) -> Tensor:
-    """Norm and rotate queries and keys, put keys and values into one layer's cache, return the queries [N, H, C].
+    """Norm, clip and rotate queries and keys, put keys and values into one layer's cache, return the queries [N, H, C].
 
-    ``qkv_NX`` holds each token's query heads, then its key heads, then its value heads, and is overwritten;
-    ``weight_JC`` scales the normed queries and keys (None: they are not normed).
+    ``qkv_NX`` holds each token's query heads, then its key heads, then its value heads, and is overwritten.
     """
     G, C = keys_PZGC.shape[2:]
     R, kv = spans.cos_N1R.shape[-1], G * C
     qk_NJC = qkv_NX[:, :-kv].view(len(qkv_NX), -1, C)
-    if weight_JC is not None:
-        qk_NJC.mul_(_scale(qk_NJC, eps)).mul_(weight_JC)
+    if heads.norm_JC is not None:
+        for part in (qkv_NX[:, : -2 * kv], qkv_NX[:, -2 * kv : -kv]) if heads.is_wide else (qk_NJC,):
+            part.mul_(_scale(part, eps))
+        qk_NJC.mul_(heads.norm_JC)
+    if heads.clip is not None:
+        qkv_NX.clamp_(-heads.clip, heads.clip)
     rotated = qk_NJC if R == C else qk_NJC[..., :R]
     torch.addcmul(rotated * spans.cos_N1R, rotated.roll(R // 2, -1), spans.sin_N1R, out=rotated)
     keys_PZGC.view(-1, kv).index_copy_(0, spans.slots_N, qkv_NX[:, -2 * kv : -kv])
@@ -130,7 +160,7 @@ def store(
 
 def store_rounded(
     qkv_NX: Tensor,
-    weight_JC: Tensor | None,
+    heads: Heads,
     eps: float,
     spans: Spans,
     keys_PZGC: Tensor,
@@ -139,65 +169,95 @@ def store_rounded(
 ) -> Tensor:
     """`store` in an arithmetic that is not plain, rounded as the model's attention does; leaves ``qkv_NX`` alone."""
     G, C = keys_PZGC.shape[2:]
-    half = spans.cos_N1R.shape[-1] // 2
-    qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
-    qk_NJC = qkv_NHC[:, :-G]
-    if weight_JC is not None:
-        qk_NJC = matmul.norm(qk_NJC, weight_JC, eps, arithmetic)
-    cos_1NR, sin_1NR = spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:]
-    qk_NJC = rounded(rotate(qk_NJC[None], cos_1NR, sin_1NR)[0], arithmetic)
-    for pool_PZGC, rows_NGC in ((keys_PZGC, qk_NJC[:, -G:]), (values_PZGC, qkv_NHC[:, -G:])):
+    qk_NJC, v_NGC = qkv_NX.view(len(qkv_NX), -1, C).tensor_split((-G,), dim=1)
+    if heads.norm_JC is not None and heads.is_wide:
+        parts = zip(qk_NJC.tensor_split((-G,), 1), heads.norm_JC.tensor_split((-G,), 0), strict=True)
+        normed = [matmul.norm(x.flatten(1), weight.flatten(), eps, arithmetic).view_as(x) for x, weight in parts]
+        qk_NJC = torch.cat(normed, 1)
+    elif heads.norm_JC is not None:
+        qk_NJC = matmul.norm(qk_NJC, heads.norm_JC, eps, arithmetic)
+    if heads.clip is not None:
+        qk_NJC, v_NGC = (x.clamp(-heads.clip, heads.clip) for x in (qk_NJC, v_NGC))
+    qk_NJC = rounded(rotated(qk_NJC, spans), arithmetic)
+    for pool_PZGC, rows_NGC in ((keys_PZGC, qk_NJC[:, -G:]), (values_PZGC, v_NGC)):
         pool_PZGC.flatten(0, 1).index_copy_(0, spans.slots_N, rows_NGC.to(pool_PZGC.dtype))
     return qk_NJC[:, :-G]
+
+
+def rotated(x_NHC: Tensor, spans: Spans) -> Tensor:
+    """`stretto.ops.operators.rotate` at the tokens' positions."""
+    half = spans.cos_N1R.shape[-1] // 2
+    return rotate(x_NHC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])[0]
 
 
 def attend(
     q_NHC: Tensor,
     keys_PZGC: Tensor,
     values_PZGC: Tensor,
-    groups: tuple[Group, ...],
+    spans: Spans,
+    heads: Heads,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Attention of every token to its own sequence up to itself, [N, H·C]; one call of torch's attention a group.
 
     ``batch_invariant``: by `stretto.ops.exact.attention`, the same bits however the sequence was cut into chunks.
     """
-    parts = [_attend_group(q_NHC, keys_PZGC, values_PZGC, group, batch_invariant) for group in groups]
+    groups = spans.window_groups if heads.is_sliding else spans.groups
+    parts = [_attend_group(q_NHC, keys_PZGC, values_PZGC, group, heads, batch_invariant) for group in groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_group(q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: Group, batch_invariant: bool) -> Tensor:
+def _attend_group(
+    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, group: Group, heads: Heads, batch_invariant: bool
+) -> Tensor:
     _, H, C = q_NHC.shape
-    P, _, G, _ = keys_PZGC.shape
-    B, L = group.num_chunks, group.length
-    k_BGTC = keys_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
-    v_BGTC = values_PZGC.view(P, -1).index_select(0, group.pages).view(B, -1, G, C).transpose(1, 2)
+    G, B, L = keys_PZGC.shape[2], group.num_chunks, group.length
+    k_BGTC, v_BGTC = (gathered(pool, group).transpose(1, 2) for pool in (keys_PZGC, values_PZGC))
     q_NHC = q_NHC[group.start : group.start + B * L]
-    if L == 1 and not batch_invariant:
+    if L == 1 and heads.sinks_H is None and not batch_invariant:
         # the query heads that share a key head stand as its queries, which is faster than telling torch so
         q_BGHC = q_NHC.view(B, G, H // G, C)
-        return F.scaled_dot_product_attention(q_BGHC, k_BGTC, v_BGTC, attn_mask=group.mask_B1LT).reshape(B, H * C)
+        y_BGHC = F.scaled_dot_product_attention(q_BGHC, k_BGTC, v_BGTC, attn_mask=group.mask_B1LT, scale=heads.scale)
+        return y_BGHC.reshape(B, H * C)
     q_BHLC = q_NHC.view(B, L, H, C).transpose(1, 2)
-    if batch_invariant:
-        if group.mask_B1LT is None:
-            seen_B1LT = torch.ones(1, 1, L, k_BGTC.shape[2], dtype=torch.bool, device=q_NHC.device).tril()
-        else:
-            seen_B1LT = group.mask_B1LT == 0
-        y_BHLC = exact.attention(q_BHLC, k_BGTC, v_BGTC, seen_B1LT)
-    elif group.mask_B1LT is None:
-        y_BHLC = attention(q_BHLC, k_BGTC[:, :, :L], v_BGTC[:, :, :L], None)
-    else:
-        y_BHLC = attention(q_BHLC, k_BGTC, v_BGTC, group.mask_B1LT)
+    y_BHLC = attend_rows(q_BHLC, k_BGTC, v_BGTC, group, heads.scale, heads.sinks_H, batch_invariant)
     return y_BHLC.transpose(1, 2).reshape(B * L, H * C)
 
 
-def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Routes:
+def gathered(pool_PZGC: Tensor, group: Group) -> Tensor:
+    """What one layer's cache holds of the group's sequences, [B, T, G, C]."""
+    P, _, G, C = pool_PZGC.shape
+    return pool_PZGC.view(P, -1).index_select(0, group.pages).view(group.num_chunks, -1, G, C)
+
+
+def attend_rows(
+    q_BHLC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTU: Tensor,
+    group: Group,
+    scale: float | None,
+    sinks_H: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Attention of a group's queries to the keys and values of its pages, [B, H, L, U]."""
+    if batch_invariant:
+        if group.mask_B1LT is None:
+            seen_B1LT = torch.ones(1, 1, group.length, k_BGTC.shape[2], dtype=torch.bool, device=k_BGTC.device).tril()
+        else:
+            seen_B1LT = group.mask_B1LT == 0
+        return exact.attention(q_BHLC, k_BGTC, v_BGTU, seen_B1LT, scale, sinks_H)
+    if group.mask_B1LT is None:
+        k_BGTC, v_BGTU = k_BGTC[:, :, : group.length], v_BGTU[:, :, : group.length]
+    return attention(q_BHLC, k_BGTC, v_BGTU, group.mask_B1LT, scale, sinks_H)
+
+
+def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule, bias_E: Tensor | None = None) -> Routes:
     """`stretto.ops.operators.route` a token at a time, each with its own top-k.
 
     Choices past a token's own top-k name expert E, which does not exist, with a weight of 0. Gates are fp32.
     """
     num_experts = gate_ED.shape[0]
-    logits_NE = F.linear(x_ND.float(), gate_ED.float())
+    logits_NE = F.linear(x_ND.float(), gate_ED.float(), bias_E)
     chosen_NK = torch.full((len(x_ND), rule.top_k), num_experts, device=x_ND.device)
     gates_NK = torch.zeros(len(x_ND), rule.top_k, device=x_ND.device)
     for token, logits_E in enumerate(logits_NE):
@@ -205,28 +265,40 @@ def route_tokens_reference(x_ND: Tensor, gate_ED: Tensor, rule: RouteRule) -> Ro
         bias_E = None if rule.bias is None else rule.bias.expand_as(logits_NE)[token]
         allowed_E = None if bias_E is None else bias_E != MASKED
         routes = route(
-            logits_E, bias_E, allowed_E, top_k, softmax=rule.softmax, normalize=rule.normalize, scaling=rule.scaling
+            logits_E,
+            bias_E,
+            allowed_E,
+            top_k,
+            softmax=rule.softmax,
+            normalize=rule.normalize,
+            scaling=rule.scaling,
+            groups=rule.groups,
         )
         chosen_NK[token, :top_k], gates_NK[token, :top_k] = routes.chosen_NK, routes.gates_NK
     return Routes(chosen_NK, gates_NK)
 
 
-def route_tokens(x_ND: Tensor, gate: Weight, rule: RouteRule, arithmetic: Arithmetic = PLAIN) -> Routes:
+def route_tokens(
+    x_ND: Tensor, gate: Weight, rule: RouteRule, bias_E: Tensor | None = None, arithmetic: Arithmetic = PLAIN
+) -> Routes:
     """`route_tokens_reference` for all tokens at once.
 
-    ``gate`` is fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives `route`'s bits.
+    ``gate`` and ``bias_E`` (of the logits) are fp32, prepared for ``arithmetic``, the router's own: batch-invariant, it gives
+    `route`'s bits.
     """
     x_ND, is_exact = x_ND.float(), arithmetic.batch_invariant
+    logits_NE = matmul.linear(x_ND, gate, bias_E, arithmetic)
+    if rule.mask is not None:
+        logits_NE = logits_NE + rule.mask
     if is_exact:
-        logits_NE = matmul.linear(x_ND, gate, None, arithmetic)
-        logits_NE = logits_NE if rule.mask is None else logits_NE + rule.mask
         scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
     else:
-        assert isinstance(gate, Tensor)
-        logits_NE = F.linear(x_ND, gate) if rule.mask is None else torch.addmm(rule.mask, x_ND, gate.t())
         scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
     choice_NE = scores_NE if rule.bias is None else scores_NE + rule.bias
-    chosen_NK = exact.top_k(choice_NE, rule.top_k) if is_exact else choice_NE.topk(rule.top_k).indices
+    operators = arithmetic.operators
+    if rule.groups[0] > 1:
+        choice_NE = in_best_groups(choice_NE, *rule.groups, operators)
+    chosen_NK = operators.highest(choice_NE, rule.top_k)
     gates_NK = scores_NE.gather(-1, chosen_NK)
     if rule.dropped_NK is not None:
         gates_NK.masked_fill_(rule.dropped_NK, 0.0)
@@ -244,8 +316,9 @@ def chosen_experts_reference(x_ND: Tensor, routes: Routes, weights: ExpertWeight
     for token in range(len(x_ND)):
         for expert, gate in zip(routes.chosen_NK[token].tolist(), routes.gates_NK[token], strict=True):
             if expert < num_experts:
-                hidden_I = swiglu(F.linear(x_ND[token], weights.gate_up_EFD[expert]))
-                out_ND[token] += F.linear(hidden_I, weights.down_EDI[expert]) * gate.to(x_ND.dtype)
+                bias_F, bias_D = (None, None) if weights.biases is None else (each[expert] for each in weights.biases)
+                hidden_I = swiglu(F.linear(x_ND[token], weights.gate_up_EFD[expert], bias_F), weights.clamp)
+                out_ND[token] += F.linear(hidden_I, weights.down_EDI[expert], bias_D) * gate.to(x_ND.dtype)
     return out_ND
 
 
@@ -270,8 +343,12 @@ def _single_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Ten
     tokens, hidden = x_ND.unbind(0), hidden_SF.unbind(0)
     for token, expert, place in pairs:
         torch.mv(weights.gate_ups[expert], tokens[token], out=hidden[place])
-    inner = swiglu(hidden_SF).mul_(gates_NK.view(-1, 1)).unbind(0)
-    out_ND = torch.zeros_like(x_ND)
+    out_ND, expert_S = torch.zeros_like(x_ND), routes.chosen_NK.flatten().clamp(max=num_experts - 1)
+    if weights.biases is not None:
+        hidden_SF += weights.biases.gate_up_EF[expert_S]
+        bias_NKD = weights.biases.down_ED[expert_S].view(*gates_NK.shape, -1)
+        out_ND += (bias_NKD * gates_NK[..., None]).sum(1)
+    inner = swiglu(hidden_SF, weights.clamp).mul_(gates_NK.view(-1, 1)).unbind(0)
     sums = out_ND.unbind(0)
     for token, expert, place in pairs:
         sums[token].addmv_(weights.downs[expert], inner[place])
@@ -284,8 +361,13 @@ def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Te
     expert_S, order_S = routes.chosen_NK.view(-1).sort(stable=True)
     ends_E = torch.searchsorted(expert_S, weights.bounds_E, right=True, out_int32=True)
     x_SD = x_ND.index_select(0, order_S.div(num_chosen, rounding_mode="floor"))
-    hidden_SI = swiglu(F.grouped_mm(x_SD, weights.gate_up_EFD.transpose(1, 2), offs=ends_E))
-    y_SD = F.grouped_mm(hidden_SI, weights.down_EDI.transpose(1, 2), offs=ends_E)
+    hidden_SF = F.grouped_mm(x_SD, weights.gate_up_EFD.transpose(1, 2), offs=ends_E)
+    own_S = expert_S.clamp(max=len(weights.downs) - 1)
+    if weights.biases is not None:
+        hidden_SF += weights.biases.gate_up_EF[own_S]
+    y_SD = F.grouped_mm(swiglu(hidden_SF, weights.clamp), weights.down_EDI.transpose(1, 2), offs=ends_E)
+    if weights.biases is not None:
+        y_SD += weights.biases.down_ED[own_S]
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(num_pairs, device=order_S.device))
     place_NK = place_S.view(num_tokens, num_chosen)
     # rows past the last group were never written and may hold NaN, which a weight of 0 would not remove

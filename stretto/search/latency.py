@@ -90,11 +90,16 @@ class Timing(Config):
     """Largest relative difference between a measured network and its fitted time."""
 
 
+Scalar = int | float | bool | str | None
+Shape = dict[str, Scalar | tuple[int, ...] | dict[str, Scalar]]
+"""Fields of a `ModelConfig`, those of its own records among them."""
+
+
 class LatencyTable(Config):
     """Measured layer costs; predicts the latency of any Subnet within the measured range as their sum."""
 
     machine: Machine
-    shape: dict[str, int | float | bool | str | tuple[int, ...] | None]
+    shape: Shape
     """The maximum network's fields that decide its speed."""
     timings: tuple[Timing, ...]
     num_samples: int
@@ -183,10 +188,10 @@ def _cell_ms(costs: dict[tuple[int, int], float], experts: int, top_k: int) -> f
     return float(np.interp(top_k, [below, above], [at(below), at(above)]))
 
 
-def speed_shape(config: ModelConfig) -> dict[str, int | float | bool | str | tuple[int, ...] | None]:
-    """What decides the speed of a network: not its orders, its balance branches or its rotation's base."""
-    ignored = {"expert_order", "layer_order", "widths", "num_branches", "rope_theta", "norm_eps", "max_positions"}
-    return config.model_dump(exclude=ignored)
+def speed_shape(config: ModelConfig) -> Shape:
+    """What decides the speed of a network: not its orders, its balance branches or its rotation's frequencies."""
+    ignored = {"expert_order", "layer_order", "widths", "num_branches", "norm_eps", "max_positions"}
+    return config.model_dump(exclude={*ignored, "rope_theta", "rope_scaling"})
 
 
 WARM_UP_STEPS = 2
@@ -266,6 +271,7 @@ def measure(
     """
     config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
     pairs = sorted({(num, min(k, num)) for num in {*experts, config.num_experts} for k in {*top_ks, config.top_k}})
+    pairs = [pair for pair in pairs if config.expert_groups == 1 or _has(config, *pair)]
     depths = sorted({len(fixed_layers(config.num_layers)), config.num_layers})
     subnets = [config.subnet(depth, num, k) for num, k in pairs for depth in depths]
     droppable_dense = set(droppable_layers(config)) & set(config.dense_layers)
@@ -284,6 +290,15 @@ def measure(
         num_disturbed=samples.num_disturbed,
         num_uncertain=samples.num_uncertain,
     )
+
+
+def _has(config: ModelConfig, experts: int, top_k: int) -> bool:
+    """Whether there is such a Subnet: groups of experts must stay equal, and the chosen ones hold ``top_k``."""
+    try:
+        config.subnet(experts=experts, top_k=top_k)
+    except UserError:
+        return False
+    return True
 
 
 class Check(Config):

@@ -14,7 +14,7 @@ import torch
 from stretto.engine.engine import Engine
 from stretto.engine.reference import logits_naive, subnets_by_position
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
-from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling, Subnet
 from stretto.model.transformer import Transformer, build
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 
@@ -28,6 +28,34 @@ CORNER = CONFIG.subnet(depth=3, experts=4, top_k=1)
 SHALLOW = CONFIG.subnet(depth=3)
 NARROW = CONFIG.subnet(experts=5, top_k=2)
 SUBNETS = (FULL, CORNER, SHALLOW, NARROW)
+SWITCHES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_scaling": RopeScaling(kind="linear", factor=4)},
+    "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=4, original_positions=16)},
+    "llama3": {"rope_scaling": RopeScaling(kind="llama3", factor=8, original_positions=32)},
+    "biases": {
+        "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "router_bias": True, "expert_bias": True,
+        "num_shared_experts": 1, "dense_layers": (1,), "dense_intermediate_size": 20,
+    },
+    "sinks and windows": {
+        "attention_sinks": True, "sliding_window": 5, "sliding_layers": (0, 2), "clamped_swiglu": ClampedSwiGlu(limit=0.5),
+        "attention_bias": True, "attention_out_bias": True, "router_bias": True, "expert_bias": True,
+        "router": "softmax", "selection_bias": False,
+    },
+    "wide norm, clip": {"qk_norm_wide": True, "qk_norm": False, "qkv_clip": 1.2, "router": "softmax", "selection_bias": False},
+    "scale, groups": {"attention_scale": 0.25, "expert_groups": 2, "top_groups": 1, "routed_scaling": 1.5},
+}  # fmt: skip
+"""What networks of other families have; for any of four heads, three layers and six experts or more."""
+LATENT: dict[str, dict[str, Any]] = {
+    "latent": {
+        "latent": LatentAttention(query_rank=10, kv_rank=12, rope_dim=4, value_dim=6), "num_kv_heads": 4, "qk_norm": False,
+    },
+    "latent, queries at once": {
+        "latent": LatentAttention(kv_rank=8, rope_dim=2, value_dim=10), "num_kv_heads": 4, "qk_norm": False,
+        "attention_bias": True, "attention_scale": 0.3,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4, original_positions=16, mscale=1.0, mscale_all_dim=0.7),
+    },
+}  # fmt: skip
+"""As `SWITCHES`, but none that the compiled kernels know."""
 PHASES = Phases(answer=CORNER, prefill=FULL, thinking=SHALLOW, thinking_end=7)
 SIZES: dict[str, Any] = {"num_pages": 200, "page_size": 4, "max_batch": 8, "max_step_tokens": 48}
 

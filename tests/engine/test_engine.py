@@ -22,12 +22,15 @@ from stretto.engine.request import Completion, Grammar, Phases, QueueFull, Reque
 from stretto.engine.runner import state_checksum
 from stretto.engine.sequence import SequenceState
 from stretto.model.checkpoint import weights_hash, write_checkpoint
+from stretto.ops.native import Library, load
 from tests.engine.engines import (
     CONFIG,
     CORNER,
     FULL,
+    LATENT,
     SHALLOW,
     SUBNETS,
+    SWITCHES,
     check_greedy,
     check_idle,
     engine,
@@ -60,6 +63,36 @@ def test_greedy_equals_naive(num_pages: int) -> None:
     assert stats.cached_tokens > 0
     assert (stats.num_preemptions > 0) == (num_pages == 24)
     check_idle(subject)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", [*SWITCHES, *LATENT])
+def test_networks_of_all_families_generate_what_a_forward_pass_would(name: str, compiled: bool) -> None:
+    """Several Subnets in a batch, prompts in chunks, pages of others, drafts: in the kernels where they know the network."""
+    library = load() if compiled else Library(None, "not asked for")
+    if compiled and library.handle is None:
+        pytest.skip(library.reason)
+    config = CONFIG.replace(**{**SWITCHES, **LATENT}[name])
+    model = network(config=config)
+    generator = torch.Generator().manual_seed(1)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim == 1 and not key.endswith("norm"):
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    rng = random.Random(2)
+    subnets = [config.full(), config.subnet(3, 4, 1), config.subnet(3), config.subnet(None, 4, 2)]
+    asked = [
+        request(f"r{place}", prompt, rng.choice(subnets), max_tokens=rng.randint(2, 16))
+        for place, prompt in enumerate(prompts(4, 10))
+    ]
+    speculate = SpeculateConfig(draft=subnets[1], max_draft=3, lookup=True)
+    subject = engine(model, speculate=speculate, max_step_tokens=20, num_pages=60, engine={"library": library})
+    for one, done in zip(asked, subject.generate(asked), strict=True):
+        check_greedy(model, one, done)
+    stats = subject.stats()
+    assert stats.cached_tokens > 0 and stats.drafted_tokens > 0
+    why = "no kernels for latent attention" if compiled else "not asked for"
+    is_native = compiled and name not in LATENT
+    assert stats.kernels["decode"] == ("native" if is_native else f"torch ({why})")
 
 
 def test_aborts_between_steps_disturb_nobody() -> None:

@@ -22,6 +22,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, MoeLayer, Transformer, build
 from stretto.ops.native import load
+from tests.engine.engines import LATENT, SWITCHES
 
 TABLE = SubnetTable()
 PAGE = 4
@@ -38,21 +39,28 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "many heads to one": {"num_kv_heads": 1, "attention_bias": True, "qk_norm": True, "rotary_fraction": 0.5},
     "a head each": {"num_kv_heads": 4, "selection_bias": False},
     "all dense": {"dense_layers": (0, 1, 2, 3), "dense_intermediate_size": 20},
+    **SWITCHES,
+    **LATENT,
 }  # fmt: skip
 
 
 @cache
 def network(name: str) -> Transformer:
+    return with_noise(build(ModelConfig(**{**SHAPE, **NETWORKS[name]}), seed=1))
+
+
+def with_noise(model: Transformer) -> Transformer:
     """Every tensor matters: norms are not one, biases are not zero, routes are uneven."""
-    model = build(ModelConfig(**{**SHAPE, **NETWORKS[name]}), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
-            if key.endswith(("norm.weight", "q_norm", "k_norm")):
+            if key.endswith(("norm.weight", "_norm")):
                 tensor.add_(0.3 * noise)
             elif key.endswith(("bias", "bias_WE")):
                 tensor.add_(0.1 * noise)
+            elif key.endswith("sinks"):
+                tensor.add_(noise)
             else:
                 tensor.mul_(2.5)
     return model
@@ -162,6 +170,28 @@ def test_any_step_gives_the_models_logits_and_routes(name: str, seed: int) -> No
         routes = engine.read_routes(sequence.pages, 0, len(sequence.tokens))
         if model.config.num_moe_layers:
             np.testing.assert_array_equal(routes, model_routes(model, sequence.tokens, sequence.subnet))
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *LATENT])
+def test_bfloat16_is_as_near_as_its_roundings_allow(name: str) -> None:
+    """Networks whose tokens use all experts: a route that flips by a rounding would say nothing."""
+    own = NETWORKS[name]
+    switches = {**own, "top_k": 8, "top_groups": own.get("expert_groups", 1), "expert_intermediate_size": 16}
+    wide = with_noise(build(ModelConfig(**{**SHAPE, **switches}), seed=1))
+    half = Transformer(wide.config)
+    half.load_state_dict(wide.state_dict())
+    half = half.to(torch.bfloat16)
+    wide.load_state_dict(half.state_dict())
+    engine, made = runner(half), sequences(wide.config, random.Random(1), 4)
+    for sequence in made:
+        sequence.subnet = wide.config.full()
+    run(engine, made, random.Random(2), want_routes=False)
+    for sequence in made:
+        expected = model_logits(wide, sequence.tokens, sequence.subnet)
+        actual = torch.cat(sequence.logits)
+        # some ten roundings a layer, of half of bf16's 2^-7 at most, add up at random to their root in number
+        error = float((actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+        assert error < 40**0.5 * 2**-8, error
 
 
 @pytest.mark.parametrize("name", ["sigmoid, branches", "softmax, no bias"])

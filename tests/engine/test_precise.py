@@ -19,6 +19,7 @@ from stretto.model.transformer import Context, Recorder, Replay, Transformer, bu
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.rl.samples import signed_routes
+from tests.engine.engines import LATENT, SWITCHES
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -29,6 +30,8 @@ SHAPE: dict[str, Any] = {
 NETWORKS: dict[str, dict[str, Any]] = {
     "sigmoid": {"qk_norm": True, "widths": (8, 4), "num_shared_experts": 1, "routed_scaling": 1.7},
     "softmax": {"router": "softmax", "widths": (8, 4), "tie_embeddings": True, "attention_bias": True, "rotary_fraction": 0.5},
+    **{name: SWITCHES[name] for name in ("biases", "sinks and windows", "wide norm, clip", "scale, groups")},
+    **LATENT,
 }  # fmt: skip
 EXACT = [Arithmetic("fp32", True), Arithmetic("bf16", True), Arithmetic("fp8", True)]
 
@@ -39,7 +42,7 @@ def network(name: str) -> Transformer:
     generator = torch.Generator().manual_seed(2)
     for key, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
-        is_gain = key.endswith(("norm.weight", "q_norm", "k_norm", "bias", "bias_WE"))
+        is_gain = key.endswith(("norm.weight", "_norm", "bias", "bias_WE", "sinks"))
         tensor.add_(0.2 * noise) if is_gain else tensor.mul_(2.5)
     return model
 

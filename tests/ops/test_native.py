@@ -29,6 +29,7 @@ from stretto.model.transformer import MoeLayer, Transformer, build
 from stretto.ops.native import Chosen, load
 from stretto.ops.native import choose_tokens as choose
 from tests.engine.chi_square import chi_square
+from tests.engine.engines import SWITCHES
 
 TABLE = SubnetTable()
 PAGE = 4
@@ -57,6 +58,7 @@ CONFIGS = {
     # nothing is a multiple of the vector length, heads do not pair up
     "odd sizes": BASE.replace(hidden_size=44, head_dim=14, num_heads=3, num_kv_heads=1, expert_intermediate_size=20),
     "widths": BASE.replace(widths=(6, 4), num_branches=2, num_layers=4),
+    **{name: BASE.replace(**switches) for name, switches in SWITCHES.items()},
 }
 
 
@@ -76,9 +78,9 @@ def network(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transfor
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.empty(tensor.shape).normal_(0, 0.3, generator=generator)
-            if name.endswith(("bias", "bias_WE")):
+            if name.endswith(("bias", "bias_WE", "sinks")):
                 tensor.copy_(noise)
-            elif name.endswith(("norm.weight", "q_norm", "k_norm")):
+            elif name.endswith(("norm.weight", "_norm")):
                 tensor.copy_(1 + noise)
             else:
                 tensor.mul_(4)
@@ -115,7 +117,8 @@ class Pools:
 
 
 def subnets(config: ModelConfig) -> list[Subnet]:
-    return [config.full(), config.subnet(config.num_layers - 1, 4, 2), config.subnet(None, 3, 1)]
+    few = 3 if config.expert_groups == 1 else 4
+    return [config.full(), config.subnet(config.num_layers - 1, 4, 2), config.subnet(None, few, 1)]
 
 
 def ids_of(config: ModelConfig, num: int, length: int) -> list[list[int]]:
@@ -180,7 +183,9 @@ def test_a_token_does_not_depend_on_the_batch_to_the_bit(library: ctypes.CDLL) -
         assert torch.equal(alone_TV, together[sequence])
 
 
-@pytest.mark.parametrize("name", ["plain", "qk norm, softmax, no bias", "dense layer, shared experts", "widths"])
+@pytest.mark.parametrize(
+    "name", ["plain", "qk norm, softmax, no bias", "dense layer, shared experts", "widths", "scale, groups", "biases"]
+)
 @torch.no_grad()
 def test_routes_are_the_models(library: ctypes.CDLL, name: str) -> None:
     config = CONFIGS[name]

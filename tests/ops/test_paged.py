@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stretto.ops.grouped import Clamp, ExpertBiases
+from stretto.ops.matmul import PLAIN
 from stretto.ops.operators import MASKED, Routes, attention_reference, rms_norm_reference, rotary_tables, rotate
 from stretto.ops.paged import (
     ExpertWeights,
     Group,
+    Heads,
     RouteRule,
     Spans,
     attend,
@@ -23,16 +27,18 @@ from stretto.ops.paged import (
     route_tokens,
     route_tokens_reference,
     store,
+    store_rounded,
 )
 
 Close = Callable[[Tensor, Tensor, int], None]
 PAGE, NUM_PAGES, HEADS, KV_HEADS, WIDTH = 4, 12, 6, 2, 8
 EPS = torch.tensor(1e-2)
+HEAD = Heads(norm_JC=None, is_wide=False, clip=None, scale=None, sinks_H=None, is_sliding=False)
 
 
 def store_reference(
     qkv_NX: Tensor,
-    weight_JC: Tensor | None,
+    heads: Heads,
     eps: float,
     spans: Spans,
     keys_PZGC: Tensor,
@@ -41,7 +47,14 @@ def store_reference(
     """`store` as the model's attention does it, one token at a time; leaves ``qkv_NX`` alone."""
     G, C = keys_PZGC.shape[2:]
     qkv_NHC = qkv_NX.view(len(qkv_NX), -1, C)
-    qk_NJC = qkv_NHC[:, :-G] if weight_JC is None else rms_norm_reference(qkv_NHC[:, :-G], weight_JC, eps)
+    qk_NJC, weight_JC = qkv_NHC[:, :-G], heads.norm_JC
+    if weight_JC is not None and heads.is_wide:
+        parts = zip(qk_NJC.split((HEADS, KV_HEADS), 1), weight_JC.split((HEADS, KV_HEADS)), strict=True)
+        qk_NJC = torch.cat([rms_norm_reference(x.flatten(1), w.flatten(), eps).view_as(x) for x, w in parts], 1)
+    elif weight_JC is not None:
+        qk_NJC = rms_norm_reference(qk_NJC, weight_JC, eps)
+    if heads.clip is not None:
+        qk_NJC, qkv_NHC = (x.clamp(-heads.clip, heads.clip) for x in (qk_NJC, qkv_NHC))
     half = spans.cos_N1R.shape[-1] // 2
     rotated_1NJC = rotate(qk_NJC[None], spans.cos_N1R[None, :, 0, :half], spans.sin_N1R[None, :, 0, half:])
     for slot, qk_JC, qkv_HC in zip(spans.slots_N.tolist(), rotated_1NJC[0], qkv_NHC, strict=True):
@@ -52,7 +65,12 @@ def store_reference(
 
 
 def attend_reference(
-    q_NHC: Tensor, keys_PZGC: Tensor, values_PZGC: Tensor, tables: list[list[int]], positions: list[int]
+    q_NHC: Tensor,
+    keys_PZGC: Tensor,
+    values_PZGC: Tensor,
+    tables: list[list[int]],
+    positions: list[int],
+    heads: Heads = HEAD,
 ) -> Tensor:
     """`attend` one token at a time: ``tables`` are the pages of each token's sequence, ``positions`` where it stands."""
     rows = []
@@ -61,7 +79,8 @@ def attend_reference(
             pool_PZGC[table].flatten(0, 1)[: position + 1].transpose(0, 1) for pool_PZGC in (keys_PZGC, values_PZGC)
         )
         seen = torch.ones(1, 1, 1, position + 1, dtype=torch.bool, device=q_NHC.device)
-        rows.append(attention_reference(q_HC[None, :, None], k_GTC[None], v_GTC[None], seen).flatten())
+        query, (k_1GTC, v_1GTC) = q_HC[None, :, None], (x[None] for x in (k_GTC, v_GTC))
+        rows.append(attention_reference(query, k_1GTC, v_1GTC, seen, heads.scale, heads.sinks_H).flatten())
     return torch.stack(rows)
 
 
@@ -84,18 +103,23 @@ def test_norm(shape: tuple[int, ...], close: Close) -> None:
 
 
 @pytest.mark.parametrize("rotated", [WIDTH, WIDTH // 2])
-@pytest.mark.parametrize("normed", [True, False])
-def test_store(rotated: int, normed: bool, close: Close) -> None:
+@pytest.mark.parametrize("normed", ["each head", "wide", "not"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_store(rotated: int, normed: str, clip: float | None, close: Close) -> None:
     torch.manual_seed(0)
     where = spans([0, 9, 3], [[5], [7, 2, 4], [1]], rotated)
     qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * WIDTH)
-    weight = torch.randn(HEADS + KV_HEADS, WIDTH) if normed else None
+    weight = None if normed == "not" else torch.randn(HEADS + KV_HEADS, WIDTH)
+    heads = replace(HEAD, norm_JC=weight, is_wide=normed == "wide", clip=clip)
     pools = [torch.randn(NUM_PAGES, PAGE, KV_HEADS, WIDTH) for _ in range(2)]
     expected_pools = [pool.clone() for pool in pools]
-    expected = store_reference(qkv.clone(), weight, 1e-2, where, *expected_pools)
-    close(store(qkv, weight, EPS, where, *pools), expected, WIDTH)
-    for pool, other in zip(pools, expected_pools, strict=True):
-        close(pool, other, WIDTH)
+    expected = store_reference(qkv.clone(), heads, 1e-2, where, *expected_pools)
+    rounded_pools = [pool.clone() for pool in pools]
+    close(store_rounded(qkv, heads, 1e-2, where, *rounded_pools, PLAIN), expected, HEADS * WIDTH)
+    close(store(qkv, heads, EPS, where, *pools), expected, HEADS * WIDTH)
+    for pool, rounded, other in zip(pools, rounded_pools, expected_pools, strict=True):
+        close(pool, other, HEADS * WIDTH)
+        close(rounded, other, HEADS * WIDTH)
 
 
 def groups(lengths: list[int], starts: list[int], tables: list[list[int]]) -> tuple[Group, ...]:
@@ -109,18 +133,30 @@ def groups(lengths: list[int], starts: list[int], tables: list[list[int]]) -> tu
     return tuple(made)
 
 
+def within(made: tuple[Group, ...]) -> Spans:
+    """Spans of which attention reads no more than the groups."""
+    nothing = torch.empty(0)
+    return Spans(nothing, nothing, nothing, made)
+
+
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=4), st.sampled_from([1, 2, 6]))
-def test_attend(chunks: list[tuple[int, int]], kv_heads: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 6]),
+    st.sampled_from([None, 0.2]),
+    st.booleans(),
+)
+def test_attend(chunks: list[tuple[int, int]], kv_heads: int, scale: float | None, sinks: bool) -> None:
     torch.manual_seed(0)
+    heads = replace(HEAD, scale=scale, sinks_H=torch.randn(HEADS) if sinks else None)
     lengths, starts = [list(column) for column in zip(*chunks, strict=True)]
     tables = [torch.randperm(NUM_PAGES)[:4].tolist() for _ in chunks]
     pools = [torch.randn(NUM_PAGES, PAGE, kv_heads, WIDTH) for _ in range(2)]
     q = torch.randn(sum(lengths), HEADS, WIDTH)
     positions = [start + place for length, start in zip(lengths, starts, strict=True) for place in range(length)]
     by_token = [table for length, table in zip(lengths, tables, strict=True) for _ in range(length)]
-    actual = attend(q, *pools, groups(lengths, starts, tables))
-    expected = attend_reference(q, *pools, by_token, positions)
+    actual = attend(q, *pools, within(groups(lengths, starts, tables)), heads)
+    expected = attend_reference(q, *pools, by_token, positions, heads)
     assert (actual - expected).abs().max() <= 8 * 4 * 1.2e-7 * float(expected.abs().max()) * 2
 
 
@@ -135,38 +171,42 @@ def test_attend_in_one_group_of_several(close: Close) -> None:
         group = Group(0, 3, length, torch.tensor(tables).flatten(), mask)
         positions = [start + place for start in starts for place in range(length)]
         by_token = [table for table in tables for _ in range(length)]
-        close(attend(q, *pools, (group,)), attend_reference(q, *pools, by_token, positions), 16)
+        close(attend(q, *pools, within((group,)), HEAD), attend_reference(q, *pools, by_token, positions), 16)
 
 
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("masked", ["no bias", "bias", "one mask", "a mask a token", "masks and ks"])
+@pytest.mark.parametrize("masked", ["no bias", "bias", "one mask", "a mask a token", "masks and ks", "groups"])
 def test_route(softmax: bool, normalize: bool, masked: str, close: Close) -> None:
     torch.manual_seed(0)
-    x, gate = torch.randn(7, 16), torch.randn(6, 16)
+    x, gate, router_bias = torch.randn(7, 16), torch.randn(6, 16), torch.randn(6)
+    experts = (2, 1) if masked == "groups" else (1, 1)
     bias = mask = dropped = None
     if masked != "no bias":
         bias = torch.randn(6) * 0.3
     if masked == "one mask":
         bias = torch.where(torch.arange(6) % 2 == 0, bias, MASKED)
-    elif masked != "no bias" and masked != "bias":
+    elif masked not in ("no bias", "bias", "groups"):
         bias = torch.where(torch.rand(7, 6).argsort(-1) < 4, bias, MASKED)
     if softmax and bias is not None and (bias == MASKED).any():
         mask = torch.where(bias == MASKED, MASKED, 0.0)
     if masked == "masks and ks":
         dropped = torch.arange(3) >= torch.tensor([1, 3, 2, 3, 3, 1, 2])[:, None]
-    rule = RouteRule(3, softmax, normalize, 1.7, bias, mask, dropped)
-    actual, expected = route_tokens(x, gate, rule), route_tokens_reference(x, gate, rule)
+    rule = RouteRule(3, softmax, normalize, 1.7, experts, bias, mask, dropped)
+    actual, expected = route_tokens(x, gate, rule, router_bias), route_tokens_reference(x, gate, rule, router_bias)
     assert torch.equal(actual.chosen_NK, expected.chosen_NK)
     close(actual.gates_NK, expected.gates_NK, 16)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("dropped", [False, True])
-def test_experts(num_tokens: int, dropped: bool, close: Close) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts(num_tokens: int, dropped: bool, biased: bool, close: Close) -> None:
     """Both paths: pair by pair and grouped; a choice of expert E adds nothing."""
     torch.manual_seed(0)
-    weights = ExpertWeights.of(torch.randn(9, 16, 8), torch.randn(9, 8, 8))
+    biases = ExpertBiases(torch.randn(9, 16), torch.randn(9, 8)) if biased else None
+    clamp = Clamp(1.7, 2.0) if biased else None
+    weights = ExpertWeights.of(torch.randn(9, 16, 8), torch.randn(9, 8, 8), biases, clamp)
     chosen = torch.rand(num_tokens, 9).argsort(-1)[:, :4].contiguous()
     gates = torch.rand(num_tokens, 4)
     if dropped:

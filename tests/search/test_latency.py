@@ -16,6 +16,7 @@ from stretto.search.latency import (
     step_seconds,
     write_table,
 )
+from tests.engine.engines import LATENT, SWITCHES
 
 PREFILL = Workload(phase="prefill", batch=2, context=8)
 
@@ -98,6 +99,16 @@ def test_outside_the_measured_range_is_refused(make_model):
         table.predict_ms(model.config, model.config.subnet(experts=3, top_k=2), DECODE)
     with pytest.raises(UserError, match="prefill of 2 x 8 was not measured"):
         table.predict_ms(model.config, model.config.full(), PREFILL)
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *LATENT, "all dense"])
+def test_networks_of_all_families_are_timed_and_their_tables_survive_the_disk(make_model, monkeypatch, tmp_path, name):
+    monkeypatch.setattr(timing, "TIMED_STEPS", 1)
+    dense = {"dense_layers": tuple(range(6)), "dense_intermediate_size": 16}
+    model = make_model(**{**SWITCHES, **LATENT, "all dense": dense}[name])
+    table = measure(model, [4], [2], [DECODE], num_rounds=1)
+    write_table(tmp_path / "latency.json", table)
+    assert read_table(tmp_path / "latency.json", model) == table
 
 
 def test_a_table_survives_the_disk(make_model, tmp_path):

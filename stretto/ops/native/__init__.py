@@ -37,6 +37,10 @@ SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights and cache; arithmetic is fp32 for both."""
+MAX_GROUP = 64
+"""Query heads that may share a key head; arrays of attention.inc hold so many."""
+MAX_TOP_K = 256
+"""Experts that a token may choose; an array of experts.inc holds so many."""
 _log = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
 
@@ -152,7 +156,8 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         _fields(_INT, "num_layers hidden num_heads num_kv_heads head_dim rotary_half vocab page_size")
         + _fields(_INT, "num_moe_layers route_slots route_bytes softmax normalize is_bfloat16")
-        + _fields(_FLOAT, "eps scaling")
+        + _fields(_INT, "wide_norm expert_groups top_groups")
+        + _fields(_FLOAT, "eps scaling attention_scale qkv_clip alpha limit")
         + _fields(ctypes.c_int64, "num_pages")
         + _fields(_POINTER, "cosine sine embedding norm head keys values routes")
     )
@@ -160,9 +165,10 @@ class _Shape(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        _fields(_POINTER, "attention_norm qkv qkv_bias out q_norm k_norm mlp_norm gate_up down")
-        + _fields(_POINTER, "router shared_gate_up shared_down bias rank")
-        + _fields(_INT, "num_experts inner shared_inner moe_row")
+        _fields(_POINTER, "attention_norm qkv qkv_bias out out_bias q_norm k_norm sinks mlp_norm")
+        + _fields(_POINTER, "gate_up gate_up_bias down down_bias router router_bias")
+        + _fields(_POINTER, "shared_gate_up shared_gate_up_bias shared_down shared_down_bias bias rank")
+        + _fields(_INT, "num_experts inner shared_inner moe_row window")
     )
 
 
@@ -197,15 +203,26 @@ class Network:
 
     num_heads: int
     norm_eps: float
+    attention_scale: float
+    wide_norm: bool
+    """Queries, and keys, of all heads are normed as one vector."""
+    qkv_clip: float
+    """0: none."""
+    clamp: tuple[float, float]
+    """Alpha and limit of a clamped SwiGLU; a limit of 0: silu(gate) · up."""
     softmax: bool
     normalize: bool
     scaling: float
+    expert_groups: tuple[int, int]
+    """Into how many groups experts fall, and in how many of them a token chooses."""
     max_top_k: int
     cos_TR: Tensor
     """fp32, for every position that may occur."""
     sin_TR: Tensor
     layers: Sequence[Mapping[str, Tensor | None]]
     """Of each layer the tensors that ``StrettoLayer`` of abi.h points to, by their names there; ``rank`` in int64."""
+    windows: Sequence[int]
+    """Of each layer, the positions that a query sees; 0: all."""
     embedding_VD: Tensor
     norm_D: Tensor
     head_VD: Tensor
@@ -229,7 +246,7 @@ class Decoder:
         self._ranks: list[Tensor] = []  # alive as long as the kernels
         records, moe_row = (_Layer * len(network.layers))(), 0
         for place, num_experts in enumerate(self._num_experts):
-            records[place] = self._layer(network.layers[place], num_experts, moe_row)
+            records[place] = self._layer(network.layers[place], num_experts, moe_row, network.windows[place])
             moe_row += num_experts > 0
         self._handle = library.stretto_create(ctypes.byref(_shape(network, moe_row)), records)
         weakref.finalize(self, library.stretto_destroy, _POINTER(self._handle))
@@ -340,7 +357,7 @@ class Decoder:
         assert min(tokens) >= 0 and max(tokens) < vocab, f"token ids {tokens} of {vocab}"
         assert min(positions) >= 0 and last < length, f"positions {positions} up to {last} of {length}"
 
-    def _layer(self, tensors: Mapping[str, Tensor | None], num_experts: int, moe_row: int) -> _Layer:
+    def _layer(self, tensors: Mapping[str, Tensor | None], num_experts: int, moe_row: int, window: int) -> _Layer:
         down, gate_up, qkv, shared = map(tensors.get, ("down", "gate_up", "qkv", "shared_down"))
         assert down is not None and gate_up is not None and qkv is not None
         hidden, inner = down.shape[-2:]
@@ -348,7 +365,12 @@ class Decoder:
             "attention_norm": (hidden,),
             "mlp_norm": (hidden,),
             "qkv_bias": (len(qkv),),
+            "out_bias": (hidden,),
+            "sinks": (self._network.num_heads,),
             "gate_up": (*gate_up.shape[:-2], 2 * inner, hidden),
+            "gate_up_bias": gate_up.shape[:-1],
+            "down_bias": down.shape[:-1],
+            "router_bias": (num_experts,),
         }
         dtypes = {"bias": torch.float32, "rank": torch.int32}
         pointers = {}
@@ -359,7 +381,8 @@ class Decoder:
             dtype = dtypes.get(name, self._network.embedding_VD.dtype)
             pointers[name] = _pointer(tensor, dtype, *shapes.get(name, ()))
         shared_inner = 0 if shared is None else shared.shape[-1]
-        return _Layer(**pointers, num_experts=num_experts, inner=inner, shared_inner=shared_inner, moe_row=moe_row)
+        sizes = {"num_experts": num_experts, "inner": inner, "shared_inner": shared_inner}
+        return _Layer(**pointers, **sizes, moe_row=moe_row, window=window)
 
 
 def _shape(network: Network, num_moe_layers: int) -> _Shape:
@@ -367,7 +390,8 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
     assert dtype in DTYPES, f"no kernels for {dtype}"
     _, num_pages, page_size, num_kv_heads, head_dim = pool = network.keys_LPZGC.shape
     group = network.num_heads // num_kv_heads
-    assert group <= 64, f"{group} query heads share a key head; the kernels take 64"
+    assert group <= MAX_GROUP, f"{group} query heads share a key head; the kernels take {MAX_GROUP}"
+    assert network.max_top_k <= MAX_TOP_K, f"{network.max_top_k} experts a token; the kernels take {MAX_TOP_K}"
     assert pool == network.values_LPZGC.shape, f"{tuple(pool)} keys, {tuple(network.values_LPZGC.shape)} values"
     routes = network.routes_PZLK
     assert routes is None or routes.shape[2:] == (num_moe_layers, network.max_top_k), f"routes {tuple(routes.shape)}"
@@ -386,8 +410,15 @@ def _shape(network: Network, num_moe_layers: int) -> _Shape:
         softmax=network.softmax,
         normalize=network.normalize,
         is_bfloat16=dtype == torch.bfloat16,
+        wide_norm=network.wide_norm,
+        expert_groups=network.expert_groups[0],
+        top_groups=network.expert_groups[1],
         eps=network.norm_eps,
         scaling=network.scaling,
+        attention_scale=network.attention_scale,
+        qkv_clip=network.qkv_clip,
+        alpha=network.clamp[0],
+        limit=network.clamp[1],
         num_pages=num_pages,
         cosine=_pointer(network.cos_TR, torch.float32),
         sine=_pointer(network.sin_TR, torch.float32, *network.cos_TR.shape),

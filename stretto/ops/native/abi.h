@@ -9,7 +9,11 @@ extern "C" {
 struct StrettoShape {
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_half, vocab, page_size;
     int32_t num_moe_layers, route_slots, route_bytes, softmax, normalize, is_bfloat16;
-    float eps, scaling;
+    int32_t wide_norm;                  // q_norm and k_norm are of all heads of a token as one vector
+    int32_t expert_groups, top_groups;  // 1 and 1: a token chooses among all experts
+    float eps, scaling, attention_scale;
+    float qkv_clip;      // 0: none
+    float alpha, limit;  // of a clamped SwiGLU; limit 0: silu(gate) · up
     int64_t num_pages;
     const float *cosine, *sine;  // [positions, rotary_half]
     const void *embedding, *norm, *head;
@@ -19,12 +23,13 @@ struct StrettoShape {
 
 // One layer's weights, in the network's dtype unless said otherwise; null where there is none.
 struct StrettoLayer {
-    const void *attention_norm, *qkv, *qkv_bias, *out, *q_norm, *k_norm, *mlp_norm;
-    const void *gate_up, *down;  // of the experts [E, 2I, D] and [E, D, I], or of the dense block
-    const void *router, *shared_gate_up, *shared_down;
+    const void *attention_norm, *qkv, *qkv_bias, *out, *out_bias, *q_norm, *k_norm, *sinks, *mlp_norm;
+    const void *gate_up, *gate_up_bias, *down, *down_bias;  // of the experts [E, 2I, D] and [E, D, I], or of the dense block
+    const void *router, *router_bias, *shared_gate_up, *shared_gate_up_bias, *shared_down, *shared_down_bias;
     const float* bias;    // fp32 [branches, experts]
     const int32_t* rank;  // [experts], place in the nested order
     int32_t num_experts, inner, shared_inner, moe_row;  // num_experts 0: a dense block, without moe_row
+    int32_t window;                                     // positions that a query sees; 0: all
 };
 
 // What one Subnet does in one layer.

@@ -137,7 +137,7 @@ struct Decoder<W>::Worker {
     const int32_t* active = nullptr;
     std::vector<const float*> rows, slots, slot_x;  // inputs of products
     std::vector<int32_t> slot_token, slot_start, used;
-    std::vector<float> slot_weight, scores;
+    std::vector<float> slot_weight, scores, selection, group_score;
 
     Worker(Decoder& d, const StrettoStep& step, std::vector<Counter>& counters, Barrier& barrier)
         : d(d), step(step), counters(counters), barrier(barrier) {}
@@ -195,32 +195,47 @@ struct Decoder<W>::Worker {
         point(b.h, s.hidden, num_active);
     }
 
-    // x += w · rows, for the active tokens.
-    void add_product(const W* w, int width) {
-        blocks(s.hidden, [&](int begin, int end) {
-            product(w, width, begin, end, rows.data(), num_active, width, [&](int row, int count, int a, const float* values) {
-                float* x = x_of(a) + row;
-                for (int i = 0; i < count; i++) x[i] += values[i];
-            });
-        });
+    // What a product puts into `to` [tokens, width], with the rows' bias unless that is null.
+    static auto into(float* to, int width, const void* bias) {
+        return [=, by = static_cast<const W*>(bias)](int row, int count, int t, const float* values) {
+            float* at = to + size_t(t) * width + row;
+            for (int i = 0; i < count; i++) at[i] = values[i] + (by ? widen(by[row + i]) : 0.0f);
+        };
     }
 
-    // Rows [begin, end) of silu(gate) · up, for num tokens; gate and up are [num, inner].
-    void swiglu(const W* w, int inner, int begin, int end, const float* const* x, int num, float* gate, float* up) {
-        auto into = [&](float* to) {
-            return [=](int row, int count, int t, const float* values) {
-                for (int i = 0; i < count; i++) to[size_t(t) * inner + row + i] = values[i];
-            };
-        };
-        product(w, s.hidden, begin, end, x, num, s.hidden, into(gate));
-        product(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, num, s.hidden, into(up));
+    // x += w · rows + bias, for the active tokens.
+    void add_product(const void* w, int width, const void* bias) {
+        blocks(s.hidden, [&](int begin, int end) { add_rows(w, width, bias, begin, end); });
+    }
+
+    void add_rows(const void* w, int width, const void* bias, int begin, int end) {
+        const W* by = static_cast<const W*>(bias);
+        product(static_cast<const W*>(w), width, begin, end, rows.data(), num_active, width,
+                [&](int row, int count, int a, const float* values) {
+                    float* x = x_of(a) + row;
+                    for (int i = 0; i < count; i++) x[i] += values[i] + (by ? widen(by[row + i]) : 0.0f);
+                });
+    }
+
+    // Rows [begin, end) of the activation of gate and up, for num tokens; gate and up are [num, inner].
+    void swiglu(const W* w, const W* bias, int inner, int begin, int end, const float* const* x, int num, float* gate, float* up) {
+        product(w, s.hidden, begin, end, x, num, s.hidden, into(gate, inner, bias));
+        product(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, num, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
         for (int t = 0; t < num; t++) {
             const float* factor = up + size_t(t) * inner + begin;
             map(gate + size_t(t) * inner + begin, end - begin, [&](Vec g, int i) {
                 Vec u = i + LANES <= end - begin ? load(factor + i) : load_part(factor + i, end - begin - i);
-                return g * sigmoid(g) * u;
+                return s.limit ? clamped(g, u) : g * sigmoid(g) * u;
             });
         }
+    }
+
+    // gpt-oss's: gate · sigmoid(alpha · gate) · (up + 1), of a gate that is bounded above and an up that is on both sides.
+    Vec clamped(Vec g, Vec u) const {
+        const Vec high = splat(s.limit), low = splat(-s.limit);
+        g = g > high ? high : g;
+        u = u > high ? high : u < low ? low : u;
+        return g * sigmoid(g * splat(s.alpha)) * (u + 1.0f);
     }
 
 #include "attention.inc"
