@@ -7,7 +7,7 @@
 
 namespace stretto {
 
-constexpr int AHEAD = 4096;  // bytes of a weight asked for early: blocks are too short for the processor to foresee
+constexpr int AHEAD = 4096;  // bytes of a row asked for early, at most: blocks are too short for the processor to foresee
 
 #if defined(__AVX512F__)
 constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the operands, fit the vector registers
@@ -56,10 +56,13 @@ inline void tile(const W* __restrict w, size_t stride, const float* const* x, in
         for (int r = 0; r < R; r++) acc[r][t] = Vec{};
     }
     int k = 0;
+    const int ahead = AHEAD / int(sizeof(W)) < width ? AHEAD / int(sizeof(W)) : width;
+    const ptrdiff_t next_tile = ptrdiff_t(R * stride) - width;
     for (; k + VECTORS * LANES <= width; k += VECTORS * LANES) {
-        if (is_first) {
+        if (is_first) {  // where a row ends, the one that lies so many rows below it comes next
+            const W* soon = w + k + ahead + (k + ahead < width ? 0 : next_tile);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch(reinterpret_cast<const char*>(w + r * stride + k) + AHEAD);
+            for (int r = 0; r < R; r++) __builtin_prefetch(soon + r * stride);
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) column<R, T>(w, stride, xs, k + v * LANES, acc);
