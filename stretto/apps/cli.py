@@ -104,6 +104,12 @@ def elasticize(
     teacher: Annotated[
         Path | None, typer.Option(help="Run or checkpoint that teaches; the network itself, as it came, by default.")
     ] = None,
+    cache_logits: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep so many of the teacher's log-probabilities a token on disk, and the teacher out of memory."
+        ),
+    ] = None,
     trainable: Annotated[
         str | None, typer.Option(help="all, or routers: only routers, norms and biases, in a fraction of the memory.")
     ] = None,
@@ -117,6 +123,7 @@ def elasticize(
     from stretto.train.recipe import ElasticizeRecipe
 
     told = settings + ([f"trainable={trainable}"] if trainable is not None else [])
+    told += [f"cached_logits={cache_logits}"] if cache_logits is not None else []
     parsed = read_recipe(recipe or RECIPES / "elasticize.toml", ElasticizeRecipe, _with_steps(told, steps))
     from stretto.apps.data import TextOptions
     from stretto.apps.train import elasticize_command

@@ -6,6 +6,7 @@ snapshots/     what --resume goes on from
 metrics.jsonl  every scalar logged; tensorboard/ beside it
 checkpoint/    the result: an ordinary Hugging Face folder with its lineage
 adopted/       the network as it came, where `elasticize` put another in its place; elasticize/ holds the tokens of that
+teacher/       its log-probabilities of the text to come, where `elasticize --cache-logits` was asked to keep some
 latency.json, search.json, report/   written by the commands of those names
 samples.json   what each size of the demo wrote
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,12 @@ from stretto.apps.run import ADOPTED, RunInfo, read_info
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
+from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family, read_presets
+from stretto.model.families import Family
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
@@ -56,9 +59,11 @@ def pretrain_command(
 
     with ExitStack() as held:
         info = ranks.first(lambda: _start(run, resume, held, start))
-        parent = read_checkpoint(info.parent, dtype=torch.float32) if info.parent is not None else None
-        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project), parent.model if parent else None)
-        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, parent)
+        parent = info.parent
+        stem = _stem(parent) if parent is not None else None
+        read = (lambda: read_checkpoint(parent, dtype=torch.float32).model) if parent is not None else None
+        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project), read)
+        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, stem)
 
 
 def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None:
@@ -120,12 +125,17 @@ def elasticize_command(
         info = ranks.first(lambda: _start(run, resume, held, start, ADOPTED if in_place else CHECKPOINT))
         assert isinstance(info.recipe, ElasticizeRecipe)
         origin, guide = info.parent or _kept(run), info.teacher
-        parent = read_checkpoint(origin, dtype=torch.float32)
+        stem = _stem(origin)
         read_teacher = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
-        trained = elasticize(info.recipe, _job(run, info, ranks, resume), lambda: parent.model, read_teacher)
+        trained = elasticize(
+            info.recipe,
+            _job(run, info, ranks, resume),
+            lambda: read_checkpoint(origin, dtype=torch.float32).model,
+            read_teacher,
+        )
         made = run / "elasticized" if in_place else run / CHECKPOINT
         anchors = info.recipe.elastic.anchors
-        _write_result(made, run.name, info, trained, ranks, anchors, parent, origin)
+        _write_result(made, run.name, info, trained, ranks, anchors, stem, origin)
         if in_place:
             ranks.first(lambda: _put_in_place(run, made))
         return run / CHECKPOINT
@@ -162,7 +172,7 @@ def heal_command(
         guide = info.teacher
         read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
         trained = heal(recipe, _job(run, info, ranks, resume), student.model, read)
-        return _write_result(out, out.name, info, trained, ranks, student.presets, student)
+        return _write_result(out, out.name, info, trained, ranks, student.presets, _stem(folder))
 
 
 def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
@@ -265,6 +275,20 @@ def _new_run(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Stem:
+    """What a checkpoint that a run starts from hands on beside its weights."""
+
+    family: Family
+    """The result is stored in the same."""
+    parents: tuple[Lineage, ...]
+
+
+def _stem(folder: Path) -> Stem:
+    lineage = (read_lineage(folder),) if (folder / LINEAGE_FILE).is_file() else ()
+    return Stem(read_family(folder), lineage)
+
+
 def _own_tokenizer(folder: Path) -> Path:
     """``folder``, a checkpoint. Raises `UserError`: it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
@@ -347,10 +371,10 @@ def _write_result(
     trained: Trained,
     ranks: Ranks,
     presets: Mapping[str, SubnetChoice],
-    parent: Checkpoint | None,
+    stem: Stem | None,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write the checkpoint (rank 0) with its lineage, in the family of ``parent``."""
+    """Write the checkpoint (rank 0) with its lineage."""
     return write_trained(
         out,
         trained.model,
@@ -362,8 +386,8 @@ def _write_result(
         | {"mixture": trained.tokens_by_kind, "pace": trained.pace.model_dump()}
         | {"changes": [change.model_dump() for change in trained.changes]},
         tokenizer_dir=tokenizer or info.tokenizer,
-        parents=(parent.lineage,) if parent is not None and parent.lineage is not None else (),
-        family=parent.family if parent is not None else None,
+        parents=stem.parents if stem is not None else (),
+        family=stem.family if stem is not None else None,
         run_id=trained.run_id,
         data_hash=info.data_hash,
         presets=presets,

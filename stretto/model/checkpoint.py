@@ -211,6 +211,11 @@ def read_config(folder: Path | str) -> ModelConfig:
     return describe(Path(folder)).config
 
 
+def read_family(folder: Path | str) -> Family:
+    """The architecture that a checkpoint is stored as. Raises `UserError` as `read_checkpoint` does."""
+    return _describe(Path(folder)).family
+
+
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
     """Named Subnets kept with a checkpoint. Raises `UserError` as `read_checkpoint` does."""
     return describe(Path(folder)).presets

@@ -30,13 +30,52 @@ class Teacher:
     head_VD: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """What was kept of a teacher's distribution. The KL is that between K + 1 outcomes, the last being any other token: of a
+    top-k alone it would have a gradient where student and teacher are equal.
+    """
+
+    ids_NK: Tensor
+    """Tokens, int64; each once."""
+    logprobs_NK: Tensor
+    """fp32."""
+    rest_N: Tensor
+    """Probability of all other tokens, fp32; exactly 0 where there are none."""
+
+
+def top_log_probs(hidden_ND: Tensor, head_VD: Tensor, top_k: int, chunk: int = 1024) -> TopLogProbs:
+    """The ``top_k`` likeliest tokens of the distribution at each position, computed as `head_loss` does a teacher's."""
+    dtype = compute_dtype(hidden_ND)
+    weight_VD = head_VD.detach().to(dtype)
+    parts = []
+    for part_ND in hidden_ND.split(chunk):
+        logp_NV = F.linear(part_ND.to(dtype), weight_VD).float().log_softmax(-1)
+        logprobs_NK, ids_NK = logp_NV.topk(top_k)
+        rest_N = logp_NV.exp_().scatter_(-1, ids_NK, 0.0).sum(-1)
+        parts.append((ids_NK, logprobs_NK, rest_N))
+    return TopLogProbs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
 def head_loss_reference(
-    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, teacher: Teacher | None = None, ce_weight: float = 1.0
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    teacher: Teacher | TopLogProbs | None = None,
+    ce_weight: float = 1.0,
 ) -> Tensor:
     """Sum over kept tokens of ``ce_weight``·CE + (1 − ``ce_weight``)·KL(teacher ‖ student), by autograd."""
     kept_N = targets_N != IGNORED
     loss = -ce_weight * chosen_logprobs_reference(hidden_ND, head_VD, targets_N)[0].sum()
-    if teacher is not None:
+    if isinstance(teacher, TopLogProbs):
+        student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
+        gap_NK = teacher.logprobs_NK - student_NV.gather(-1, teacher.ids_NK)
+        kl_N = (teacher.logprobs_NK.exp() * gap_NK).sum(-1)
+        rest_N = student_NV.exp().scatter(-1, teacher.ids_NK, 0.0).sum(-1)
+        has_rest_N = teacher.rest_N > 0
+        shares_N = torch.where(has_rest_N, teacher.rest_N, 1.0) / torch.where(has_rest_N, rest_N, 1.0)
+        loss = loss + (1.0 - ce_weight) * torch.where(kept_N, kl_N + teacher.rest_N * shares_N.log(), 0.0).sum()
+    elif teacher is not None:
         student_NV = F.linear(hidden_ND, head_VD).float().log_softmax(-1)
         teacher_NV = F.linear(teacher.hidden_ND.detach(), teacher.head_VD.detach()).float().log_softmax(-1)
         kl_N = (teacher_NV.exp() * (teacher_NV - student_NV)).sum(-1)
@@ -48,7 +87,7 @@ def head_loss(
     hidden_ND: Tensor,
     head_VD: Tensor,
     targets_N: Tensor,
-    teacher: Teacher | None = None,
+    teacher: Teacher | TopLogProbs | None = None,
     ce_weight: float = 1.0,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
@@ -68,30 +107,37 @@ class _HeadLoss(torch.autograd.Function):
         hidden_ND: Tensor,
         head_VD: Tensor,
         targets_N: Tensor,
-        teacher: Teacher | None,
+        teacher: Teacher | TopLogProbs | None,
         ce_weight: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden_ND)
-        teacher_VD = None if teacher is None else teacher.head_VD.detach().to(dtype)
-        wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        teacher_VD = teacher.head_VD.detach().to(dtype) if isinstance(teacher, Teacher) else None
+        wants_grad, wants_head_grad = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         weight_VD = head_VD.to(dtype)
         nll_N = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
         loss = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.zeros_like(hidden_ND) if wants_grad else None
-        grad_VD = torch.zeros_like(head_VD) if wants_grad else None
+        grad_VD = torch.zeros_like(head_VD) if wants_head_grad else None  # None: a frozen head
         for start in range(0, hidden_ND.shape[0], chunk):
             part = slice(start, start + chunk)
             h_ND, t_N = hidden_ND[part].to(dtype), targets_N[part]
             teacher_NV = None
-            if teacher is not None and teacher_VD is not None:
+            if isinstance(teacher, Teacher) and teacher_VD is not None:
                 teacher_NV = F.linear(teacher.hidden_ND[part].detach().to(dtype), teacher_VD).float()
             probs_NV = F.linear(h_ND, weight_VD).float()
-            nll_N[part], kl_sum = _chunk_losses(probs_NV, t_N, teacher_NV)  # leaves probabilities in place of logits
+            if isinstance(teacher, TopLogProbs):
+                nll_N[part], kl_sum, teacher_NV = _top_losses(probs_NV, t_N, teacher, part)
+            else:
+                nll_N[part], kl_sum = _chunk_losses(
+                    probs_NV, t_N, teacher_NV
+                )  # leaves probabilities in place of logits
             loss += ce_weight * nll_N[part].sum() + (1.0 - ce_weight) * kl_sum
-            if grad_ND is not None and grad_VD is not None:
-                delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
-                grad_ND[part] = delta_NV @ weight_VD
+            if grad_ND is None:
+                continue
+            delta_NV = _logit_gradient(probs_NV, t_N, teacher_NV, ce_weight).to(dtype)
+            grad_ND[part] = delta_NV @ weight_VD
+            if grad_VD is not None:
                 grad_VD.addmm_(delta_NV.T.to(grad_VD.dtype), h_ND.to(grad_VD.dtype))
         ctx.save_for_backward(grad_ND, grad_VD)
         ctx.mark_non_differentiable(nll_N)
@@ -100,7 +146,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_ND, grad_VD = ctx.saved_tensors
-        return grad_ND * grads[0], grad_VD * grads[0], None, None, None, None
+        return grad_ND * grads[0], None if grad_VD is None else grad_VD * grads[0], None, None, None, None
 
 
 def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,6 +164,25 @@ def _chunk_losses(logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | Non
     # KL = Σ_v p·(teacher − student) − lse_teacher + lse_student, with p the teacher's probabilities
     teacher_lse_N1 = _softmax_(teacher_NV, kept_N1)
     return nll_N, (teacher_NV * gap_NV).sum() + ((lse_N1 - teacher_lse_N1) * kept_N1).sum()
+
+
+def _top_losses(
+    logits_NV: Tensor, targets_N: Tensor, teacher: TopLogProbs, part: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_chunk_losses`, and the distribution whose cross-entropy has the KL's gradient: the teacher's where it was kept, elsewhere
+    the student's own, scaled to the sum that the teacher has there.
+    """
+    kept_N1 = (targets_N != IGNORED)[:, None]
+    ids_NK, logp_NK, rest_N1 = teacher.ids_NK[part], teacher.logprobs_NK[part], teacher.rest_N[part, None] * kept_N1
+    target_N1 = logits_NV.gather(-1, targets_N.clamp_min(0)[:, None])
+    own_NK = logits_NV.gather(-1, ids_NK)
+    lse_N1 = _softmax_(logits_NV, kept_N1)
+    probs_NK = logp_NK.exp() * kept_N1
+    teacher_NV = logits_NV.scatter(-1, ids_NK, 0.0)
+    share_N1 = rest_N1 / teacher_NV.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    kl = (probs_NK * (logp_NK - own_NK + lse_N1)).sum() + torch.special.xlogy(rest_N1, share_N1).sum()
+    teacher_NV.mul_(share_N1).scatter_(-1, ids_NK, probs_NK)
+    return ((lse_N1 - target_N1) * kept_N1).squeeze(-1), kl, teacher_NV
 
 
 def _softmax_(logits_NV: Tensor, kept_N1: Tensor) -> Tensor:

@@ -47,11 +47,13 @@ from stretto.train.step import (
     Distil,
     MicroBatch,
     NonFiniteError,
+    Recorded,
     StepResult,
     TaughtRows,
     optimisation_step,
     row_widths,
 )
+from stretto.train.teacher import CacheKey, LogitCache, Lookup, hash_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,11 @@ class Trained:
 
 
 @threads_kept()
-def pretrain(recipe: Recipe, job: Job, model: Transformer | None = None) -> Trained:
+def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | None = None) -> Trained:
     """Train ``recipe`` and return the maximum network.
 
     Args:
-        model: of the recipe's shape, to go on from; None: random weights.
+        read_parent: gives a network of the recipe's shape to go on from; None: random weights.
 
     Raises:
         UserError: a resume without a snapshot or under another recipe or data.
@@ -98,10 +100,12 @@ def pretrain(recipe: Recipe, job: Job, model: Transformer | None = None) -> Trai
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     rank_at = {max(1, round(share * train.steps)) for share in elastic.rank_layers_at}
-    if model is None:
+    if read_parent is None:
         state = initial_state(config, train.seed)
     else:
-        state = with_branch_rows(model.config, config, model.state_dict())
+        parent = read_parent()
+        state = with_branch_rows(parent.config, config, parent.state_dict())
+        del parent  # goes with the generator, when the run has its own copy
     training = _Training("pretrain", recipe, job, config, state, elastic.anchors, rank_at)
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
@@ -146,27 +150,43 @@ def elasticize(
     training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
         training.rank_experts()
-    teacher = _frozen(parent if read_teacher is None else read_teacher(), recipe, training)
+    lesson = _lesson(parent if read_teacher is None else read_teacher(), recipe, training)
+    del parent  # where its logits were kept, it takes no memory from here on
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
         config = training.model.config  # with the orders in force
         mixture = recipe.mixture_at(config, step)
         micro = Sampler(config, mixture, train.micro_rows, train.micro_batches, train.steps, train.seed).draw(step)
-        lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight_at(step))
+        taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
         rate = elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate
-        return Plan([(each, lesson) for each in micro], rate)
+        return Plan([(each, taught) for each in micro], rate)
 
     return training.run(plan)
 
 
-def _frozen(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Transformer:
-    """``teacher``, which lies on a CPU, beside the network it teaches, without gradients."""
+def _lesson(teacher: Transformer, recipe: ElasticizeRecipe, training: _Training) -> Distil | Lookup:
+    """What ``teacher``, which lies on a CPU, says: computed beside the network it teaches, or once before it is trained."""
+    train, ranks, job = recipe.train, training.ranks, training.job
     dtype = torch.bfloat16 if recipe.teacher_dtype == "bfloat16" else torch.float32
-    for parameter in teacher.parameters():  # balance biases stay in fp32
+    for parameter in teacher.requires_grad_(False).parameters():  # balance biases stay in fp32
         parameter.data = parameter.data.to(dtype)
-    # ep divides the student's experts, which need not be as many as the teacher's
-    return spread(teacher, replace(training.ranks, ep=1), training.dtype).requires_grad_(False)
+    if recipe.cached_logits is None:
+        # ep divides the student's experts, which need not be as many as the teacher's
+        beside = spread(teacher, replace(ranks, ep=1), training.dtype).requires_grad_(False)
+        return Distil(beside, beside.config.full(), ce_weight=1.0)
+    key = CacheKey(
+        data_hash=job.data_hash,
+        loader_seed=train.seed,
+        seq_len=train.seq_len,
+        top_k=recipe.cached_logits,
+        teacher=hash_state(teacher),
+        dtype=training.pace.dtype,
+    )
+    cache = LogitCache(job.run / "teacher", key, teacher.config.vocab_size)
+    with training.meter:
+        cache.fill(teacher, job.loader, train.steps * train.rows, train.micro_rows, ranks)
+    return Lookup(cache, teacher.config, ce_weight=1.0)
 
 
 @threads_kept()
@@ -191,7 +211,7 @@ def heal(recipe: HealRecipe, job: Job, model: Transformer, read_teacher: Callabl
 class Plan:
     """What one step trains, and how its balance biases move."""
 
-    passes: Sequence[tuple[MicroPlan, Distil | None]]
+    passes: Sequence[tuple[MicroPlan, Distil | Lookup | None]]
     """Each micro-batch, and its teacher."""
     balance_rate: float
 
@@ -374,15 +394,21 @@ class _Training:
             return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = []
-        for micro, distil in plan.passes:
+        for number, (micro, distil) in enumerate(plan.passes):
             loaded = self.job.loader.next()
             batch = EvalBatch.of(loaded, ranks.device)
             widths = row_widths(micro.widths, ranks.rows(train.micro_rows), ranks.device)
             ctx = replace(batch.ctx, widths=widths, recompute=train.recompute)
             num = loaded.global_target_tokens
-            if distil is not None and distil.learns and micro.widths is not None and micro.subnet == distil.subnet:
-                distil = replace(distil, rows=self._narrow_rows(micro.widths, batch.targets_BT))
-            batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, distil))
+            lesson: Distil | Recorded | None
+            if isinstance(distil, Lookup):
+                first_row = (self.step * train.micro_batches + number) * train.micro_rows
+                lesson = distil.at(first_row, ranks.rows(train.micro_rows), ranks.device)
+            elif distil is not None and distil.learns and micro.widths is not None and micro.subnet == distil.subnet:
+                lesson = replace(distil, rows=self._narrow_rows(micro.widths, batch.targets_BT))
+            else:
+                lesson = distil
+            batches.append(MicroBatch(micro.kind, batch.ids_BT, batch.targets_BT, ctx, micro.subnet, num, lesson))
         try:
             result = optimisation_step(
                 self.model,

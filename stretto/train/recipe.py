@@ -233,6 +233,9 @@ class ElasticizeRecipe(Config):
     learn. Gradients and an optimiser's state exist for these alone."""
     teacher_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the parent's weights in memory."""
+    cached_logits: int | None = Field(default=None, gt=0)
+    """So many of the parent's largest log-probabilities of every token, and the sum of the others, are computed before the
+    first step and kept on disk; the parent is not in memory while the network trains. None: it is, and computes in full."""
 
     def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
         """The same, complete for ``model``: its anchors by name, and bounds that fit them. Raises `UserError`."""
@@ -252,6 +255,8 @@ class ElasticizeRecipe(Config):
             check_fit(elastic, self.train, model)
         except ValueError as error:
             raise UserError(str(error)) from None
+        if self.cached_logits is not None and self.cached_logits > model.vocab_size:
+            raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
         return self.replace(elastic=elastic)
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:

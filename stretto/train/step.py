@@ -28,7 +28,7 @@ from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
-from stretto.ops.logprob import IGNORED, Teacher, head_loss
+from stretto.ops.logprob import IGNORED, Teacher, TopLogProbs, head_loss
 from stretto.train.sampler import WidthPlan
 
 
@@ -45,6 +45,16 @@ class Distil:
     """The teacher is the trained model and learns the same tokens, by cross-entropy (the sandwich rule, 1903.05134)."""
     rows: TaughtRows | None = None
     """Which rows it teaches, and learns; None: all. The others' loss is cross-entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a frozen network said of a micro-batch, by a pass that was made before."""
+
+    said: TopLogProbs
+    config: ModelConfig
+    """The teacher's: its forward pass is counted with the step that reads of it."""
+    ce_weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,7 @@ class MicroBatch:
     subnet: Subnet
     num_target_tokens: int
     """Targets over all ranks."""
-    distil: Distil | None = None
+    distil: Distil | Recorded | None = None
     objective: Objective | None = None
     """What the pass minimises; None: cross-entropy, or its blend with ``distil``, averaged over the step's targets."""
 
@@ -217,8 +227,11 @@ def forward_backward(model: Transformer, batch: MicroBatch, dtype: torch.dtype, 
 def _passes(model: Transformer, batch: MicroBatch, autocast: torch.autocast) -> Iterator[Pass]:
     """The trained passes of ``batch``; each is to be differentiated before the next one is asked for."""
     targets_N, distil, num = batch.targets_BT.flatten(), batch.distil, batch.num_target_tokens
-    teacher, ce_weight, taught_N = None, 1.0, None
-    if distil is not None and (distil.learns or distil.ce_weight < 1.0):
+    teacher: Teacher | TopLogProbs | None = None
+    ce_weight, taught_N = 1.0, None
+    if isinstance(distil, Recorded):
+        teacher, ce_weight = (distil.said, distil.ce_weight) if distil.ce_weight < 1.0 else (None, 1.0)
+    elif distil is not None and (distil.learns or distil.ce_weight < 1.0):
         lesson = batch if distil.rows is None else _taught_part(batch, distil.rows)
         with autocast, torch.set_grad_enabled(distil.learns):
             taught = distil.model(lesson.ids_BT, distil.subnet, replace(lesson.ctx, widths=None, routing=None))
@@ -261,7 +274,12 @@ def _taught_part(batch: MicroBatch, rows: TaughtRows) -> MicroBatch:
 
 
 def _partly_taught(
-    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, taught_N: Tensor, teacher: Teacher | None, ce_weight: float
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    taught_N: Tensor,
+    teacher: Teacher | TopLogProbs | None,
+    ce_weight: float,
 ) -> Measured:
     """The blend with ``teacher``, which holds the tokens ``taught_N`` alone, and the cross-entropy of the others."""
     nll_N = torch.zeros_like(targets_N, dtype=torch.float32)
@@ -277,7 +295,10 @@ def _executed_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
     num_passes = 4 if batch.ctx.recompute else 3
     num_rows, length = batch.ids_BT.shape
     flops, distil = num_passes * _forward_flops(config, batch.subnet, num_rows * world, length), batch.distil
-    if distil is not None and (distil.learns or distil.ce_weight < 1.0):
+    if isinstance(distil, Recorded):
+        if distil.ce_weight < 1.0:
+            flops += _forward_flops(distil.config, distil.config.full(), num_rows * world, length)
+    elif distil is not None and (distil.learns or distil.ce_weight < 1.0):
         taught = num_rows * world if distil.rows is None else distil.rows.num_rows
         forward = _forward_flops(distil.model.config, distil.subnet, taught, length)
         flops += (num_passes if distil.learns else 1) * forward

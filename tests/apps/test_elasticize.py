@@ -174,6 +174,35 @@ def test_into_a_new_folder(stretto: Run, adopted: Callable[..., Path], text: Pat
     refused(stretto("elasticize", other, "-o", out, "--resume", *SMALL), "source: was", str(source), "change it back")
 
 
+@pytest.mark.slow
+def test_with_logits_on_disk_and_routers_alone(
+    stretto: Run, adopted: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    run, teacher = adopted(), adopted("teacher", seed=1)
+    told = (
+        "elasticize",
+        run,
+        "--data",
+        text,
+        *SMALL,
+        "--cache-logits",
+        4,
+        "--trainable",
+        "routers",
+        "--teacher",
+        teacher,
+    )
+    refused(stretto(*told[:-5], 301), "cached_logits: 301 exceeds the vocabulary of 300")
+    result = stretto(*told)
+    assert result.code == 0, result.err
+    assert "4 largest log-probabilities of" in result.out and "trainable routers:" in result.out
+    assert (run / "teacher" / "teacher.json").is_file()
+    states = [read_checkpoint(run / name).model.state_dict() for name in ("adopted", "checkpoint")]
+    moved = {name for name, tensor in states[0].items() if not torch.equal(tensor, states[1][name][: len(tensor)])}
+    assert moved and all("norm" in name or name.endswith(("mlp.gate", "bias_WE")) for name in moved)
+    refused(stretto("elasticize", run, *SMALL, "--resume"), "cached_logits: was 4", "is None now")
+
+
 def test_what_does_not_fit_is_refused(stretto: Run, adopted: Callable[..., Path], text: Path, tmp_path: Path) -> None:
     run = adopted()
     before = sorted(path for path in run.rglob("*") if path.name != ".lock")

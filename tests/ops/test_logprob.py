@@ -10,10 +10,12 @@ from torch import Tensor
 from stretto.ops.logprob import (
     IGNORED,
     Teacher,
+    TopLogProbs,
     chosen_logprobs,
     chosen_logprobs_reference,
     head_loss,
     head_loss_reference,
+    top_log_probs,
 )
 from stretto.ops.matmul import Arithmetic
 
@@ -48,6 +50,57 @@ def test_equals_the_reference(width: int | None, ce_weight: float, chunk: int, c
         strict=True,
     ):
         close(ours, theirs, N + V)
+
+
+def _kept(top_k: int, width: int = 20) -> TopLogProbs:
+    teacher = _teacher(width)
+    return top_log_probs(teacher.hidden_ND.detach(), teacher.head_VD, top_k, chunk=8)
+
+
+@pytest.mark.parametrize("top_k", [1, 7, V])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_what_was_kept_of_a_teacher_equals_the_reference(top_k: int, ce_weight: float, close: Close) -> None:
+    hidden, head, targets = _inputs()
+    kept = _kept(top_k)
+    loss, nll = head_loss(hidden, head, targets, kept, ce_weight, 8)
+    expected = head_loss_reference(hidden, head, targets, kept, ce_weight)
+    close(loss, expected, N + V)
+    close(nll, -chosen_logprobs_reference(hidden, head, targets)[0], V)
+    grads, others = (torch.autograd.grad(each, (hidden, head), torch.tensor(0.7)) for each in (loss, expected))
+    for ours, theirs in zip(grads, others, strict=True):
+        close(ours, theirs, N + V)
+
+
+def test_all_of_a_teacher_kept_is_the_teacher(close: Close) -> None:
+    hidden, head, targets = _inputs()
+    kept, teacher = _kept(V), _teacher(20)
+    assert not kept.rest_N.any()
+    whole, ours = (head_loss(hidden, head, targets, each, 0.0)[0] for each in (teacher, kept))
+    close(ours, whole, N + V)
+    for one, other in zip(
+        torch.autograd.grad(ours, (hidden, head)), torch.autograd.grad(whole, (hidden, head)), strict=True
+    ):
+        close(one, other, N + V)
+    fewer = [float(head_loss(hidden, head, targets, _kept(top_k), 0.0)[0]) for top_k in (1, 7, 20)]
+    assert fewer == sorted(fewer) and fewer[-1] < float(whole), "outcomes taken together are never farther apart"
+
+
+@pytest.mark.parametrize("top_k", [1, 7, V])
+def test_where_student_and_teacher_are_equal_the_kept_pull_nowhere(top_k: int, close: Close) -> None:
+    """Without the other tokens' sum there would be a gradient of their whole probability."""
+    hidden, head, targets = _inputs()
+    kept = top_log_probs(hidden.detach(), head, top_k)
+    loss, _ = head_loss(hidden, head, targets, kept, 0.0)
+    close(loss, torch.zeros(()), N + V)
+    for gradient in torch.autograd.grad(loss, (hidden, head)):
+        close(gradient, torch.zeros_like(gradient), N + V)
+
+
+def test_a_frozen_head_costs_no_gradient() -> None:
+    hidden, head, targets = _inputs()
+    (expected, _) = torch.autograd.grad(head_loss(hidden, head, targets)[0], (hidden, head))
+    (found,) = torch.autograd.grad(head_loss(hidden, head.detach(), targets)[0], (hidden,))
+    assert torch.equal(found, expected)
 
 
 def test_cross_entropy_is_torchs_own(close: Close) -> None:

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from stretto.base.track import Tracker
-from stretto.data.loader import Loader
+from stretto.data.loader import Loader, eval_batches
 from stretto.data.shards import TokenSet, tokenise
 from stretto.data.sources import Document
+from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import join
-from stretto.model.transformer import Transformer
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Transformer, build
 from stretto.train import loop
-from stretto.train.loop import Trained
-from stretto.train.recipe import Recipe
+from stretto.train.loop import Job, Trained, elasticize
+from stretto.train.recipe import ElasticizeRecipe, Recipe
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -167,3 +169,67 @@ def assert_same() -> Callable[[Trained, Trained], None]:
         assert (receipt.flops, receipt.tokens) == (others_receipt.flops, others_receipt.tokens)
 
     return check
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 257, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+    "num_experts": 8, "top_k": 3, "expert_intermediate_size": 16, "num_shared_experts": 1, "tie_embeddings": True,
+}  # fmt: skip
+ELASTICIZE: dict[str, Any] = {
+    "elastic": {"anchor_share": 0.5, "depth_share": 0.1, "top_k_share": 0.1, "width_share": 0.25},
+    "optim": {"lr": 3e-3, "warmup_steps": 2},
+    "train": {
+        "steps": 8, "rows": 4, "seq_len": 48, "micro_batches": 2, "eval_every": 4, "snapshot_every": 3, "log_every": 1,
+        "dtype": "float32",
+    },
+    "experts_from": 0.25, "top_k_from": 0.5,
+}  # fmt: skip
+
+
+def network(seed: int = 0, **changes: Any) -> Transformer:
+    """A network with a balance bias, as a trained one has."""
+    model = build(ModelConfig(**{**SHAPE, **changes}), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias_WE"):
+            buffer.normal_(0, 0.01, generator=generator)
+    return model
+
+
+@pytest.fixture
+def elasticize_in(tmp_path: Path, tokens: TokenSet) -> Callable[..., Trained]:
+    """Elasticises a copy of a network in the folder of that name; ``changes`` are of the recipe, dotted with ``__``."""
+
+    def train(
+        name: str,
+        model: Transformer | None = None,
+        teacher: Transformer | None = None,
+        resume: bool = False,
+        **changes: Any,
+    ) -> Trained:
+        model = model or network()
+        tree: dict[str, Any] = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in ELASTICIZE.items()
+        }
+        for key, value in changes.items():
+            *table, field = key.split("__")
+            (tree[table[0]] if table else tree)[field] = value
+        recipe = ElasticizeRecipe.model_validate(tree).for_network(model.config, {})
+        job = Job(
+            tmp_path / name,
+            Loader([tokens], [1.0], recipe.train.micro_rows, recipe.train.seq_len, 1),
+            [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 2)],
+            tokens.manifest.data_hash,
+            join("cpu"),
+            tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),
+            resume=resume,
+        )
+        return elasticize(recipe, job, lambda: copy_of(model), (lambda: teacher) if teacher is not None else None)
+
+    return train
+
+
+def copy_of(model: Transformer) -> Transformer:
+    copy = build(model.config, 0)
+    copy.load_state_dict(model.state_dict())
+    return copy

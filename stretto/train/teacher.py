@@ -1,0 +1,188 @@
+"""A frozen teacher's log-probabilities on disk: one pass writes them, training reads them, and the teacher takes no memory then.
+
+Of every token the largest few are kept, and the sum of the others. Rows are those that the loader will give, in its order, so
+a place in the file is a row's number in the run.
+
+Shape letters: B rows, T positions, N = B·T tokens, K kept log-probabilities, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.base.config import Config, validate
+from stretto.base.errors import UserError
+from stretto.base.numbers import si
+from stretto.base.paths import read_json, remove, write_json, writing
+from stretto.base.track import progress, say
+from stretto.data.loader import Loader
+from stretto.evals.loss import EvalBatch
+from stretto.model.parallel import Ranks, spread
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Transformer
+from stretto.ops.logprob import TopLogProbs, top_log_probs
+from stretto.train.step import Recorded
+
+META = "teacher.json"
+BATCHES_A_RECORD = 16
+"""Batches computed between two records of how far the file is (ours): so many are lost at most."""
+
+
+class CacheKey(Config):
+    """What the numbers follow from: under another key they are others."""
+
+    data_hash: str
+    loader_seed: int
+    seq_len: int
+    top_k: int
+    teacher: str
+    """SHA-256 of its parameters and balance biases."""
+    dtype: str
+    """In which it computes."""
+
+
+class CacheMeta(Config):
+    """What teacher.json holds; written after the rows it tells of."""
+
+    key: CacheKey
+    num_rows: int
+    """Rows that are there, from the first."""
+    loader: dict[str, Any]
+    """The loader's state after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitCache:
+    """The files of one cache, in ``folder``."""
+
+    folder: Path
+    key: CacheKey
+    vocab_size: int
+
+    def _files(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]:
+        """Name, type and shape of a row."""
+        T, K = self.key.seq_len, self.key.top_k
+        ids = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        value = np.dtype("<f4")
+        return ("ids.bin", ids, (T, K)), ("logprobs.bin", value, (T, K)), ("rest.bin", value, (T,))
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self._files())
+
+    def read(self, rows: slice, device: torch.device) -> TopLogProbs:
+        """Of rows that are there, all their tokens."""
+        found = []
+        for name, dtype, shape in self._files():
+            start, num = rows.start * math.prod(shape), (rows.stop - rows.start) * math.prod(shape)
+            flat = np.fromfile(self.folder / name, dtype, num, offset=start * dtype.itemsize)
+            assert len(flat) == num, f"{self.folder / name} has not all of rows {rows.start} to {rows.stop}"
+            wide = flat.astype(np.int64 if name == "ids.bin" else np.float32)
+            found.append(torch.from_numpy(wide.reshape(-1, *shape[1:])).to(device))
+        return TopLogProbs(*found)
+
+    def _write(self, first_row: int, top: TopLogProbs) -> None:
+        for (name, dtype, shape), tensor in zip(self._files(), (top.ids_NK, top.logprobs_NK, top.rest_N), strict=True):
+            with (self.folder / name).open("r+b") as file:
+                file.seek(first_row * math.prod(shape) * dtype.itemsize)
+                file.write(tensor.cpu().numpy().astype(dtype).tobytes())
+
+    def fill(self, teacher: Transformer, loader: Loader, num_rows: int, micro_rows: int, ranks: Ranks) -> None:
+        """Have the first ``num_rows`` rows of ``loader``, which is left where it is, on disk; all ranks call this, and those that
+        are there are not computed again. Raises `UserError`: there is no room for them; nothing is lost.
+
+        Args:
+            teacher: on a CPU, frozen.
+            micro_rows: rows of a batch of ``loader``, over all ranks.
+        """
+        meta = ranks.first(lambda: self._begin(loader, num_rows))
+        if meta.num_rows >= num_rows:
+            return
+        dtype = torch.bfloat16 if self.key.dtype == "bfloat16" else torch.float32
+        placed = spread(teacher, replace(ranks, ep=1), dtype)  # ep divides the student's experts
+        before = loader.state()
+        loader.restore(meta.loader)
+        done = meta.num_rows
+        try:
+            with progress("teacher's logits", num_rows // micro_rows) as advance:
+                advance(done // micro_rows)
+                while done < num_rows:
+                    batch = EvalBatch.of(loader.next(), ranks.device)
+                    with writing(self.folder):
+                        self._write(done + ranks.rows(micro_rows).start, self._top(placed, batch, dtype))
+                    done += micro_rows
+                    if done >= num_rows or done // micro_rows % BATCHES_A_RECORD == 0:
+                        ranks.barrier()
+                        self._record(done, loader, ranks)
+                    advance(1)
+        finally:
+            loader.restore(before)
+
+    def _begin(self, loader: Loader, num_rows: int) -> CacheMeta:
+        """How far the cache is; one of another key is deleted."""
+        path = self.folder / META
+        meta = validate(CacheMeta, read_json(path), str(path)) if path.is_file() else None
+        if meta is None or meta.key != self.key:
+            remove(self.folder)
+            meta = CacheMeta(key=self.key, num_rows=0, loader=loader.state())
+        missing = max(0, num_rows - meta.num_rows) * self.row_bytes
+        if missing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            kept = (
+                f"the teacher's {self.key.top_k} largest log-probabilities of {si(num_rows * self.key.seq_len)} tokens"
+            )
+            if missing > free:
+                raise UserError(
+                    f"{self.folder}: cached_logits: {kept} take {missing / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                    "keep fewer, train fewer steps, or free some space"
+                )
+            say(f"{kept} take {num_rows * self.row_bytes / 1e6:,.0f} MB in {self.folder}")
+            for name, _, _ in self._files():
+                (self.folder / name).touch()
+        return meta
+
+    def _record(self, num_rows: int, loader: Loader, ranks: Ranks) -> None:
+        if ranks.is_first:
+            meta = CacheMeta(key=self.key, num_rows=num_rows, loader=loader.state())
+            write_json(self.folder / META, meta.model_dump(mode="json"))
+
+    @torch.no_grad()
+    def _top(self, teacher: Transformer, batch: EvalBatch, dtype: torch.dtype) -> TopLogProbs:
+        kind = batch.ids_BT.device.type
+        with torch.autocast(kind, dtype=dtype, enabled=dtype != torch.float32):
+            hidden_BTD = teacher(batch.ids_BT, teacher.config.full(), batch.ctx).hidden_BTD
+            # fp32 as the student's are, whatever the teacher's weights: the head multiplies in autocast's dtype or in this
+            return top_log_probs(hidden_BTD.flatten(0, 1).float(), teacher.head_VD, self.key.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A lesson whose teacher's part is read from a cache."""
+
+    cache: LogitCache
+    config: ModelConfig
+    """Of the teacher."""
+    ce_weight: float
+
+    def at(self, first_row: int, rows: slice, device: torch.device) -> Recorded:
+        """For this rank's ``rows`` of the micro-batch that begins with the run's ``first_row``."""
+        place = slice(first_row + rows.start, first_row + rows.stop)
+        return Recorded(self.cache.read(place, device), self.config, self.ce_weight)
+
+
+def hash_state(model: Transformer) -> str:
+    """SHA-256 over names and bytes of a model's tensors, which lie on a CPU."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
