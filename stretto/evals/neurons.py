@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import cycle
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from stretto.model.spec import interleaved_order
 from stretto.model.transformer import SwiGlu, Transformer
 from stretto.model.upcycle import ROUTER_SCALE, LayerPlan, Upcycling
 from stretto.ops.operators import ORDINARY
+
+T = TypeVar("T")
 
 FEATURE_TOKENS = 4096
 """Tokens that neurons are compared on, or that are themselves clustered (ours)."""
@@ -60,11 +63,28 @@ def plan_network(
         raise UserError(
             f"--calibration: {num_tokens:,} tokens are fewer than the {model.config.hidden_size:,} inputs of a router; give more text"
         )
-    plans: dict[int, LayerPlan] = {}
+
+    def plan(layer: int, mlp: SwiGlu, x_ND: Tensor) -> LayerPlan:
+        return plan_layer(layer, mlp.gate_up.weight, mlp.down.weight, x_ND, how)
+
+    return each_layer(model, batches, plan, hold=hold, advance=advance)
+
+
+def each_layer(
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    find: Callable[[int, SwiGlu, Tensor], T],
+    *,
+    hold: Hold = lambda part: nullcontext(),
+    advance: Callable[[int], None] = lambda num: None,
+) -> list[T]:
+    """What ``find`` makes, for each layer of the dense ``model``, of its number, its feed-forward network and what that is given on
+    ``batches`` [N, D], real tokens only; it is called while the layer is held. The rest is as in `plan_network`.
+    """
+    found: dict[int, T] = {}
 
     @contextmanager
-    def planned(part: str) -> Iterator[None]:
-        """`hold`; a block's inputs are noted while it is open, and planned with before it closes."""
+    def watched(part: str) -> Iterator[None]:
         with hold(part):
             name, _, layer = part.partition(".")
             if name != "blocks":
@@ -81,10 +101,10 @@ def plan_network(
                 yield
             finally:
                 hook.remove()
-            plans[int(layer)] = plan_layer(int(layer), mlp.gate_up.weight, mlp.down.weight, torch.cat(inputs), how)
+            found[int(layer)] = find(int(layer), mlp, torch.cat(inputs))
 
-    survey(model, batches, hold=planned, watched=False, advance=advance)
-    return [plans[layer] for layer in range(model.config.num_layers)]
+    survey(model, batches, hold=watched, watched=False, advance=advance)
+    return [found[layer] for layer in range(model.config.num_layers)]
 
 
 def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | None, how: Upcycling) -> LayerPlan:
@@ -96,7 +116,7 @@ def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | N
     gate_up_FD, down_DW = gate_up_FD.float(), down_DW.float()
     if how.method == "copy":
         return _plan_copies(len(gate_up_FD[0]), x_ND, how, generator)
-    energy_W, features_WX = _of_weights(gate_up_FD, down_DW) if x_ND is None else _of_text(gate_up_FD, down_DW, x_ND)
+    energy_W, features_WX = _of_weights(gate_up_FD, down_DW) if x_ND is None else activity(gate_up_FD, down_DW, x_ND)
     size = len(energy_W) // how.experts
     order_W = energy_W.argsort(descending=True, stable=True)
     shared, rest = order_W.split((how.num_shared * size, how.num_routed * size))
@@ -140,7 +160,7 @@ def _spaced(x_ND: Tensor, most: int) -> Tensor:
     return x_ND[:: -(-len(x_ND) // most)]
 
 
-def _of_text(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+def activity(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
     """Mean squared share of each neuron in what is written [W], and the direction of its shares over tokens [W, N]."""
     length_D = down_DW.norm(dim=0)
     shares_WN = torch.cat(

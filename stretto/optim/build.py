@@ -28,11 +28,20 @@ def build_optimizers(config: OptimConfig, model: nn.Module) -> tuple[Optimizer, 
     chosen = {id(parameter) for parameter in hidden}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
     is_vector = {id(parameter): parameter.dim() < 2 or name.endswith("bias") for name, parameter in named}
-    matrices = [parameter for parameter in rest if not is_vector[id(parameter)]]
+    is_apart = {
+        id(parameter): config.router_lr_factor != 1.0 and name.endswith("mlp.gate") for name, parameter in named
+    }
+    routers = [parameter for parameter in rest if is_apart[id(parameter)]]
+    matrices = [parameter for parameter in rest if not is_vector[id(parameter)] and not is_apart[id(parameter)]]
     vectors = [parameter for parameter in rest if is_vector[id(parameter)]]
+    kinds = (
+        (matrices, config.weight_decay, 1.0),
+        (vectors, 0.0, 1.0),
+        (routers, config.weight_decay, config.router_lr_factor),
+    )
     groups = [
-        {"params": params, "weight_decay": decay, "lr_factor": 1.0}
-        for decay, some in ((config.weight_decay, matrices), (0.0, vectors))
+        {"params": params, "weight_decay": decay, "lr_factor": factor}
+        for some, decay, factor in kinds
         for params in _by_mesh(some)
     ]
     # FSDP2 shards are DTensors, which the fused kernel takes only on an accelerator

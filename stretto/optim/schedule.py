@@ -33,6 +33,9 @@ class OptimConfig(Config):
     """Largest global gradient norm."""
     muon_lr_factor: float = Field(default=10.0, gt=0)
     """Muon's rate over the AdamW rate of the same schedule; its orthogonalised updates have unit scale."""
+    router_lr_factor: float = Field(default=1.0, ge=0)
+    """The routers' rate over the schedule's; 0 leaves them as they are. The tiny routers of a network that was dense
+    (`stretto.model.upcycle`) keep what they know only at a rate of their own scale."""
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:

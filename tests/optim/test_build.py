@@ -46,6 +46,24 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
         assert group["weight_decay"] == (0.0 if plain else 0.3), name
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_routers_have_a_rate_of_their_own(name: str) -> None:
+    model = network()
+    before = {each: tensor.clone() for each, tensor in model.state_dict().items()}
+    optimizers = build_optimizers(
+        OptimConfig.model_validate({"name": name, "lr": 1e-3, "router_lr_factor": 0.0}), model
+    )
+    set_learning_rate(optimizers, 1e-3)
+    groups = groups_of(model, optimizers)
+    assert {each for each, group in groups.items() if group["lr"] == 0.0} == {"blocks.0.mlp.gate", "blocks.2.mlp.gate"}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    kept = {each for each, _ in model.named_parameters() if torch.equal(model.state_dict()[each], before[each])}
+    assert kept == {"blocks.0.mlp.gate", "blocks.2.mlp.gate"}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_takes_the_matrices_between_hidden_states(tied: bool) -> None:
     model = network(tie_embeddings=tied)
