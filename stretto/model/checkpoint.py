@@ -213,7 +213,7 @@ def read_config(folder: Path | str) -> ModelConfig:
 
 def read_family(folder: Path | str) -> Family:
     """The architecture that a checkpoint is stored as. Raises `UserError` as `read_checkpoint` does."""
-    return _describe(Path(folder)).family
+    return describe(Path(folder)).family
 
 
 def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
