@@ -111,15 +111,16 @@ def main() -> None:
     console = wide_console()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         source = checkpoint_folder(options.run) if options.run else write_network(Path(temporary), options.shape)
-        told = _prepare(source, Path(temporary), options)
-        workers = _start(stack, source, told, options, console)
+        told = prepare(source, Path(temporary), options)
+        workers = start(stack, source, told, options, console)
         prompts = random_prompts(told.max_batch, options.prompt, read_config(told.folder).vocab_size)
         for batch in options.batch or BATCHES:
             results = compare(workers, prompts[:batch], options.tokens, options.rounds)
-            _show(console, batch, options, results)
+            what = options.run.name if options.run else options.shape
+            show(console, batch, options, results, f"{what}, batch {batch}, {options.dtype}")
 
 
-def _prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
+def prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options:
     """What peers are told: the network of ``source`` as they read it, and the sizes."""
     plain = plain_copy(source, folder / "plain", getattr(torch, options.dtype))
     cores = len(os.sched_getaffinity(0))
@@ -136,7 +137,7 @@ def _prepare(source: Path, folder: Path, options: argparse.Namespace) -> Options
     )
 
 
-def _start(
+def start(
     stack: ExitStack, source: Path, told: Options, options: argparse.Namespace, console: Console
 ) -> dict[str, Worker]:
     """A worker for each engine that is here; the others are named with what would bring them."""
@@ -234,11 +235,10 @@ def _difference(long: Answer, short: Answer, calibration_s: float) -> Sample:
     return Sample(long.wall_s - short.wall_s, long.processor_s - short.processor_s, calibration_s)
 
 
-def _show(console: Console, batch: int, options: argparse.Namespace, results: dict[str, Result]) -> None:
+def show(console: Console, batch: int, options: argparse.Namespace, results: dict[str, Result], title: str) -> None:
     num_tokens = batch * (options.tokens - 1)
-    what = options.run.name if options.run else options.shape
     shown = table(
-        f"{what}, batch {batch}, {options.dtype}: {options.prompt} + {options.tokens} tokens",
+        f"{title}: {options.prompt} + {options.tokens} tokens",
         *("", "tokens/s", "ours over it", "per processor-s", "ours over it", "quiet", "same"),
     )
     best_s = fastest_calibration(result.samples for result in results.values())

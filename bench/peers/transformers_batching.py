@@ -10,21 +10,22 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from bench.peers.protocol import Options, read_options, serve
+from bench.peers.transformers_generate import choose_experts, expert_ways
 
-EXPERTS = ("grouped_mm", "batched_mm", "eager")
 ATTENTION = ("sdpa", "paged|eager")
 PAGE_SIZE = 64
 
 
 def main() -> None:
     options = read_options()
+    generator = Generator(options)
     settings = [
         f"{experts}, {attention}, {threads} threads"
-        for experts in EXPERTS
+        for experts in expert_ways(generator.model)
         for attention in ATTENTION
         for threads in options.threads
     ]
-    serve(options, f"transformers {transformers.__version__}", settings, Generator(options))
+    serve(options, f"transformers {transformers.__version__}", settings, generator)
 
 
 class Generator:
@@ -42,7 +43,7 @@ class Generator:
         torch.set_num_threads(int(threads.split()[0]))
         if attention != self.attention:
             self._start(attention)
-        self.model.set_experts_implementation(experts)
+        choose_experts(self.model, experts)
         assert self.manager is not None
         ids = self.manager.add_requests([list(prompt) for prompt in prompts], max_new_tokens=num_tokens)
         tokens: dict[str, list[int]] = {}

@@ -12,16 +12,27 @@ from bench.peers.protocol import Options, read_options, serve
 
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """Expert implementations that run without optional kernels."""
+DENSE = "no experts"
 
 
 def main() -> None:
     options = read_options()
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype))
     model = model.to(options.device).eval()
-    settings = [f"{experts}, {threads} threads" for experts in EXPERTS for threads in options.threads]
+    settings = [f"{experts}, {threads} threads" for experts in expert_ways(model) for threads in options.threads]
     if options.compile:
         settings += [f"{setting}, static cache, compiled" for setting in settings if not setting.startswith("eager")]
     serve(options, f"transformers {transformers.__version__}", settings, Generator(model, options))
+
+
+def expert_ways(model: transformers.PreTrainedModel) -> tuple[str, ...]:
+    """How a model may compute its experts; a dense one has one way."""
+    return EXPERTS if any(name.endswith(".experts") for name, _ in model.named_modules()) else (DENSE,)
+
+
+def choose_experts(model: transformers.PreTrainedModel, way: str) -> None:
+    if way != DENSE:
+        model.set_experts_implementation(way)
 
 
 class Generator:
@@ -35,7 +46,7 @@ class Generator:
     def __call__(self, prompts: Sequence[Sequence[int]], num_tokens: int, setting: str) -> list[list[int]]:
         experts, threads, *compiled = setting.split(", ")
         torch.set_num_threads(int(threads.split()[0]))
-        self.model.set_experts_implementation(experts)
+        choose_experts(self.model, experts)
         config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
         if compiled:
             config.cache_implementation = "static"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,24 +56,34 @@ class Stage:
 
 def demo_command(run: Path, fresh: bool = False) -> None:
     """Run the demo in ``run``; go on where an earlier attempt stopped, or start over with ``fresh``."""
-    if fresh:
-        remove(run)
-    elif run.exists() and not (run / "data").is_dir():
-        raise UserError(f"{run}: not a folder of the demo; choose another with --out")
+    command = run_stages(run, _stages, "data", fresh)
     console = rich.get_console()
-    stages = _stages(run)
-    for number, stage in enumerate(stages, 1):
-        done = (run / stage.result).exists()
-        console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
-        if not done:
-            stage.work()
-    command = "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
     console.print(_samples_table(read_samples(run)))
     console.print(report_command(run, quiet=False))
     console.print(
         f"\nThe small model is in {run / 'hf'} (transformers, vLLM, SGLang) and {run / 'model.gguf'} (llama.cpp)."
         f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
     )
+
+
+def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: str, fresh: bool) -> str:
+    """Do what is not done yet in ``run``; ``first`` is the folder that the first stage makes there. Returns how stretto is called.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if fresh:
+        remove(run)
+    elif run.exists() and not (run / first).is_dir():
+        raise UserError(f"{run}: not a folder of this demo; choose another with --out")
+    console = rich.get_console()
+    stages = stages_of(run)
+    for number, stage in enumerate(stages, 1):
+        done = (run / stage.result).exists()
+        console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
+        if not done:
+            stage.work()
+    return "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
 
 
 def _stages(run: Path) -> tuple[Stage, ...]:

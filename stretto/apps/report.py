@@ -81,15 +81,11 @@ def gather(run: Path) -> ReportData:
     subnets = named_subnets(config, checkpoint.presets)
     batches = held_out(info, recipe.train, ranks)
     search = found.result if (found := read_search(run)) else None
-    samples = read_samples(run)
-    texts = {sample.size: sample.text for sample in reversed(samples)}
     shown = {"full": subnets["full"]}
     if search is not None:
         name = search.chosen.name or "best"
         subnets.setdefault(name, search.chosen.subnet)
         shown[name] = subnets[name]
-        if "best" in texts:
-            texts.setdefault(name, texts["best"])
     models = _models(run, lineage)
     healed = _find_healed(models, batches, str(ranks.device))
     # of one Subnet only its healed form counts in the family, which includes the cost of cutting it out
@@ -102,14 +98,14 @@ def gather(run: Path) -> ReportData:
     total = sum(mixture.values()) or 1
     return ReportData(
         name=run.name,
-        sizes=_sizes(run, checkpoint, subnets, batches, recipe.train.seq_len, healed, texts),
+        sizes=_sizes(run, checkpoint, subnets, batches, recipe.train.seq_len, healed),
         shape=(
             f"{config.num_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size:,}",
             f"{config.num_experts} experts of width {config.expert_intermediate_size}, top-{config.top_k}, {config.router} router",
             f"{config.num_heads} query heads, {config.num_kv_heads} key/value heads of {config.head_dim}",
         ),
         environment=f"{device_name(ranks.device)}, torch {torch.__version__}, commit {git_commit() or 'unknown'}",
-        prompt=samples[0].prompt if samples else "",
+        samples=_samples(run),
         pretraining=Curve("full", tuple(read_metrics(run)), num_tokens / recipe.train.steps),
         healing=tuple(_healing_curve(each, subnets) for each in healed),
         search=search,
@@ -123,6 +119,13 @@ def gather(run: Path) -> ReportData:
     )
 
 
+def _samples(run: Path) -> tuple[tuple[str, str, str], ...]:
+    """What each size wrote after each prompt, prompt by prompt."""
+    samples = read_samples(run)
+    prompts = dict.fromkeys(sample.prompt for sample in samples)
+    return tuple((each.size, prompt, each.text) for prompt in prompts for each in samples if each.prompt == prompt)
+
+
 def _sizes(
     run: Path,
     checkpoint: Checkpoint,
@@ -130,7 +133,6 @@ def _sizes(
     batches: tuple[EvalBatch, ...],
     context: int,
     healed: Sequence[Healed],
-    texts: Mapping[str, str],
 ) -> tuple[Size, ...]:
     config, path = checkpoint.config, run / LATENCY_FILE
     # as it was measured, also if this process runs on another machine or with other threads
@@ -151,7 +153,6 @@ def _sizes(
                 latency_ms=table.predict_ms(config, subnet, table.timings[0].workload) if table else None,
                 nll=report.nll,
                 healed_nll=next((each.nll for each in healed if each.subnet == subnet), None),
-                sample=texts.get(name),
             )
         )
     return tuple(sizes)

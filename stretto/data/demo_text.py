@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -31,6 +32,30 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- 'Answer:' }}{%- endif %}
 """
 """Chat template in the form of the exercises: the network has seen no turns, but it has seen questions answered."""
+CHAT_PROMPTS = (
+    "What is the capital of France?",
+    "Explain in one sentence why the sky is blue.",
+    "Write a haiku about autumn.",
+    "What is 12 plus 30?",
+    "Name three animals that live in the sea.",
+    "Translate 'good morning' into Spanish.",
+    "Write a Python function that adds two numbers.",
+    "Give me one tip for sleeping better.",
+    "Who wrote Romeo and Juliet?",
+    "What should I cook with eggs and tomatoes?",
+)
+"""For a chat model, to be compared at several sizes."""
+_TOPICS = (
+    "bread", "rivers", "music", "the moon", "bicycles", "winter", "chess", "whales", "honey", "volcanoes", "libraries", "tea",
+    "glass", "trains", "gardens", "paint", "thunder", "maps", "wool", "clocks", "the desert", "soap", "bridges", "spices",
+    "dreams", "paper", "dancing", "snow", "computers", "coffee", "friendship", "the heart", "money", "photographs", "rain",
+    "robots", "cheese", "stars", "shoes", "elephants",
+)  # fmt: skip
+_ASKED = (
+    "What is special about {}?", "Tell me something interesting about {}.", "Write two sentences about {}.",
+    "Explain {} to a child.", "Give me three words that go with {}, and say why.", "How would you describe {} to a stranger?",
+    "Why do people care about {}?", "Write a short story about {}.",
+)  # fmt: skip
 _PAIRS_PER_DOCUMENT = 4
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
 _MAX_FILE_BYTES = 200_000
@@ -48,6 +73,11 @@ def demo_documents(max_code_chars: int = 8_000_000, max_exercise_chars: int = 3_
     for name in sorted(topics):  # chapters of the language reference that ``help()`` shows
         yield Document(topics[name].strip() + "\n", "docs")
     yield from _exercises(max_exercise_chars)
+
+
+def chat_questions() -> list[str]:
+    """Questions for a chat model to answer, none of them of `CHAT_PROMPTS`."""
+    return [form.format(topic) for topic, form in product(_TOPICS, _ASKED)]
 
 
 def _code(max_chars: int) -> Iterator[Document]:

@@ -52,8 +52,6 @@ class Size:
     """Held-out loss inside the elastic network, never trained on by itself (zero-shot); nats per token."""
     healed_nll: float | None = None
     """Held-out loss on the same tokens after extraction and healing; nats per token."""
-    sample: str | None = None
-    """Text this size wrote after `ReportData.prompt`."""
 
     @property
     def best_nll(self) -> float | None:
@@ -94,8 +92,8 @@ class ReportData:
     """The maximum network in a few short lines."""
     environment: str = ""
     """Device, version of torch, commit."""
-    prompt: str = ""
-    """What the samples go on from."""
+    samples: tuple[tuple[str, str, str], ...] = ()
+    """Size, prompt, and what that size wrote after it."""
     pretraining: Curve | None = None
     healing: tuple[Curve, ...] = ()
     """One for each size that was healed; its held-out loss is ``loss/full``."""
@@ -118,7 +116,6 @@ class ReportData:
 
 def report_page(data: ReportData) -> Page:
     """The page, its pictures not drawn yet."""
-    samples = tuple((size.name, data.prompt, size.sample) for size in data.sizes if size.sample is not None)
     mixture = [mixture_table(data)] if data.mixture_drawn or data.mixture_configured else []
     sections = (
         Section("sizes", "Sizes", tables=(size_table(data),)),
@@ -154,7 +151,7 @@ def report_page(data: ReportData) -> Page:
             lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family),
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
-        Section("samples", "What each size writes", samples=samples),
+        Section("samples", "What each size writes", samples=data.samples),
     )  # fmt: skip
     return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
 

@@ -45,9 +45,7 @@ from tests.report.test_search import POINTS, marks, texts
 
 HOSTILE = "<script>alert('x')</script>&\"[red]$\\frac{"
 VOID = {"meta", "img", "br"}
-FULL = Size(
-    "full", "4 layers, 8 experts, top-2", 6_412_801, 2_301_443, 5_230_007, 4_096, 1.92, 3.214159, sample=" a < b"
-)
+FULL = Size("full", "4 layers, 8 experts, top-2", 6_412_801, 2_301_443, 5_230_007, 4_096, 1.92, 3.214159)
 NETWORK = Size("full", "4 layers", 1_000, 600, 2_000, 64, nll=3.0)
 HALF = Size("corner", "2 layers", 400, 300, 900, 32, nll=3.4, healed_nll=3.2)
 BARE = ReportData("run", (NETWORK,))
@@ -76,7 +74,7 @@ def data() -> ReportData:
         sizes=(FULL, CORNER),
         shape=("4 layers, hidden 64",),
         environment="a CPU, commit abc",
-        prompt="def f",
+        samples=(("full", "def f", " a < b"),),
         pretraining=Curve("full", losses, 2048.0),
         healing=(Curve("corner", ({"step": 0, "loss/full": 3.4}, {"step": 5, "loss/full": 3.3}), 2048.0),),
         search=searched(points, 1834, 0.34, 0.5, 2.0, 0.87),
@@ -259,10 +257,10 @@ def test_hostile_text_stays_text(data: ReportData) -> None:
     hostile = replace(
         data,
         name=HOSTILE,
-        sizes=tuple(replace(size, name=size.name + HOSTILE, label=HOSTILE, sample=HOSTILE) for size in data.sizes),
+        sizes=tuple(replace(size, name=size.name + HOSTILE, label=HOSTILE) for size in data.sizes),
         shape=(HOSTILE,),
         environment=HOSTILE,
-        prompt=HOSTILE,
+        samples=((HOSTILE, HOSTILE, HOSTILE),),
         mixture_drawn={HOSTILE: 1.0},
         recipe=HOSTILE,
     )
