@@ -88,6 +88,71 @@ def pretrain(
 
 
 @app.command()
+def adopt(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint's folder, a run, a GGUF file, smollm2 (a package), or a name on the hub: Qwen/Qwen3-30B-A3B.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Run folder to make.")],
+    dtype: Annotated[
+        str,
+        typer.Option(help="float32, bfloat16 or float16; auto: as it is, or what its quantised weights are read as."),
+    ] = "auto",
+    order: Annotated[
+        str,
+        typer.Option(help="What experts are kept by: reap (saliency), removal, frequency; none: nothing is measured."),
+    ] = "reap",
+    layer_order: Annotated[
+        str,
+        typer.Option(
+            help="What layers are kept by: leave-one-out (the logits without each), or influence, for less work."
+        ),
+    ] = "leave-one-out",
+    calibration: Annotated[
+        list[str],
+        typer.Option(
+            help="Text to measure on, PATH@WEIGHT in a mixture; text that every machine has by default.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
+    calibration_tokens: Annotated[int, typer.Option(help="How much of it.")] = 32_768,
+    text_field: TextField = "text",
+    experts: Annotated[
+        int | None, typer.Option(help="Of a dense network: cut or copy its feed-forward networks into so many experts.")
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="With --experts: chosen a token; about half of those that are not shared, or 2 copies."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="With --experts: split (the same size) or copy (larger).")] = "split",
+    shared: Annotated[int | None, typer.Option(help="With --experts: of these, how many every token uses; 1.")] = None,
+) -> None:
+    """Make a run of somebody's checkpoint, to search, cut and serve it in every size; it need not fit in memory."""
+    from stretto.apps.adopt import AdoptOptions, adopt_command, upcycling
+    from stretto.base.config import validate
+
+    told = {
+        "dtype": dtype,
+        "order": order,
+        "layer_order": layer_order,
+        "calibration": calibration,
+        "calibration_tokens": calibration_tokens,
+        "text_field": text_field,
+        "upcycling": upcycling(experts, top_k, method, shared),
+    }
+    made = adopt_command(source, out, validate(AdoptOptions, told, "stretto adopt"))
+    for name, choice in {"full": None, **made.presets}.items():
+        subnet = made.config.full() if choice is None else choice.of(made.config)
+        _say(f"{name}: {subnet.label()}")
+    _say(
+        f"checkpoint: {made.folder}\nnext: stretto chat {out}; stretto elasticize {out} --data …; stretto search {out}"
+    )
+
+
+@app.command()
 def elasticize(
     source: Annotated[Path, typer.Argument(help="Run or checkpoint.", show_default=False)],
     data: Data = [],  # noqa: B006

@@ -50,6 +50,7 @@ from stretto.text.tokenizer import TURN_END, load_tokenizer
 SCHEMA = 1
 """Version of stretto.json. Raised when a reader of the old form would misread the new one."""
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 STRETTO_FILE = "stretto.json"
 ELASTIC_FILE = "elastic.tensors"
 """In safetensors form, under another suffix: vLLM takes every ``*.safetensors`` of a folder for the model's."""
@@ -64,7 +65,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _OURS = (
-    *("config.json", "generation_config.json", "model*.safetensors", INDEX_FILE),
+    *("config.json", GENERATION_FILE, "model*.safetensors", INDEX_FILE),
     *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE),
     *TOKENIZER_FILES,
 )
@@ -112,7 +113,7 @@ def write_checkpoint(
     family: Family | None = None,
     tokenizer_dir: Path | str | None = None,
     presets: Mapping[str, SubnetChoice] | None = None,
-    lineage: Lineage | None = None,
+    lineage: Lineage | Callable[[], Lineage] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
     whole: Sequence[Path] = (),
@@ -124,9 +125,9 @@ def write_checkpoint(
         model_or_state: the model, or its whole state dict (on any device); a mapping that reads its tensors when they are asked
             for is asked in the order of the layers.
         family: architecture on disk; None is the first that can express ``config``.
-        tokenizer_dir: where to copy the tokenizer's files and chat template from.
+        tokenizer_dir: where to copy the tokenizer's files and chat template from; a generation_config.json there is kept.
         presets: named Subnets to keep with an elastic network.
-        lineage: record to keep; its ``weights_hash`` is set here, from what was written.
+        lineage: record to keep, or what makes it once the weights are written; its ``weights_hash`` is set here, from those.
         dtype: of the weights on disk; None is the model's own. Selection biases are always fp32.
         max_shard_bytes: size beyond which another file is begun.
         whole: tensor files that hold what would be written, in ``family`` and ``dtype``: they are copied as they are.
@@ -145,13 +146,13 @@ def write_checkpoint(
     for choice in (presets or {}).values():
         choice.of(config)
     _refuse_other_files(folder)
-    ids = _token_ids(Path(tokenizer_dir), config) if tokenizer_dir is not None else dict.fromkeys(_TOKEN_IDS)
+    generation = _generation(Path(tokenizer_dir), config) if tokenizer_dir is not None else {}
     with replacing(folder) as partial:
         partial.mkdir(parents=True)
+        ids = {name: generation.get(name) for name in _TOKEN_IDS}
         own = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
         write_json(partial / "config.json", to_hf(config, family, _dtype_name(dtype)) | own)
-        told = {name: value for name, value in ids.items() if value is not None}
-        write_json(partial / "generation_config.json", told)
+        write_json(partial / GENERATION_FILE, generation)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
         _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance)
@@ -161,10 +162,12 @@ def write_checkpoint(
         for name in TOKENIZER_FILES:
             if tokenizer_dir is not None and (Path(tokenizer_dir) / name).is_file():
                 shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
-        if lineage is not None:
-            lineage = lineage.replace(weights_hash=weights_hash(partial))
-            write_lineage(partial, lineage)
-    return lineage
+        if lineage is None:
+            return None
+        made = lineage if isinstance(lineage, Lineage) else lineage()
+        made = made.replace(weights_hash=weights_hash(partial))
+        write_lineage(partial, made)
+    return made
 
 
 def read_checkpoint(
@@ -270,8 +273,10 @@ def _refuse_other_files(folder: Path) -> None:
             )
 
 
-def _token_ids(folder: Path, config: ModelConfig) -> dict[str, int | list[int] | None]:
-    """Of generation_config.json: generation ends at a document's and at a turn's end. The first is config.json's."""
+def _generation(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """What generation_config.json says: what the one beside the tokenizer does, and where it says nothing, that generation ends at
+    a document's and at a turn's end.
+    """
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
@@ -280,7 +285,12 @@ def _token_ids(folder: Path, config: ModelConfig) -> dict[str, int | list[int] |
     turn_end = tokenizer.rust.token_to_id(TURN_END) if tokenizer.chat_template else None
     ends = [tokenizer.eos_id] if turn_end in (None, tokenizer.eos_id) else [tokenizer.eos_id, turn_end]
     ids = (tokenizer.named_id("bos_token"), ends, tokenizer.named_id("pad_token"))
-    return dict(zip(_TOKEN_IDS, ids, strict=True))
+    found = {name: value for name, value in zip(_TOKEN_IDS, ids, strict=True) if value is not None}
+    path = folder / GENERATION_FILE
+    own = read_json(path) if path.is_file() else {}
+    if not isinstance(own, dict):
+        raise UserError(f"{path}: (whole file): not a JSON object; the file is damaged")
+    return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 
 def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:

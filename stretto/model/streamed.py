@@ -25,6 +25,7 @@ from stretto.model.checkpoint import (
     refuse_unexpected,
 )
 from stretto.model.families import Stored, stored_tensors, stored_tied, tied_head
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 
 
@@ -128,15 +129,17 @@ def part_of(name: str) -> str:
 class StreamedNetwork:
     """A network whose parts have weights only while they are held; `stretto.evals.order.survey` walks it."""
 
-    def __init__(self, state: StreamedState) -> None:
+    def __init__(self, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+        """``state``: of ``config``, such as a `StreamedState`; it is asked for one part after the other."""
         self._state = state
-        self.model: Transformer = skeleton(state.config)
+        self.model: Transformer = skeleton(config)
 
     @contextmanager
     def hold(self, part: str) -> Iterator[None]:
         """The weights of ``part`` are there meanwhile. Raises `UserError` as `read_checkpoint` does."""
         module = self.model.get_submodule(part)
-        tensors = {name.removeprefix(f"{part}."): tensor for name, tensor in self._state.part(part).items()}
+        names = [name for name in self._state if part_of(name) == part]
+        tensors = {name.removeprefix(f"{part}."): self._state[name] for name in names}
         module.load_state_dict(tensors, assign=True)
         for layer in (each for each in module.modules() if isinstance(each, MoeLayer)):
             layer.rank_E = torch.tensor(self.model.config.expert_orders[layer.row]).argsort()

@@ -35,12 +35,14 @@ def test_a_streamed_network_is_surveyed_like_a_resident_one(tmp_path, name):
     write_checkpoint(tmp_path, model, model.config, family=family)
     resident = survey(read_checkpoint(tmp_path).model, BATCHES, left_out=2, removal=True)
     with StreamedState(tmp_path) as state:
-        streamed = StreamedNetwork(state)
+        streamed = StreamedNetwork(state.config, state)
         assert survey(streamed.model, BATCHES, left_out=2, removal=True, hold=streamed.hold) == resident
     assert all(tensor.is_meta for tensor in streamed.model.state_dict().values())
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", ["glm elastic", "glm tied, no shared expert", "glm, layers of different width", "ernie"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_from_a_streamed_state_equals_written_from_a_whole_one(tmp_path, name, dtype):
     family, changes = NETWORKS[name]
