@@ -269,7 +269,7 @@ def draft_candidates(config: ModelConfig, named: Sequence[Subnet]) -> list[Subne
         config.subnet(top_k=1),
         config.subnet(depth=half, top_k=1),
         config.subnet(depth=quarter, top_k=1),
-        config.subnet(depth=half, experts=max(1, least // 4), top_k=1),
+        config.subnet(depth=half, experts=config.holding(least // 4, 1), top_k=1),
     )
     return [subnet for subnet in dict.fromkeys((*named, *own)) if subnet != config.full()]
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from stretto.base.errors import UserError
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Transformer, load_state, skeleton
+from stretto.ops.grouped import Clamp, ExpertBiases, group_multiple, group_slots, grouped_swiglu
 from stretto.ops.grouped import compute_dtype as product_dtype
-from stretto.ops.grouped import group_multiple, group_slots, grouped_swiglu
 
 TIMEOUT_S = 600.0
 """A rank that dies is noticed at once; this is for one that hangs in a step. The longest honest wait there is for a disk."""
@@ -238,15 +238,21 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         )
     layer.gate_up = nn.Parameter(distribute_tensor(layer.gate_up.data, grid["ep"], [Shard(0)]))
     layer.down = nn.Parameter(distribute_tensor(layer.down.data, grid["ep"], [Shard(0)]))
+    if layer.gate_up_bias is not None and layer.down_bias is not None:
+        layer.gate_up_bias = nn.Parameter(distribute_tensor(layer.gate_up_bias.data, grid["ep"], [Shard(0)]))
+        layer.down_bias = nn.Parameter(distribute_tensor(layer.down_bias.data, grid["ep"], [Shard(0)]))
     layer.exchange = partial(_experts, grid.get_group("ep"))
     if layer.shared is not None:
-        fully_shard(layer.shared, mesh=everyone, mp_policy=policy)
+        biases = {parameter for parameter in layer.shared.parameters() if parameter.dim() == 1}
+        if biases:  # FSDP warns of outputs that are views, which a product with a bias returns
+            layer.shared.register_forward_hook(lambda module, arguments, y_BTD: y_BTD.clone())
+        fully_shard(layer.shared, mesh=everyone, mp_policy=policy, ignored_params=biases)
     # along the rows of each expert, as a rank may hold fewer experts than there are copies
     fully_shard(
         layer,
         mesh=grid["copies"],
         mp_policy=policy,
-        ignored_params={layer.gate},
+        ignored_params={layer.gate} if layer.gate_bias is None else {layer.gate, layer.gate_bias},
         shard_placement_fn=lambda parameter: Shard(1),
     )
 
@@ -278,6 +284,8 @@ def _experts(
     gates_NK: Tensor,
     gate_up_EFD: Tensor,
     down_EDI: Tensor,
+    biases: ExpertBiases | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """`stretto.ops.grouped.experts` over the ranks of ``group``; every one of them must call it at the same time.
 
@@ -295,13 +303,21 @@ def _experts(
     # Slots sorted by expert are sorted by the rank that holds it, too.
     x_SD = x_ND.to(product_dtype(x_ND)).repeat_interleave(num_chosen, dim=0).index_select(0, slots.order_P)
     x_MD = _Swap.apply(x_SD, there, back, group)
-    y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local())
+    local_biases = None if biases is None else ExpertBiases(*(_local(bias) for bias in biases))
+    y_MD = _local_experts(x_MD, arriving_RL, gate_up_EFD.to_local(), down_EDI.to_local(), local_biases, clamp)
     y_SD = _Swap.apply(y_MD, back, there, group).index_select(0, slots.place_S)
     y_NKD = y_SD.view(num_tokens, num_chosen, x_ND.shape[1])
     return (y_NKD * gates_NK.unsqueeze(-1).to(y_NKD.dtype)).sum(1)
 
 
-def _local_experts(x_MD: Tensor, arrived_RL: Tensor, gate_up_LFD: Tensor, down_LDI: Tensor) -> Tensor:
+def _local_experts(
+    x_MD: Tensor,
+    arrived_RL: Tensor,
+    gate_up_LFD: Tensor,
+    down_LDI: Tensor,
+    biases: ExpertBiases | None,
+    clamp: Clamp | None,
+) -> Tensor:
     """Outputs [M, D] of rows that lie in order of source rank, then expert; ``arrived_RL`` says how many of each.
 
     Within an expert, rows keep the order of ranks: that of the global batch, as on one rank.
@@ -309,7 +325,8 @@ def _local_experts(x_MD: Tensor, arrived_RL: Tensor, gate_up_LFD: Tensor, down_L
     num_ranks, num_local = arrived_RL.shape
     expert_M = torch.arange(num_local, device=x_MD.device).repeat(num_ranks).repeat_interleave(arrived_RL.flatten())
     slots = group_slots(expert_M[:, None], num_local, group_multiple(x_MD, len(x_MD) / num_local))
-    y_MD = grouped_swiglu(x_MD.index_select(0, slots.order_P), slots.ends_E, gate_up_LFD, down_LDI)
+    x_PD = x_MD.index_select(0, slots.order_P)
+    y_MD = grouped_swiglu(x_PD, slots.ends_E, gate_up_LFD, down_LDI, None, biases, clamp)
     return y_MD.index_select(0, slots.place_S)
 
 

@@ -208,12 +208,33 @@ class ModelConfig(Config):
         if self.top_groups > self.expert_groups:
             raise ValueError(f"top_groups {self.top_groups} exceeds expert_groups {self.expert_groups}")
         for order, k in zip(self.expert_orders, self.top_k_by_layer, strict=True):
-            if len(order) % self.expert_groups:
-                raise ValueError(f"expert_groups {self.expert_groups} does not divide {len(order)} experts")
-            for width in (len(order), *(width for width in self.widths[1:] if width < len(order))):
-                reason = _why_not_grouped(self, order, width, k if width == len(order) else 1)
-                if reason is not None:
-                    raise ValueError(reason)
+            if k > self.choosable(len(order)):
+                raise ValueError(_why_not_grouped(self, len(order), k))
+            size = len(order) // self.expert_groups
+            for start in range(0, len(order), self.expert_groups):
+                turn = order[start : start + self.expert_groups]
+                if len({expert // size for expert in turn}) < self.expert_groups:
+                    raise ValueError(
+                        f"expert_order: {turn} are not one of each of the {self.expert_groups} expert_groups, which must take turns"
+                    )
+        for width in self.widths[1:] if self.moe_layers else ():
+            if not self.choosable(width):
+                raise ValueError(f"widths {self.widths}: {_why_not_grouped(self, width, 1)}")
+
+    def choosable(self, num_experts: int) -> int:
+        """How many experts a token can choose among in a layer that keeps ``num_experts``: all, or those of its best groups; 0:
+        the layer cannot keep so many, for its groups would not be equal, of two or more.
+        """
+        if self.expert_groups == 1:
+            return num_experts
+        size, rest = divmod(num_experts, self.expert_groups)
+        return 0 if rest or size < 2 else size * self.top_groups
+
+    def holding(self, num_experts: int, top_k: int) -> int:
+        """The least count from ``num_experts`` up that a layer can keep and choose ``top_k`` of."""
+        if self.expert_groups == 1:
+            return max(num_experts, top_k)
+        return self.expert_groups * max(2, -(-num_experts // self.expert_groups), -(-top_k // self.top_groups))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -309,6 +330,7 @@ class SubnetChoice(Config):
     top_k: int | None = Field(default=None, gt=0)
 
     def of(self, config: ModelConfig) -> Subnet:
+        """As a Subnet of ``config``; raises as `ModelConfig.subnet`. A network without MoE layers has all experts that are asked for."""
         return config.subnet(self.layers, self.experts, self.top_k)
 
 
@@ -332,31 +354,20 @@ def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
             raise UserError(f"subnet: top_k={k} lies outside 1..{experts}, the experts kept")
         if k > config.top_k_by_layer[row]:
             raise UserError(f"subnet: top_k={k} lies outside 1..{config.top_k_by_layer[row]}, the network's own")
-    if config.expert_groups > 1:
-        orders = config.expert_orders
-        for row, experts, k in zip(kept, subnet.experts, subnet.top_k, strict=True):
-            reason = _why_not_grouped(config, orders[row], experts, k)
-            if reason is not None:
-                raise UserError(f"subnet: {reason}")
+        if k > config.choosable(experts):
+            raise UserError(f"subnet: {_why_not_grouped(config, experts, k)}")
     return subnet
 
 
-def _why_not_grouped(config: ModelConfig, order: tuple[int, ...], num_experts: int, top_k: int) -> str | None:
-    """Why a layer of this expert order cannot keep ``num_experts`` and choose ``top_k`` of them by groups; None: it can."""
-    num_groups, size = config.expert_groups, len(order) // config.expert_groups
-    kept = [0] * num_groups
-    for expert in order[:num_experts]:
-        kept[expert // size] += 1
-    if min(kept) < 2 or len(set(kept)) > 1:
-        return (
-            f"experts={num_experts} leaves groups of {_span(tuple(kept))} experts, and the {num_groups} groups that tokens "
-            "choose among (expert_groups) must stay equal, of two or more; keep another number"
-        )
-    if top_k > kept[0] * config.top_groups:
-        return (
-            f"top_k={top_k} is more than the {kept[0] * config.top_groups} experts that {config.top_groups} groups hold"
-        )
-    return None
+def _why_not_grouped(config: ModelConfig, num_experts: int, top_k: int) -> str:
+    """Why a layer cannot keep ``num_experts`` and choose ``top_k`` of them by groups."""
+    num_groups, most = config.expert_groups, config.choosable(num_experts)
+    if most:
+        return f"top_k={top_k} is more than the {most} experts that a token's {config.top_groups} groups hold"
+    return (
+        f"experts={num_experts} does not leave its {num_groups} groups (expert_groups) equal, of two or more; keep a multiple "
+        f"of {num_groups}, {2 * num_groups} or more"
+    )
 
 
 def _span(values: tuple[int, ...]) -> str:
@@ -484,6 +495,8 @@ def parse_subnet(
 ) -> Subnet:
     """`parse_choice` as a Subnet of ``config``; raises `UserError` also for a choice outside the network."""
     choice = parse_choice(text, presets, source)
+    if "=" in text and not config.moe_layers and (choice.experts or choice.top_k):
+        raise UserError(f"{source} {text}: the network has no experts to choose from; name layers alone")
     try:
         return choice.of(config)
     except UserError as error:

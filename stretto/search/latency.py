@@ -270,8 +270,8 @@ def measure(
         time_fn: times one network; None: the engine's steps (`engine_seconds`).
     """
     config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
-    pairs = sorted({(num, min(k, num)) for num in {*experts, config.num_experts} for k in {*top_ks, config.top_k}})
-    pairs = [pair for pair in pairs if config.expert_groups == 1 or _has(config, *pair)]
+    widths = {num for num in (*experts, config.num_experts) if config.choosable(num)}
+    pairs = sorted({(num, min(k, config.choosable(num))) for num in widths for k in {*top_ks, config.top_k}})
     depths = sorted({len(fixed_layers(config.num_layers)), config.num_layers})
     subnets = [config.subnet(depth, num, k) for num, k in pairs for depth in depths]
     droppable_dense = set(droppable_layers(config)) & set(config.dense_layers)
@@ -290,15 +290,6 @@ def measure(
         num_disturbed=samples.num_disturbed,
         num_uncertain=samples.num_uncertain,
     )
-
-
-def _has(config: ModelConfig, experts: int, top_k: int) -> bool:
-    """Whether there is such a Subnet: groups of experts must stay equal, and the chosen ones hold ``top_k``."""
-    try:
-        config.subnet(experts=experts, top_k=top_k)
-    except UserError:
-        return False
-    return True
 
 
 class Check(Config):

@@ -115,13 +115,13 @@ def measure_sensitivities(
 
 
 def narrowed(config: ModelConfig, axis: str, rows: set[int], num: int) -> Subnet:
-    """The full network with ``num`` experts (or top-``num``) in the MoE layers ``rows``; k never exceeds the experts."""
+    """The full network with ``num`` experts (or top-``num``) in the MoE layers ``rows``; k never exceeds what is to choose from."""
     full = config.full()
     counts = {
         name: tuple(min(num, value) if name == axis and row in rows else value for row, value in enumerate(values))
         for name, values in (("experts", full.experts), ("top_k", full.top_k))
     }
-    top_k = tuple(min(pair) for pair in zip(counts["experts"], counts["top_k"], strict=True))
+    top_k = tuple(min(config.choosable(kept), k) for kept, k in zip(counts["experts"], counts["top_k"], strict=True))
     return Subnet(layers=full.layers, experts=counts["experts"], top_k=top_k)
 
 
@@ -246,7 +246,8 @@ class SearchSpace(Config):
         """The space of ``config``: all layers but the first and last two, eighths of the experts and every trained width, all k."""
         total = config.num_experts
         eighths = range(max(1, total // 8), total + 1, max(1, total // 8))
-        experts = sorted(num for num in {*config.widths, *eighths, total} if num >= min(config.top_k, 2))
+        least = min(config.top_k, 2)
+        experts = sorted(num for num in {*config.widths, *eighths, total} if config.choosable(num) >= least)
         return SearchSpace(
             droppable=droppable_layers(config),
             experts=tuple(experts),
@@ -260,7 +261,7 @@ class SearchSpace(Config):
         layers = tuple(layer for layer in range(config.num_layers) if layer not in dropped)
         rows = config.moe_rows(layers)
         kept = tuple(min(experts[row], config.experts_by_layer[row]) for row in rows)
-        limits = [min(num, config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
+        limits = [min(config.choosable(num), config.top_k_by_layer[row]) for num, row in zip(kept, rows, strict=True)]
         k = min((top_k, *limits))  # one k for all layers: an exported sub-model has only one
         return Subnet(layers=layers, experts=kept, top_k=(k,) * len(rows))
 
@@ -300,7 +301,7 @@ class SearchSpace(Config):
         for dropped in self.drops(order or config.layer_ranking):
             for num in self.experts:
                 for k in self.top_k:
-                    if k <= num:
+                    if k <= config.choosable(num):
                         yield self.subnet(config, dropped, (num,) * config.num_moe_layers, k)
 
 

@@ -153,6 +153,10 @@ def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) ->
     uneven = [experts for experts in model.experts_by_layer if experts % train.ep]
     if uneven:
         raise ValueError(f"train.ep {train.ep} does not divide the {uneven[0]} experts of a layer")
+    if elastic.sampler == "ernie" and model.expert_groups > 1:
+        raise ValueError(
+            f"elastic.sampler 'ernie': its random subsets leave the {model.expert_groups} groups of experts unequal; use anchored"
+        )
     if elastic.sampler == "complements":
         _check_complements(elastic, train, model)
 
@@ -160,7 +164,8 @@ def check_fit(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) ->
 def _check_complements(elastic: MixtureConfig, train: TrainConfig, model: ModelConfig) -> None:
     """A pair of rows, a prefix of the experts and the others, must be possible."""
     widths, top_k = with_branches(model, elastic).widths, max(model.top_k_by_layer, default=1)
-    if len(widths) < 2 or widths[1] < top_k or min(model.experts_by_layer) - widths[1] < top_k:
+    parts = (widths[1], min(model.experts_by_layer) - widths[1]) if len(widths) > 1 else (0,)
+    if min(model.choosable(part) for part in parts) < top_k:
         raise ValueError(
             f"elastic.sampler 'complements': widths {widths} leave no two groups of at least top_k {top_k} experts; "
             "set model.widths, for example to all and half of the experts"
@@ -189,11 +194,7 @@ def default_anchors(model: ModelConfig) -> dict[str, SubnetChoice]:
         axes = {"layers": layers} if layers < model.num_layers else {}
         if model.num_moe_layers:
             top_k = max(1, min(model.top_k_by_layer) // part)
-            experts = max(top_k, min(model.experts_by_layer) // part)
-            if model.expert_groups > 1:  # groups stay equal, of two or more, and their chosen ones hold k
-                size = max(2, -(-top_k // model.top_groups), experts // model.expert_groups)
-                experts = size * model.expert_groups
-            axes |= {"top_k": top_k, "experts": experts}
+            axes |= {"top_k": top_k, "experts": model.holding(min(model.experts_by_layer) // part, top_k)}
         choice = SubnetChoice(**axes)
         if choice.of(model) != model.full():
             anchors[name] = choice
@@ -266,8 +267,12 @@ class ElasticizeRecipe(Config):
         anchors = {}
         for name, choice in elastic.anchors.items():
             cut = choice.replace(experts=choice.experts if experts else None, top_k=choice.top_k if top_k else None)
-            if cut.top_k is None and cut.experts is not None and cut.experts < max(model.top_k_by_layer):
-                cut = cut.replace(top_k=min(cut.experts, *model.top_k_by_layer))
+            if (
+                cut.top_k is None
+                and cut.experts is not None
+                and model.choosable(cut.experts) < max(model.top_k_by_layer)
+            ):
+                cut = cut.replace(top_k=min(model.choosable(cut.experts), *model.top_k_by_layer))
             if cut != SubnetChoice():
                 anchors[name] = cut
         return elastic.replace(

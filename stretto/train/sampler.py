@@ -148,5 +148,5 @@ class Sampler:
 
     def _narrow_branches(self) -> list[int]:
         """Widths that rows can be narrowed to: those that still hold the largest top-k of any layer."""
-        widths, top_k = self.config.widths, max(self.config.top_k_by_layer, default=1)
-        return [branch for branch in range(1, len(widths)) if widths[branch] >= top_k]
+        config, top_k = self.config, max(self.config.top_k_by_layer, default=1)
+        return [branch for branch in range(1, len(config.widths)) if config.choosable(config.widths[branch]) >= top_k]

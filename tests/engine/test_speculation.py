@@ -285,6 +285,8 @@ def test_candidates_and_which_can_draft() -> None:
     named = [CORNER, FULL]
     candidates = draft_candidates(CONFIG, named)
     assert candidates[0] == CORNER and FULL not in candidates and len(set(candidates)) == len(candidates) >= 4
+    grouped = CONFIG.replace(expert_groups=2, widths=(CONFIG.num_experts,), num_branches=1)
+    assert min(draft_candidates(grouped, [])[-1].experts) == 4, "two experts a group, at least"
     assert can_draft(CORNER, FULL) and not can_draft(FULL, FULL) and not can_draft(FULL, SHALLOW)
     with pytest.raises(UserError, match="layers"):
         drafting(FULL.replace(layers=(1, 2, 3, 4, 99)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from stretto.model.attention import rotary_frequencies
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling, yarn_mscale
 from stretto.model.transformer import Context, Transformer, build, load_state, skeleton
+from stretto.ops.matmul import Arithmetic, Precision
 
 VOCAB, LENGTH = 37, 20
 SHAPE: dict[str, Any] = {
@@ -280,3 +282,46 @@ def test_windows_are_counted_from_a_shared_beginning() -> None:
             alone = model.logits(torch.tensor([prompt + answer]))[0, 5:]
             bound = 200 * torch.finfo(torch.float32).eps * float(alone.abs().max())
             assert (packed[start : start + len(answer)] - alone).abs().max() <= bound
+
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "olmoe", "deepseek, biases, wide values"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_batch_invariant_logits_are_the_same_to_the_bit_in_any_company(name: str, precision: Precision) -> None:
+    (_, config), _ = CASES[name]
+    model = build(config, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+            if parameter.dim() == 1 or parameter.abs().max() == 0:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
+    ids_BT = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(3))
+    arithmetic = Arithmetic(precision, batch_invariant=True)
+    positions, documents = torch.tensor([[*range(12), *range(8)]] * 3), torch.tensor([[0] * 12 + [1] * 8] * 3)
+    with torch.no_grad():
+        together = model.logits(ids_BT, ctx=Context(positions, documents, operators=arithmetic.operators))
+        for row, part in ((0, slice(0, 12)), (2, slice(12, 20))):
+            alone_1T = ids_BT[row : row + 1, part]
+            ctx = replace(Context.plain(alone_1T), operators=arithmetic.operators)
+            assert torch.equal(model.logits(alone_1T, ctx=ctx)[0], together[row, part])
+        ordinary = model.logits(ids_BT, ctx=Context(positions, documents))
+    # each of ~40 products rounds its operands by itself; tokens of whom a layer chooses other experts then are few
+    unit = {"fp32": 2.0**-22, "bf16": 2.0**-9, "fp8": 2.0**-5}[precision]  # E4M3: 2^-4 at most, half of it on average
+    error_BT = (together - ordinary).square().mean(-1).sqrt() / ordinary.square().mean().sqrt()
+    assert error_BT.median() <= 4 * math.sqrt(40) * unit
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "olmoe", "deepseek, biases, wide values"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_all_arithmetics_give_every_parameter_a_gradient(name: str, precision: Precision) -> None:
+    """Invariant ones take the ordinary operators' gradients, at points that differ by their rounding."""
+    (_, config), _ = CASES[name]
+    model = build(config, 0)
+    ids_BT = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    ctx = replace(Context.plain(ids_BT), operators=Arithmetic(precision, batch_invariant=True).operators)
+    model.logits(ids_BT, ctx=ctx).square().sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), parameter_name
+        assert parameter.grad.abs().max() > 0, parameter_name

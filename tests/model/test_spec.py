@@ -83,11 +83,21 @@ def test_equal_groups_stay_equal_in_every_prefix_that_they_divide(
         assert order == interleaved_order(size * num_groups), "powers of two were balanced already"
 
 
+@given(data=st.data())
+def test_the_least_count_that_holds_a_top_k_does_and_no_lesser_one(data: st.DataObject) -> None:
+    num_groups = data.draw(st.sampled_from([1, 2, 4, 8]))
+    top_groups, num, top_k = (data.draw(st.integers(1, most)) for most in (num_groups, 64, 8))
+    config = network(num_experts=64, top_k=1, expert_groups=num_groups, top_groups=top_groups)
+    least = config.holding(num, top_k)
+    assert least >= num and config.choosable(least) >= top_k
+    assert all(config.choosable(fewer) < top_k for fewer in range(num, least))
+
+
 @pytest.mark.parametrize(
     ("experts", "top_k", "message"),
     [
-        (6, 2, "experts=6 leaves groups of 1-2 experts"),
-        (4, 2, "leaves groups of 1 experts"),
+        (6, 2, "experts=6 does not leave its 4 groups"),
+        (4, 2, "keep a multiple of 4, 8 or more"),
         (8, 5, "top_k=5 is more than the 4"),
     ],
 )
@@ -195,14 +205,15 @@ def test_layers_that_differ_are_cut_as_they_are() -> None:
         ({"qk_norm": True, "qk_norm_wide": True}, "one or the other"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "original_positions must be set for yarn"),
         ({"latent": {"kv_rank": 4, "rope_dim": 2, "value_dim": 4}}, "num_kv_heads 2 must be num_heads 4"),
-        ({"expert_groups": 3}, "expert_groups 3 does not divide 8 experts"),
+        ({"expert_groups": 3}, "experts=8 does not leave its 3 groups"),
+        ({"expert_groups": 5}, "keep a multiple of 5, 10 or more"),
         ({"expert_groups": 2, "top_groups": 3}, "top_groups 3 exceeds expert_groups 2"),
-        ({"expert_groups": 8}, "leaves groups of 1 experts"),
-        ({"expert_groups": 4, "top_groups": 1}, "top_k=4 is more than the 2 experts that 1 groups hold"),
-        ({"expert_groups": 4, "top_groups": 2, "widths": (8, 4)}, "experts=4 leaves groups of 1 experts"),
+        ({"expert_groups": 8}, "does not leave its 8 groups"),
+        ({"expert_groups": 4, "top_groups": 1}, "top_k=4 is more than the 2 experts that a token's 1 groups hold"),
+        ({"expert_groups": 4, "top_groups": 2, "widths": (8, 4)}, "widths .*experts=4 does not leave its 4 groups"),
         (
-            {"expert_groups": 2, "expert_order": (tuple(range(8)),) * 8, "widths": (8, 6)},
-            "leaves groups of 2-4 experts",
+            {"expert_groups": 2, "expert_order": ((0, 4, 1, 2, 5, 6, 3, 7),) * 8},
+            r"expert_order: \(1, 2\) are not one of each of the 2 expert_groups",
         ),
     ],
 )
@@ -227,6 +238,14 @@ def test_a_subnet_outside_the_network_is_one_line(text: str, message: str) -> No
     with pytest.raises(UserError, match=message) as caught:
         parse_subnet(text, network(), {"corner": SubnetChoice(layers=4)})
     assert "\n" not in str(caught.value)
+
+
+def test_a_dense_network_has_no_experts_to_choose() -> None:
+    config = network(dense_layers=tuple(range(8)), dense_intermediate_size=8)
+    assert parse_subnet("layers=5", config, {}).experts == ()
+    for text in ("experts=8", "layers=5,top_k=1"):
+        with pytest.raises(UserError, match=f"--subnet {text}: the network has no experts"):
+            parse_subnet(text, config, {})
 
 
 def test_a_subnet_in_words() -> None:

@@ -20,6 +20,7 @@ from stretto.search.search import (
     Sensitivities,
     evolve,
     measure_sensitivities,
+    narrowed,
     pareto_front,
     reachable_limits,
     require_feasible,
@@ -120,6 +121,15 @@ def planted(num_layers: int) -> Sensitivities:
         experts={6: 0.0, 5: 0.1, 4: 0.15, 3: 0.4, 2: 0.9},
         top_k={3: 0.0, 2: 0.05, 1: 0.5},
     )
+
+
+def test_the_space_of_grouped_experts_holds_equal_groups_alone(make_model):
+    config = make_model(num_experts=16, top_k=6, expert_groups=4, top_groups=2, widths=(16,)).config
+    space = SearchSpace.of(config)
+    assert space.experts == (8, 12, 16)
+    found = [check_subnet(config, subnet) for subnet in space.every(config)]
+    assert {subnet.top_k[0] for subnet in found if subnet.experts[0] == 8} == {1, 2, 3, 4}
+    assert check_subnet(config, narrowed(config, "experts", {0, 2}, 8)).top_k[:3] == (4, 6, 4)
 
 
 def test_nsga_finds_the_planted_best_of_all_layer_choices(make_model):

@@ -97,6 +97,10 @@ def test_where_nothing_names_sizes_there_are_some() -> None:
     named = recipe.replace(elastic=recipe.elastic.replace(anchors={"mine": SubnetChoice(experts=4)}))
     assert list(named.for_network(config, presets).elastic.anchors) == ["mine"], "the recipe's come first"
     assert with_branches(config, complete.elastic).widths == (8, 4, 2)
+    grouped = ModelConfig(
+        **SHAPE | {"expert_groups": 2, "top_groups": 1, "num_experts": 16, "widths": (16,), "top_k": 6}
+    )
+    assert default_anchors(grouped)["corner"] == SubnetChoice(layers=4, experts=6, top_k=2)
     dense = ModelConfig(**DENSE)
     assert default_anchors(dense) == {"half": SubnetChoice(layers=5), "corner": SubnetChoice(layers=4)}
     with pytest.raises(UserError, match=r"anchors\.mine: the network has no experts"):

@@ -60,6 +60,7 @@ def recipe(
     optim: str = "adamw",
     joint: bool = False,
     rank_layers_at: Sequence[float] = (),
+    switches: dict[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
     """Everything at once: dense and MoE layers, anchors with distillation, random depth and top-k, narrowed rows."""
@@ -68,7 +69,7 @@ def recipe(
             "vocab_size": 257, "hidden_size": 32, "num_layers": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
             "num_experts": 8, "top_k": 2, "expert_intermediate_size": 16, "num_shared_experts": 1, "qk_norm": True,
             "dense_layers": [0], "dense_intermediate_size": 48, "attention_bias": True, "widths": [8, 4],
-            "tie_embeddings": tied,
+            "tie_embeddings": tied, **(switches or {}),
         },
         "elastic": {
             "sampler": sampler, "anchors": {"corner": {"layers": 5, "experts": 4, "top_k": 1}}, "anchor_share": 0.25,
@@ -215,6 +216,36 @@ def test_healing_under_a_teacher_of_whom_a_rank_holds_a_part(bench: Bench) -> No
     )
     bench.check_equal("healed-one", "healed-two")
     bench.check_equal("healed-one", "healed-split")
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {
+        "router": "softmax", "selection_bias": False, "router_bias": True, "expert_bias": True, "mlp_bias": True,
+        "attention_out_bias": True, "attention_sinks": True, "sliding_window": 6, "sliding_layers": [0, 2, 4],
+        "clamped_swiglu": {"limit": 0.5}, "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 16},
+    },
+    "deepseek": {
+        "qk_norm": False, "num_kv_heads": 4, "expert_groups": 2, "top_groups": 1,
+        "latent": {"query_rank": 12, "kv_rank": 10, "rope_dim": 4, "value_dim": 6},
+    },
+    "olmoe": {"qk_norm": False, "qk_norm_wide": True, "qkv_clip": 0.3},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_other_families_have_is_spread_like_the_rest(bench: Bench, name: str) -> None:
+    changes: dict[str, Any] = {"switches": SWITCHES[name], "steps": 6}
+    bench.train(
+        2,
+        [
+            bench.case(f"{name}-one", **changes) | {"alone": True},
+            bench.case(f"{name}-two", **changes),
+            bench.case(f"{name}-split", **changes, ep=2),
+        ],
+    )
+    bench.check_equal(f"{name}-one", f"{name}-two")
+    bench.check_equal(f"{name}-one", f"{name}-split")
 
 
 @pytest.mark.slow

@@ -264,6 +264,25 @@ def test_complements_that_cannot_hold_a_top_k_are_refused(changes: dict[str, Any
         sampler("complements", **changes)
 
 
+@pytest.mark.parametrize("kind", ["anchored", "complements"])
+def test_rows_are_narrowed_to_what_groups_of_experts_can_hold(kind: str) -> None:
+    """Of 16 experts in four groups, two of which a token chooses in: 12 hold the top-k of 6 and 8 do not."""
+    groups = {"expert_groups": 4, "top_groups": 2, "top_k": 6, "widths": (16, 12, 8)}
+    if kind == "complements":
+        groups["top_k"], groups["widths"] = 4, (16, 8)
+    one = sampler(kind, model=groups, anchors={"corner": {"experts": 8, "top_k": 2}})
+    plans = [plan for step in range(60) for plan in one.draw(step)]
+    narrow = {int(num) for plan in plans if plan.widths for num in plan.widths.allowed_BE.sum(1)}
+    assert narrow == ({16, 8} if kind == "complements" else {16, 12})
+    for plan in plans:
+        check_subnet(one.config, plan.subnet)
+
+
+def test_random_subsets_of_grouped_experts_are_refused() -> None:
+    with pytest.raises(ValidationError, match="leave the 4 groups of experts unequal; use anchored"):
+        sampler("ernie", model={"expert_groups": 4, "top_groups": 2, "widths": (16, 8)}, anchors={}, anchor_share=0)
+
+
 def test_the_network_has_a_branch_for_every_width() -> None:
     assert sampler("anchored").config.widths == (16, 8, 6, 5, 3)
     assert sampler("complements").config.num_branches == 6
