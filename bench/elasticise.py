@@ -33,7 +33,7 @@ from bench.elastic_quality import RECIPE, own_text
 from stretto.apps.run import RunInfo, prepare_data
 from stretto.apps.train import held_out, open_loader
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, read_json, write_json
+from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.base.records import process_peak_bytes
 from stretto.base.track import Tracker
 from stretto.evals.loss import EvalBatch, held_out_losses
@@ -41,6 +41,7 @@ from stretto.evals.order import rank_layers, survey
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, executed
+from stretto.model.transformer import build
 from stretto.train.loop import Job, Trained, elasticize, pretrain
 from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe, with_branches
 from stretto.train.sampler import Sampler
@@ -51,6 +52,8 @@ SEARCH_SEED = 100
 RATES = (1.5e-3, 3e-3, 6e-3)
 """Of pre-training, Muon's."""
 CONTINUED_RATES = (("adamw", 3e-4), ("adamw", 1e-3), ("muon", 1e-3), ("muon", 3e-3))
+LARGE = {"hidden_size": 256, "num_experts": 64, "expert_intermediate_size": 256}
+"""For --memory: so that weights outweigh the interpreter."""
 Result = dict[str, Any]
 
 
@@ -304,24 +307,27 @@ def _interval(values: Sequence[float], form: str) -> str:
 
 
 def _memory(bench: Bench, told: argparse.Namespace) -> None:
-    """Peak memory of ten steps with everything trained, and with routers, norms and biases alone; a process each."""
-    parent = "memory-parent"
-    bench.pretrain(parent, _with(_ordinary(bench.recipe), 0, 2, RATES[0]))
+    """Peak memory of a few steps with everything trained, and with routers, norms and biases alone; a process each."""
+    parent = bench.out / "memory" / "parent"
     if told.trainable is not None:
-        recipe = _stage(bench, "adamw", 1e-4, 10, 0, trainable=told.trainable)
-        before = process_peak_bytes()
-        result = bench.elasticize(f"memory/{told.trainable}", recipe, parent)
-        sys.stdout.write(json.dumps({"before": before, "peak": process_peak_bytes(), "flops": result["flops"]}) + "\n")
+        recipe = _stage(bench, "adamw", 1e-4, 3, 0, trainable=told.trainable)
+        model = read_checkpoint(parent, device=bench.ranks.device).model
+        complete = recipe.for_network(model.config, bench.recipe.elastic.anchors)
+        elasticize(complete, bench.job(bench.out / "memory" / told.trainable, complete), lambda: model)
+        sys.stdout.write(f"{process_peak_bytes()}\n")
         return
-    found = {}
+    remove(parent.parent)
+    config = bench.recipe.model.replace(**LARGE, widths=())
+    write_checkpoint(parent, build(config, 0), config)
+    num_params = count(config, config.full()).total_params
+    peaks = {}
     for trainable in ("all", "routers"):
         command = [sys.executable, "-m", "bench.elasticise", *sys.argv[1:], "--trainable", trainable]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[trainable] = json.loads(done.stdout.splitlines()[-1])
-    for trainable, each in found.items():
-        rich.print(f"trainable {trainable}: peak {each['peak'] / 1e6:,.0f} MB")
-    saved = found["all"]["peak"] - found["routers"]["peak"]
-    rich.print(f"saved {saved / 1e6:,.0f} MB, {saved / found['all']['peak']:.0%} of the process")
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        peaks[trainable] = int(done.stdout.splitlines()[-1])
+        rich.print(f"{num_params / 1e6:.0f}M parameters, trainable {trainable}: peak {peaks[trainable] / 1e6:,.0f} MB")
+    saved = peaks["all"] - peaks["routers"]
+    rich.print(f"saved {saved / 1e6:,.0f} MB, {saved / num_params:.1f} bytes a parameter")
 
 
 if __name__ == "__main__":
