@@ -2,10 +2,10 @@
 
     python -m bench.families_equality [--families llama,…] [--each N] [--seed S] [--mutant NAME]
 
-Random tiny checkpoints are made and saved by transformers (in shards, with fused experts, spelled as transformers 4 does),
-read by us, and logits compared in fp32 at positions beyond every window and border of RoPE; then written by us in the same
-family and read by both again. A difference is the largest one of any logit over the standard deviation of all of
-transformers' logits.
+Random tiny checkpoints are made and saved by transformers (in shards, with fused experts, spelled as transformers 4 does, or
+quantised by `bench.common.quantiser`, where transformers gets the values that are meant), read by us, and logits compared
+in fp32 at positions beyond every window and border of RoPE; then written by us in the same family and read by both again.
+A difference is the largest one of any logit over the standard deviation of all of transformers' logits.
 
 exact: within the aim, both ways. Where it is larger, two other texts are tried before it counts: routers that score two
 experts alike to the last bits choose either. refused: by the field that the draw knows must be refused. wrong: a larger
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,7 @@ from bench.common.foreign import LENGTH, Draw, draw, make
 from bench.common.measure import wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.model import checkpoint
+from stretto.model import checkpoint, quantised
 from stretto.model.checkpoint import STRETTO_FILE, read_checkpoint, write_checkpoint
 from stretto.model.families import FAMILIES, Family, parse_family
 from stretto.model.spec import ModelConfig
@@ -97,7 +98,7 @@ def judge(drawn: Draw) -> Judged:
     """Make, read, compare, write and compare again."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, back = Path(temporary) / "theirs", Path(temporary) / "ours"
-        make(drawn, folder)
+        plain = make(drawn, folder, Path(temporary) / "meant")
         try:
             read = read_checkpoint(folder)
         except UserError as error:
@@ -112,12 +113,12 @@ def judge(drawn: Draw) -> Judged:
             write_checkpoint(back, read.model, read.config, family=read.family)
             (back / STRETTO_FILE).unlink()  # from config.json alone, as other software sees it
             again = read_checkpoint(back, dtype=torch.float32).model
-            theirs, theirs_again = their_model(folder), their_model(back)
+            theirs, theirs_again = their_model(plain), their_model(back)
             for text in range(TEXTS):
                 ids = token_ids(drawn, text)
                 expected = theirs(ids).logits
                 logits = (ours.logits(ids), again.logits(ids), theirs_again(ids).logits)
-                found = max(_difference(each, expected) for each in logits)
+                found = max(difference(each, expected) for each in logits)
                 if found <= AIM:
                     return Judged("exact", difference=found, num_ties=text)
         except Exception:
@@ -143,7 +144,7 @@ def their_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
+def difference(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.std()).item()
 
 
@@ -186,15 +187,15 @@ def _changed(change: Callable[[ModelConfig], dict[str, Any]]) -> Callable[[], An
     return mutant
 
 
-@contextmanager
-def _pairs_kept() -> Iterator[None]:
-    with mock.patch.object(checkpoint, "_paired", lambda stored, rows, on_disk: rows):
-        yield
+def _patched(module: ModuleType, name: str, value: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(module, name, value)
 
 
 MUTANTS: dict[str | None, Callable[[], Any]] = {
     "window": _changed(lambda config: {"sliding_window": config.sliding_window and config.sliding_window + 1}),
-    "pairs": _pairs_kept,
+    "pairs": _patched(checkpoint, "_paired", lambda stored, rows, on_disk: rows),
+    "fp8_scale": _patched(quantised, "_as_float", lambda scales: torch.ones_like(scales, dtype=torch.float32)),
+    "mxfp4_scale": _patched(quantised, "_E8M0_BIAS", 126),
     "scale": _changed(lambda config: {"attention_scale": None}),
     "rope": _changed(lambda config: {"rope_scaling": None}),
     "latent_eps": _changed(

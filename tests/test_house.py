@@ -18,6 +18,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stretto.model.families import TABLES
+
+SIZES = ("num_experts", "top_k", "expert_intermediate_size", "top_groups")
+"""Of networks, not of families."""
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs/ARCHITECTURE.md"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -94,6 +98,23 @@ def check_block(path: Path, name: str, lines: Iterable[str]) -> None:
         path.write_text(before + begin + expected + end + after, encoding="utf-8")
         return
     assert found == expected, f"{path}: {name} is out of date: REWRITE_DOCS=1 pytest tests/test_house.py"
+
+
+def family_lines() -> Iterator[str]:
+    """What each family always has and what it may have, by the names of `ModelConfig`."""
+    for family, table in TABLES.items():
+        parts = [name for part in table.parts for name in part.ours]
+        may = [*parts, *(name for names, _ in table.switches.values() for name in names)]
+        may = [name for name in may if name not in SIZES] + ["pads"] * table.pads
+        always = [] if table.has_experts else ["no experts"]
+        always += [value if name == "router" else name for name, value in table.always.items() if value]
+        always += [may.pop(may.index(name)) for name in ("latent", "clamped_swiglu") if name in may]
+        told = [f"always {', '.join(always)}"] * bool(always) + [f"may have {', '.join(may)}"] * bool(may)
+        yield f"{family:<14} {'; '.join(told)}"
+
+
+def test_the_formats_show_what_families_hold() -> None:
+    check_block(ROOT / "docs/FORMATS.md", "families", family_lines())
 
 
 def tree_lines() -> Iterator[str]:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.common.quantiser import KINDS, quantise
 from stretto.model.families import Family
 
 LENGTH = 44
@@ -40,12 +42,15 @@ class Draw:
     """Experts stored as transformers holds them in memory."""
     is_old: bool = False
     """config.json as transformers 4 spells it."""
-    dtype: torch.dtype = torch.float32
+    zeroed: str | None = None
+    """A tensor that is all zeros."""
+    quantised: str | None = None
+    """One of `bench.common.quantiser.KINDS`."""
 
     def label(self) -> str:
         told = {name: value for name, value in self.fields.items() if name not in _SIZES}
         kind = [name for name in ("is_sharded", "is_fused", "is_old") if getattr(self, name)]
-        return f"{self.family} seed {self.seed} {' '.join(kind)} {told} {self.edits}"
+        return f"{self.family} seed {self.seed} {' '.join(kind)} {self.quantised or ''} {told} {self.edits}"
 
 
 _SIZES = (
@@ -69,8 +74,16 @@ def draw(family: Family, seed: int, refused: float = 0.2) -> Draw:
     made.is_fused = family not in _DENSE and rng.random() < 0.2
     if family == "glm4_moe" and _has_odd_rotation(made.fields):
         made.refused = "rotary_fraction"
+    elif made.fields.get("use_bias") and family == "ernie4_5_moe":
+        made.zeroed = "lm_head.bias" if _maybe(rng, 0.7) else None
+        made.refused = None if made.zeroed else "lm_head.bias"
     elif rng.random() < refused:
         rng.choice([*_REFUSALS, *_REFUSALS_OF.get(family, [])])(made, rng)
+    if made.refused is None and rng.random() < 0.3:
+        made.quantised = rng.choice([name for name in KINDS if name != "mxfp4"])
+        if family == "gpt_oss":
+            made.quantised = "mxfp4"
+            made.fields |= {"hidden_size": 32, "intermediate_size": 64}
     return made
 
 
@@ -208,6 +221,7 @@ def _ernie_moe(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_start_index": rng.choice([0, 1]),
         "moe_layer_end_index": rng.choice([-1, 1]),
         "moe_layer_interval": rng.choice([1, 1, 2]),
+        "use_bias": _maybe(rng, 0.3),
     }
 
 
@@ -295,19 +309,31 @@ _REFUSALS_OF: dict[str, list[Callable[[Draw, random.Random], None]]] = {
 
 
 @torch.no_grad()
-def make(drawn: Draw, folder: Path) -> PreTrainedModel:
-    """Save the checkpoint into ``folder``; the network it came from."""
+def make(drawn: Draw, folder: Path, meant: Path | None = None) -> Path:
+    """Save the checkpoint into ``folder``. Of a quantised one, ``meant`` gets a copy with the values that are meant: returned,
+    or ``folder``, for transformers to read.
+    """
     config = AutoConfig.for_model(drawn.family, **drawn.fields)
     config._attn_implementation = "eager"
     torch.manual_seed(drawn.seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     randomise(model, torch.Generator().manual_seed(drawn.seed))
-    model.save_pretrained(folder, max_shard_size="20KB" if drawn.is_sharded else "5GB")
+    if drawn.zeroed is not None:
+        model.state_dict()[drawn.zeroed].zero_()
+    if drawn.is_fused:
+        model.config.save_pretrained(folder)
+        save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    else:
+        model.save_pretrained(folder, max_shard_size="20KB" if drawn.is_sharded else "5GB")
     tree = json.loads((folder / "config.json").read_text())
     if drawn.is_old:
         tree = old_spelling(tree)
-    (folder / "config.json").write_text(json.dumps(tree | drawn.edits))
-    return model
+    tree = {"architectures": [type(model).__name__], **tree, **drawn.edits}
+    (folder / "config.json").write_text(json.dumps(tree))
+    if drawn.quantised is None or meant is None:
+        return folder
+    quantise(folder, KINDS[drawn.quantised], meant)
+    return meant
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:

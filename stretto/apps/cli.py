@@ -330,7 +330,12 @@ def heal(
 def export(
     source: Source,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder, or file for --gguf.")],
-    family: Annotated[str, typer.Option(help="glm4_moe, qwen3_moe or ernie4_5_moe.")] = "glm4_moe",
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Architecture on disk, as in docs/FORMATS.md; else the checkpoint's own, or one that holds it."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; with --gguf also q8_0.")] = "float32",
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp.")] = False,
 ) -> None:

@@ -20,7 +20,7 @@ from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
-from stretto.model.families import parse_family
+from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
@@ -181,6 +181,7 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
         name=out.name,
         stage="extract",
         config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
+        family=kept_family(extracted.model.config, checkpoint.family),
         tokenizer_dir=_tokenizer_of(checkpoint.folder),
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         spent=found.receipt if found else None,
@@ -196,8 +197,8 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
     return check_subnet(config, found.result.chosen.subnet)
 
 
-def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool) -> None:
-    """Write the checkpoint ``source`` as a Hugging Face folder of ``family``, or as a GGUF file."""
+def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool) -> None:
+    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file."""
     folder = checkpoint_folder(source)
     if gguf:
         with progress("write GGUF", None) as advance:
@@ -205,12 +206,13 @@ def export_command(source: Path, family: str, out: Path, dtype: str, gguf: bool)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
     checkpoint = read_checkpoint(folder)
-    with progress(f"write {family}", None) as advance:
+    chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
+    with progress(f"write {chosen}", None) as advance:
         write_checkpoint(
             out,
             checkpoint.model,
             checkpoint.config,
-            family=parse_family(family),
+            family=chosen,
             tokenizer_dir=_tokenizer_of(folder),
             presets=checkpoint.presets,
             lineage=checkpoint.lineage,

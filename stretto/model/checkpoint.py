@@ -459,6 +459,9 @@ class TensorFiles(ExitStack):
         weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: weight_map: missing; {_AGAIN}")
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise UserError(f"{index}: weight_map.{name}: {shard!r} is not a file of this folder; {_AGAIN}")
         held = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
         for name, shard in weight_map.items():
             if name not in held[shard]:

@@ -5,6 +5,7 @@ Shape letters: E experts, R rows, C columns, r and c blocks of them, G groups of
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
@@ -99,23 +100,20 @@ class Dequantised:
             )
 
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
+        """A scale is that of all, of one matrix, of a row, or of a block, of which the last ones may be cut short."""
         scales = name + self._how.scales
         self._check(name, self._inner.stored_as(name)[1], shape)
-        block, stored = self._how.block, self._inner.stored_as(scales)[1]
-        is_one = all(size == 1 for size in stored)
-        if not is_one and block is not None:
-            self._check(
-                scales, stored, (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=True)))
-            )
-        elif not is_one:
-            self._check(scales, stored, (*shape[:-1], 1))
+        stored = self._inner.stored_as(scales)[1]
         values_RC = self._inner.raw(name, experts).float()
-        scales_rc = _as_float(self._inner.raw(scales, () if is_one else experts))
-        if is_one:
-            return values_RC * scales_rc.reshape(())
-        if block is not None:  # the last block of rows or columns may be cut short
-            for dim, size in ((-2, block[0]), (-1, block[1])):
-                scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
+        if math.prod(stored) == 1:
+            return values_RC * _as_float(self._inner.raw(scales)).reshape(())
+        rows, columns = self._how.block or (1, shape[-1])
+        if stored[-2:] == (1, 1):
+            rows, columns = shape[-2:]
+        self._check(scales, stored, (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)))
+        scales_rc = _as_float(self._inner.raw(scales, experts))
+        for dim, size in ((-2, rows), (-1, columns)):
+            scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
         return values_RC * scales_rc
 
     def _read_mxfp4(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:

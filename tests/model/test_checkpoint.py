@@ -28,6 +28,7 @@ from tests.model.checkpoints import (
     NETWORKS,
     drop,
     edit_json,
+    edit_tensors,
     forget_ours,
     logits,
     network,
@@ -240,8 +241,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"config\.json: .*not a JSON object",
     ),
     "foreign architecture": (
-        lambda folder: edit_json(folder / "config.json", model_type="llama"),
-        "model_type.*'llama'",
+        lambda folder: edit_json(folder / "config.json", model_type="bert"),
+        "model_type.*'bert'",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
     "truncated": (truncate, r"model\.safetensors: not readable as safetensors"),
@@ -294,17 +295,53 @@ def test_damage_is_one_line_that_names_file_and_field(damage: str, tmp_path: Pat
     assert "\n" not in str(caught.value) and str(tmp_path / "c") in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["missing", "moved"])
+OF_SHARDS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "missing": (lambda folder, shard: shard.unlink(), r"00002-of-\d+\.safetensors: no such file"),
+    "another's": (
+        lambda folder, shard: shard.write_bytes(next(folder.glob("model-00001*")).read_bytes()),
+        r"00002-of-\d+\.safetensors: .*: the index says that this file holds it",
+    ),
+    "of another dtype": (
+        lambda folder, shard: edit_tensors(
+            shard, lambda tensors: tensors.update({_first(tensors): torch.ones(1).byte()})
+        ),
+        r"00002-of-\d+\.safetensors: .*: dtype U8 is not supported",
+    ),
+    "of another shape": (
+        lambda folder, shard: edit_tensors(shard, lambda tensors: tensors.update({_first(tensors): torch.ones(1)})),
+        r"00002-of-\d+\.safetensors: .*: shape \[1\] where config\.json gives",
+    ),
+    "left out of the index": (
+        lambda folder, shard: _edit_index(folder, lambda places: places.pop(min(places))),
+        "missing from the weights",
+    ),
+    "outside the folder": (
+        lambda folder, shard: _edit_index(folder, lambda places: places.update({min(places): "../model.safetensors"})),
+        r"index\.json: weight_map\..*: '\.\./model\.safetensors' is not a file of this folder",
+    ),
+}
+
+
+def _first(tensors: dict[str, torch.Tensor]) -> str:
+    return min(name for name in tensors if name.endswith("weight"))
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:
+    path = folder / "model.safetensors.index.json"
+    tree = json.loads(path.read_text())
+    edit(tree["weight_map"])
+    path.write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize("damage", OF_SHARDS)
 def test_a_shard_that_is_not_what_the_index_says(damage: str, tmp_path: Path) -> None:
     model = network(**GLM)
     write_checkpoint(tmp_path / "c", model, model.config, max_shard_bytes=100_000)
-    first, second, *_ = sorted((tmp_path / "c").glob("model-*.safetensors"))
-    if damage == "missing":
-        second.unlink()
-    else:
-        second.write_bytes(first.read_bytes())
-    with pytest.raises(UserError, match=second.name):
+    act, message = OF_SHARDS[damage]
+    act(tmp_path / "c", next((tmp_path / "c").glob("model-00002*")))
+    with pytest.raises(UserError, match=message) as caught:
         read_checkpoint(tmp_path / "c")
+    assert "\n" not in str(caught.value) and str(tmp_path / "c") in str(caught.value)
 
 
 def test_a_bias_of_the_head_that_is_not_zero_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from stretto.model.families import (
     default_family,
     differing_field,
     from_hf,
+    kept_family,
     parse_family,
     remarks,
     stored_tied,
@@ -116,6 +117,7 @@ UNEVEN = (8, 8, 4, 8, 8, 8)
         ("deepseek_v3", {"rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, "scaled by"),
         ("llama", {"dense_layers": (0,)}, "has experts"),
         ("llama", {"qk_norm": True}, "are normalised"),
+        ("llama", {"hidden_size": 66}, "do not divide the hidden size"),
         ("llama", {"sliding_window": 5, "sliding_layers": (1,)}, "sliding window"),
         ("mistral", {"sliding_layers": (1,)}, "in all layers or in none"),
         ("qwen2", {"mlp_bias": True}, "feed-forward"),
@@ -141,6 +143,11 @@ def test_a_network_without_experts_gets_a_family_without() -> None:
     assert why_not(network("llama"), "glm4_moe") is None and default_family(network("llama")) == "llama"
     assert default_family(network("llama", sliding_window=5, sliding_layers=(1,))) == "qwen2"
     assert default_family(network("llama", routed_scaling=2.0, expert_groups=1)) == "llama"  # which say nothing of it
+
+
+def test_a_family_is_kept_as_long_as_it_holds_the_network() -> None:
+    assert kept_family(network("qwen2"), "qwen2") == "qwen2"
+    assert kept_family(network("qwen3_moe", selection_bias=True, qk_norm=False), "qwen3_moe") == "ernie4_5_moe"
 
 
 def test_what_a_family_demands_and_a_network_lacks_is_no_hindrance() -> None:
@@ -292,6 +299,26 @@ def test_a_foreign_setting_is_refused_by_name(family: Family, changes: dict[str,
     with pytest.raises(UserError, match=f"^somewhere/config.json: .*{field}") as caught:
         from_hf(tree, "somewhere/config.json")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_of_any_other_type_is_one_line_or_means_something(family: Family) -> None:
+    tree = to_hf(network(family, rope_scaling=YARN), family, "float32")
+    rope = tree.pop("rope_scaling")
+    for inside in (tree, rope):
+        for name in inside:
+            for value in (None, "x", "4", -1, 0, 1.5, True, [], [1], {}, {"a": 1}, 10**15):
+                changed = {name: value} if inside is tree else {"rope_scaling": rope | {name: value}}
+                said = refusal(tree | changed)
+                assert said is None or (said.startswith("config.json: ") and "\n" not in said), (name, value)
+
+
+def refusal(tree: dict[str, Any]) -> str | None:
+    try:
+        from_hf(tree, "config.json")
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def test_another_name_for_an_architecture_is_read_as_it() -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "default_family",
     "differing_field",
     "from_hf",
+    "kept_family",
     "parse_family",
     "remarks",
     "stored_experts",
@@ -165,6 +166,11 @@ def default_family(config: ModelConfig) -> Family:
     raise UserError(f"family: no supported family can hold this network ({told}); change the recipe to suit one")
 
 
+def kept_family(config: ModelConfig, family: Family) -> Family:
+    """``family``, which a network came from, if it can still express ``config``; else its `default_family`."""
+    return family if why_not(config, family) is None else default_family(config)
+
+
 def check_family(config: ModelConfig, family: Family) -> Family:
     """Return ``family`` if it can express ``config``. Raises `UserError`: it cannot; the message carries `why_not` and
     names a family that can, if there is one.
@@ -236,11 +242,11 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
     table = TABLES[_family(reader)]
     _refuse_foreign(reader, table)
     num_heads = reader.whole("num_attention_heads")
-    usual_head = reader.whole("hidden_size") // num_heads
+    usual_head = reader.whole("hidden_size") // num_heads  # where nothing is said of it
     fields = {
         "vocab_size": reader.get("vocab_size"),
         "hidden_size": reader.get("hidden_size"),
-        "num_layers": reader.get("num_hidden_layers"),
+        "num_layers": reader.num_layers,
         "num_heads": num_heads,
         "num_kv_heads": _null_or(reader, "num_key_value_heads", table.num_kv_heads, num_heads),
         "head_dim": _null_or(reader, "head_dim", table.head_dim, usual_head),
@@ -267,16 +273,16 @@ def _null_or(reader: Reader, name: str, default: int | None, derived: int) -> An
 
 
 def _family(reader: Reader) -> Family:
-    name = reader.tree.get("model_type")
-    family = _OTHER_NAMES.get(name, name) if isinstance(name, str) else name
+    name = str(reader.tree.get("model_type"))
+    family = _OTHER_NAMES.get(name, name)
     if family in TABLES:
         return family
-    reason = ""
+    reason, kinds = "", reader.get("layer_types", [])
     if "auto_map" in reader.tree:
         reason = " and names code of its own (auto_map), which is never run"
     elif {"text_config", "vision_config", "audio_config"} & set(reader.tree):
         reason = " (a text model wrapped with others)"
-    elif "linear_attention" in reader.get("layer_types", []):
+    elif isinstance(kinds, list) and "linear_attention" in kinds:
         reason = " (it has layers of linear attention)"
     raise reader.problem(
         "model_type",
@@ -287,7 +293,8 @@ def _family(reader: Reader) -> Family:
 def _refuse_foreign(reader: Reader, table: Table) -> None:
     """Raises `UserError`: a class, an activation or a setting that the family's own code does not have or we do not."""
     classes = reader.get("architectures", [table.architecture])
-    if [str(name).replace("_", "") for name in classes] != [table.architecture.replace("_", "")]:
+    classes = classes if isinstance(classes, list) else [classes]
+    if [str(name).replace("_", "").lower() for name in classes] != [table.architecture.replace("_", "").lower()]:
         raise reader.problem(
             "architectures", f"{classes} is not {table.family}'s language model, {table.architecture}, alone"
         )

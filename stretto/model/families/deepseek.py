@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from stretto.model.families.table import Part, Reader, Table, groups, leading_dense, no_windows, plain, some_dense
+from stretto.model.families.table import (
+    Part,
+    Reader,
+    Table,
+    groups,
+    leading_dense,
+    no_windows,
+    num_experts,
+    plain,
+    some_dense,
+)
 from stretto.model.spec import LatentAttention, ModelConfig
 
 
@@ -46,11 +56,15 @@ def _latent(query_rank: int) -> Part:
 
 
 def _dense_layers(reader: Reader) -> Iterable[int]:
-    num_layers = reader.whole("num_hidden_layers")
+    num_layers = reader.num_layers
     kinds = reader.get("mlp_layer_types", None)
     if kinds is None:
-        return range(min(reader.get("first_k_dense_replace", 1), num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        return range(min(reader.whole("first_k_dense_replace", 1, least=0), num_layers))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in ("dense", "sparse") for kind in kinds)
+    ):
         raise reader.problem("mlp_layer_types", f"not dense or sparse for each of the {num_layers} layers")
     return (layer for layer, kind in enumerate(kinds) if kind == "dense")
 
@@ -62,7 +76,7 @@ def _dense_fields(config: ModelConfig) -> dict[str, Any]:
 
 _ROUTING = (
     no_windows(),
-    plain("n_routed_experts|num_local_experts", "num_experts"),
+    num_experts("n_routed_experts|num_local_experts"),
     plain("num_experts_per_tok", "top_k"),
     plain("n_shared_experts", "num_shared_experts", 1),
     plain("norm_topk_prob", "normalize_gates", True),

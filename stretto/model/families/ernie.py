@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from stretto.model.families.table import MoeNames, Reader, Table, all_dense, no_windows, plain, some_dense
+from stretto.model.families.table import MoeNames, Reader, Table, all_dense, no_windows, num_experts, plain, some_dense
 from stretto.model.spec import ModelConfig
 
 
@@ -30,9 +30,10 @@ def _moe_layers(start: int, end: int, interval: int, num_layers: int) -> tuple[i
 
 
 def _dense_layers(reader: Reader) -> Iterable[int]:
-    num_layers = reader.whole("num_hidden_layers")
-    start, end = reader.get("moe_layer_start_index", 1), reader.get("moe_layer_end_index", -1)
-    moe = _moe_layers(start, end, reader.get("moe_layer_interval", 1), num_layers)
+    num_layers = reader.num_layers
+    start = reader.whole("moe_layer_start_index", 1, least=0)
+    end = reader.whole("moe_layer_end_index", -1, least=-1)
+    moe = _moe_layers(start, end, reader.whole("moe_layer_interval", 1), num_layers)
     return (layer for layer in range(num_layers) if layer not in moe)
 
 
@@ -67,7 +68,7 @@ ERNIE_MOE = replace(
     parts=(
         some_dense(_dense_layers, _dense_fields, _why_not),
         no_windows(),
-        plain("moe_num_experts|num_experts", "num_experts"),
+        num_experts("moe_num_experts|num_experts"),
         plain("moe_k|num_experts_per_tok", "top_k"),
         plain("moe_num_shared_experts", "num_shared_experts", 2),
     ),

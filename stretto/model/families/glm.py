@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.model.families.table import Table, groups, leading_dense, no_windows, plain
+from stretto.model.families.table import Table, groups, leading_dense, no_windows, num_experts, plain
 
 GLM_MOE = Table(
     family="glm4_moe",
@@ -10,7 +10,7 @@ GLM_MOE = Table(
     parts=(
         leading_dense(1),
         no_windows(),
-        plain("n_routed_experts|num_local_experts", "num_experts"),
+        num_experts("n_routed_experts|num_local_experts"),
         plain("num_experts_per_tok", "top_k"),
         plain("n_shared_experts", "num_shared_experts", 1),
         plain("use_qk_norm", "qk_norm", False),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.model.families.table import MoeNames, Part, Reader, Table, all_experts, plain, windows_by_layer
+from stretto.model.families.table import (
+    MoeNames,
+    Part,
+    Reader,
+    Table,
+    all_experts,
+    num_experts,
+    plain,
+    windows_by_layer,
+)
 from stretto.model.spec import ClampedSwiGlu, ModelConfig
 
 
@@ -34,7 +43,7 @@ GPT_OSS = Table(
         all_experts(),
         windows_by_layer(128, lambda reader, layer: layer % 2 == 0, switch=None, extra=lambda num_layers: {}),
         _clamped(),
-        plain("num_local_experts|num_experts", "num_experts"),
+        num_experts("num_local_experts|num_experts"),
         plain("num_experts_per_tok|experts_per_token", "top_k"),
     ),
     always={

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.model.families.table import MoeNames, Part, Reader, Table, all_experts, no_windows, one_window, plain
+from stretto.model.families.table import (
+    MoeNames,
+    Part,
+    Reader,
+    Table,
+    all_experts,
+    no_windows,
+    num_experts,
+    one_window,
+    plain,
+)
 from stretto.model.spec import ModelConfig
 
 MIXTRAL = Table(
@@ -13,7 +23,7 @@ MIXTRAL = Table(
     parts=(
         all_experts(),
         one_window(None),
-        plain("num_local_experts|num_experts", "num_experts"),
+        num_experts("num_local_experts|num_experts"),
         plain("num_experts_per_tok", "top_k"),
     ),
     always={"router": "softmax", "selection_bias": False, "normalize_gates": True},
@@ -51,7 +61,7 @@ OLMOE = Table(
         all_experts(),
         no_windows(),
         _clip(),
-        plain("num_experts|num_local_experts", "num_experts"),
+        num_experts("num_experts|num_local_experts"),
         plain("num_experts_per_tok", "top_k"),
         plain("norm_topk_prob", "normalize_gates", False),
     ),

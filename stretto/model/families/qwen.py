@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from stretto.model.families.table import Reader, Table, all_dense, one_window, plain, some_dense, windows_by_layer
+from stretto.model.families.table import (
+    Reader,
+    Table,
+    all_dense,
+    num_experts,
+    one_window,
+    plain,
+    some_dense,
+    windows_by_layer,
+)
 
 
 def _dense_layers(reader: Reader) -> Iterable[int]:
-    step, only = reader.get("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
-    return (layer for layer in range(reader.whole("num_hidden_layers")) if layer in only or (layer + 1) % step != 0)
+    step, only = reader.whole("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
+    if not isinstance(only, list):
+        raise reader.problem("mlp_only_layers", f"{only!r} is not a list of layers; the file is damaged")
+    return (layer for layer in range(reader.num_layers) if layer in only or (layer + 1) % step != 0)
 
 
 QWEN2 = Table(
@@ -20,7 +31,7 @@ QWEN2 = Table(
         all_dense(),
         windows_by_layer(
             4096,
-            lambda reader, layer: layer >= reader.get("max_window_layers", 28),
+            lambda reader, layer: layer >= reader.whole("max_window_layers", 28, least=0),
             switch="use_sliding_window",
             extra=lambda num_layers: {"max_window_layers": num_layers},
         ),
@@ -46,7 +57,7 @@ QWEN3_MOE = replace(
             _dense_layers, lambda config: {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
         ),
         one_window(4096, switch="use_sliding_window"),
-        plain("num_experts|num_local_experts", "num_experts"),
+        num_experts("num_experts|num_local_experts"),
         plain("num_experts_per_tok", "top_k"),
         plain("norm_topk_prob", "normalize_gates", False),
     ),

@@ -48,7 +48,7 @@ def read_rope(reader: Reader, table: Table) -> dict[str, Any]:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise reader.problem(name, "one set for each kind of layer is not supported; use a checkpoint with one")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise reader.problem(f"{name}.rope_type", f"{kind!r} is not supported; use {', '.join(_KEYS)}")
     for key, value in rope.items():
         if key not in _ANYWHERE and key not in _KEYS[kind] and value is not None:
@@ -66,16 +66,18 @@ def _scaling(reader: Reader, name: str, kind: str, rope: Mapping[str, Any]) -> d
         return None
     scaling = {ours: rope[theirs] for theirs, ours in _KEYS[kind].items() if theirs in rope}
     if "original_positions" in _KEYS[kind].values():
-        longest = reader.get("max_position_embeddings")
-        inside = scaling.get("original_positions", longest)
-        scaling["original_positions"] = reader.get("original_max_position_embeddings", inside)
+        longest = reader.whole("max_position_embeddings")
+        inside = Reader(rope, reader.source).whole("original_max_position_embeddings", longest)
+        scaling["original_positions"] = reader.whole("original_max_position_embeddings", inside)
         if kind == "yarn" and "factor" not in scaling:
             scaling["factor"] = longest / scaling["original_positions"]
     needed = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     for key in sorted(needed - scaling.keys()):
         raise reader.problem(f"{name}.{key}", f"missing, and {kind!r} RoPE needs it; the file is incomplete")
-    # yarn takes a zero for none
-    return {"kind": kind} | {key: value for key, value in scaling.items() if value != 0 or key == "truncate"}
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if scaling.get(key) == 0:  # transformers takes it for none
+            del scaling[key]
+    return {"kind": kind, **scaling}
 
 
 def _rotary_fraction(reader: Reader, table: Table, rope: Mapping[str, Any]) -> float:

@@ -6,7 +6,7 @@ Names and defaults are those of transformers' configuration classes, facts those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from stretto.base.errors import UserError
@@ -32,6 +32,8 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 
 NEEDED: Any = object()
 """Instead of a default."""
+_MOST = 10_000
+"""Layers or experts, more than any network has: a table of them is made before anything is checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,17 @@ class Reader:
             raise self.problem(first, "missing; the file is incomplete, fetch the checkpoint again")
         return default
 
-    def whole(self, name: str) -> int:
-        """`get`, and a whole number: for fields that are computed with."""
-        value = self.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.problem(name, f"{value!r} is not a whole number; the file is damaged")
+    def whole(self, name: str, default: Any = NEEDED, least: int = 1, most: int | None = None) -> int:
+        """`get`, and a whole number from ``least`` to ``most``: for fields that are computed with."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
+            bounds = f"from {least} " + (f"to {most}" if most else "up")
+            raise self.problem(name.partition("|")[0], f"{value!r} is not a whole number {bounds}; the file is damaged")
         return value
+
+    @property
+    def num_layers(self) -> int:
+        return self.whole("num_hidden_layers", most=_MOST)
 
     def problem(self, name: str, text: str) -> UserError:
         return UserError(f"{self.source}: {name}: {text}")
@@ -170,12 +177,16 @@ def plain(theirs: str, ours: str, default: Any = NEEDED) -> Part:
     )
 
 
+def num_experts(theirs: str) -> Part:
+    return replace(plain(theirs, "num_experts"), read=lambda reader: {"num_experts": reader.whole(theirs, most=_MOST)})
+
+
 def all_dense() -> Part:
     """Families without experts. The ones that a `ModelConfig` must name are never built."""
 
     def read(reader: Reader) -> dict[str, Any]:
         width = reader.get("intermediate_size")
-        layers = tuple(range(reader.whole("num_hidden_layers")))
+        layers = tuple(range(reader.num_layers))
         return {
             "dense_layers": layers,
             "dense_intermediate_size": width,
@@ -189,7 +200,7 @@ def all_dense() -> Part:
         return "it has experts and {family} has none" if config.moe_layers else None
 
     return Part(
-        ("dense_layers",),
+        (),
         read,
         lambda config: {"intermediate_size": config.dense_intermediate_size},
         why_not,
@@ -203,7 +214,7 @@ def all_experts() -> Part:
         return f"its layers {config.dense_layers} are dense and {{family}} has none" if config.dense_layers else None
 
     return Part(
-        ("dense_layers", "expert_intermediate_size"),
+        ("expert_intermediate_size",),
         lambda reader: {"expert_intermediate_size": reader.get("intermediate_size")},
         lambda config: {"intermediate_size": config.expert_intermediate_size},
         why_not,
@@ -242,7 +253,7 @@ def leading_dense(default: int) -> Part:
         return f"its dense layers {config.dense_layers} are not the leading ones, as {{family}}'s must be"
 
     return some_dense(
-        lambda reader: range(min(reader.get("first_k_dense_replace", default), reader.whole("num_hidden_layers"))),
+        lambda reader: range(min(reader.whole("first_k_dense_replace", default, least=0), reader.num_layers)),
         lambda config: {
             "first_k_dense_replace": len(config.dense_layers),
             "num_nextn_predict_layers": 0,  # engines would look for them
@@ -258,10 +269,11 @@ def no_windows() -> Part:
     """Families whose queries see everything, whatever config.json says of windows: better refused than read so."""
 
     def read(reader: Reader) -> dict[str, Any]:
-        window = reader.get("sliding_window", None)
-        if window is not None and window < reader.get("max_position_embeddings"):
+        longest = reader.whole("max_position_embeddings")
+        window = reader.whole("sliding_window", longest)
+        if window < longest:
             raise reader.problem("sliding_window", f"{window} is not supported: layers of this family have none")
-        _refuse_other_kinds(reader, {_FULL})
+        _layer_types(reader, {_FULL})
         return {}
 
     return Part((), read, lambda config: {})
@@ -274,10 +286,10 @@ def one_window(default: int | None, switch: str | None = None) -> Part:
         window = reader.tree.get("sliding_window", default)
         if switch is not None and not reader.get(switch, False):
             window = None
-        _refuse_other_kinds(reader, {_FULL if window is None else _SLIDING})
+        _layer_types(reader, {_FULL if window is None else _SLIDING})
         if window is None:
             return {}
-        return {"sliding_window": window, "sliding_layers": tuple(range(reader.whole("num_hidden_layers")))}
+        return {"sliding_window": window, "sliding_layers": tuple(range(reader.num_layers))}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         told = {} if switch is None else {switch: bool(config.sliding_layers)}
@@ -291,11 +303,12 @@ def one_window(default: int | None, switch: str | None = None) -> Part:
     return Part(("sliding_layers",), read, write, why_not)
 
 
-def _refuse_other_kinds(reader: Reader, known: set[str]) -> list[str] | None:
+def _layer_types(reader: Reader, known: set[str]) -> list[str] | None:
+    """What config.json says of each layer, if it does. Raises `UserError`: a kind that is not in ``known``."""
     kinds = reader.get("layer_types", None)
     if kinds is None:
         return None
-    num_layers = reader.whole("num_hidden_layers")
+    num_layers = reader.num_layers
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise reader.problem("layer_types", f"not one for each of the {num_layers} layers; the file is damaged")
     for kind in kinds:
@@ -312,11 +325,11 @@ def windows_by_layer(
     """
 
     def read(reader: Reader) -> dict[str, Any]:
-        num_layers = reader.whole("num_hidden_layers")
+        num_layers = reader.num_layers
         window = reader.tree.get("sliding_window", default)
         if switch is not None and not reader.get(switch, False):
             window = None
-        kinds = _refuse_other_kinds(reader, {_FULL, _SLIDING})
+        kinds = _layer_types(reader, {_FULL, _SLIDING})
         if kinds is None:
             sliding = tuple(layer for layer in range(num_layers) if is_sliding(reader, layer))
             sliding = sliding if window is not None or switch is None else ()
