@@ -349,8 +349,16 @@ def export(
     _say(f"written: {out}")
 
 
+Controls = Annotated[
+    list[Path],
+    typer.Option(
+        "--control", help="An ordinary run of the same shape, to say what elasticity cost; also found beside."
+    ),
+]
+
+
 @app.command()
-def report(run: RunFolder) -> None:
+def report(run: RunFolder, control: Controls = []) -> None:  # noqa: B006
     """Draw what a run found: report.html and pictures."""
     from stretto.report.rl import is_rl_run, report_rl_run
 
@@ -359,7 +367,7 @@ def report(run: RunFolder) -> None:
         return
     from stretto.apps.report import report_command
 
-    _say(f"report: {report_command(run)}")
+    _say(f"report: {report_command(run, controls=control)}")
 
 
 @app.command()
@@ -367,11 +375,12 @@ def cost(
     folder: Annotated[
         list[Path], typer.Argument(help="Checkpoints or runs; several are a family.", show_default=False)
     ],
+    control: Controls = [],  # noqa: B006
 ) -> None:
     """The ledger: what a model cost alone, with its parent, and a family against training each size by itself."""
     from stretto.apps.report import cost_command
 
-    cost_command(folder)
+    cost_command(folder, control)
 
 
 @app.command()

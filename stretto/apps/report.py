@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
@@ -15,20 +16,38 @@ from stretto.apps.search import LATENCY_FILE, read_search
 from stretto.apps.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError
-from stretto.base.paths import checkpoint_folder, read_json
-from stretto.base.records import Alone, Family, Lineage, family, git_commit, history, ledger, read_lineage
-from stretto.base.track import progress, read_metrics
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, read_json
+from stretto.base.records import (
+    LINEAGE_FILE,
+    Alone,
+    Family,
+    Lineage,
+    family,
+    git_commit,
+    history,
+    ledger,
+    parents_of,
+    read_lineage,
+)
+from stretto.base.track import METRICS_FILE, progress, read_metrics, say
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
-from stretto.report.cost import family_sentence, family_table, ledger_table
+from stretto.report.cost import (
+    Control,
+    Elasticity,
+    elasticity_sentence,
+    family_sentence,
+    family_table,
+    ledger_table,
+)
 from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.search.latency import LatencyTable
-from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe
+from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe, TrainConfig
 
 KV_BYTES = 2
 """Bytes of a cache element where a model is served: bf16."""
@@ -45,9 +64,12 @@ class Healed:
     nll: float
 
 
-def report_command(run: Path, quiet: bool = True) -> Path:
-    """Write ``report/`` into the run folder; returns the page. Prints the tables unless ``quiet``."""
-    data = gather(run)
+def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ()) -> Path:
+    """Write ``report/`` into the run folder; returns the page. Prints the tables unless ``quiet``.
+
+    ``controls``: ordinary runs of the same shape to set it against, beside those found next to it.
+    """
+    data = gather(run, controls)
     page = write_page(report_page(data), run)
     if not quiet:
         rich.print(headline(data), size_table(data))
@@ -58,17 +80,23 @@ def report_command(run: Path, quiet: bool = True) -> Path:
     return page
 
 
-def cost_command(folders: Sequence[Path]) -> None:
-    """Print the ledger of one model, or of several together as a family."""
-    models = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
-    for _, lineage in models:
+def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None:
+    """Print the ledger of one model, or of several together as a family: each once, however many folders hold it."""
+    named = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
+    models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
+    for folder, lineage in models:
         rich.print(ledger_table(ledger(lineage)))
-    found = _family(models)
-    if found is not None:
-        rich.print(family_table(found), family_sentence(found))
+        if (found := _elasticity(folder, lineage, controls)) is not None:
+            say(elasticity_sentence(found))
+    family = _family(models)
+    if family is not None:
+        rich.print(family_table(family))
+        say(family_sentence(family))
+    elif adopted := [name for _, lineage in models for name, _ in ledger(lineage).adopted]:
+        say(f"Whether a family is cheaper than training each alone cannot be said: {adopted[0]} was adopted.")
 
 
-def gather(run: Path) -> ReportData:
+def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     """Everything the run folder holds, evaluated on the run's held-out data where need be."""
     info = read_info(run)
     if not isinstance(info.recipe, Recipe | ElasticizeRecipe):
@@ -113,6 +141,7 @@ def gather(run: Path) -> ReportData:
         loads=tuple(_load(checkpoint, name, subnet, batches) for name, subnet in shown.items()),
         ledger=ledger(newest) if newest else None,
         family=_family(last),
+        elasticity=_elasticity(checkpoint.folder, lineage, controls) if lineage else None,
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
@@ -221,22 +250,95 @@ def _load(checkpoint: Checkpoint, name: str, subnet: Subnet, batches: tuple[Eval
 def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     """The parent and these sizes, each once, against training each alone on the parent's tokens.
 
-    None where there is no size beside the parent, or not one parent to all of them.
+    None where there is no size beside the parent, not one parent to all of them, or one whose own training nobody measured.
     """
-    origins = {stage.run_id: stage for _, lineage in models for stage in history(lineage) if not stage.parents}
+    stages = {stage.run_id: stage for _, lineage in models for stage in history(lineage)}
+    for _, lineage in models:  # of two records of a run, the later
+        stages |= {
+            stage.run_id: stage
+            for stage in history(lineage)
+            if stage.receipt.flops > stages[stage.run_id].receipt.flops
+        }
+    shared = frozenset().union(*(parents_of(lineage) for _, lineage in models))
     sizes = list({lineage.run_id: (folder, lineage) for folder, lineage in models if lineage.parents}.values())
-    origin = next(iter(origins.values()), None)
-    recipe = origin.config.get("recipe") if origin else None
-    if origin is None or recipe is None or len(origins) > 1 or not sizes:
+    sizes = [(folder, lineage) for folder, lineage in sizes if lineage.run_id not in shared]
+    origins = [stage for stage in stages.values() if not stage.parents]
+    recipes = {run: recipe for run, stage in stages.items() if (recipe := _recipe_of(stage)) is not None}
+    if len(origins) != 1 or not sizes or not isinstance(first := recipes.get(origins[0].run_id), Recipe):
         return None
-    parent = Recipe.model_validate(recipe)
-    tokens = parent.train.steps * parent.train.rows * parent.train.seq_len
-    shapes = [parent.model, *(read_config(folder) for folder, _ in sizes)]
-    alone = [
-        Alone(3 * count(shape, shape.full()).forward_flops(tokens, parent.train.seq_len), "computed")
-        for shape in shapes
-    ]
-    return family([origin, *(lineage for _, lineage in sizes)], alone)
+    positions = sum(
+        recipe.train.num_positions for run, recipe in recipes.items() if run in shared | {origins[0].run_id}
+    )
+    shapes = [first.model, *(read_config(folder) for folder, _ in sizes)]
+    alone = [Alone(_ordinary_flops(shape, first.train, positions), "computed") for shape in shapes]
+    return family([origins[0], *(lineage for _, lineage in sizes)], alone)
+
+
+def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:
+    """What a stage that trains all sizes was told; None for any other."""
+    kinds: dict[str, type[Recipe | ElasticizeRecipe]] = {"pretrain": Recipe, "elasticize": ElasticizeRecipe}
+    told = stage.config.get("recipe")
+    return kinds[stage.stage].model_validate(told) if stage.stage in kinds and told is not None else None
+
+
+def _ordinary_flops(model: ModelConfig, train: TrainConfig, num_positions: int) -> int:
+    """Of training all of ``model``, and nothing else, on so many positions: as `stretto.train.step` counts them."""
+    num_passes = 4 if train.recompute else 3
+    return num_passes * count(model, model.full()).forward_flops(num_positions, train.seq_len)
+
+
+def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Elasticity | None:
+    """What it cost that the network of ``folder`` was trained at several sizes; None where it was not.
+
+    Controls are those named, and runs beside it of the same shape and data whose sampler was off. Raises `UserError`: a
+    named one is no such run.
+    """
+    recipe = _recipe_of(lineage)
+    if recipe is None or not _is_elastic(recipe) or not recipe.train.num_positions:
+        return None
+    run, model = folder.parent, recipe.model if isinstance(recipe, Recipe) else read_config(folder)
+    beside = [path.parents[1] for path in sorted(run.parent.glob(f"*/{CHECKPOINT}/{LINEAGE_FILE}"))]
+    found: dict[str, Control] = {}
+    for other in (*controls, *beside):
+        ordinary = read_lineage(checkpoint_folder(other))
+        told = _recipe_of(ordinary)
+        same_shape = isinstance(told, Recipe) and not _is_elastic(told) and _shape(told.model) == _shape(model)
+        if other in controls and not same_shape:
+            raise UserError(f'{other}: --control: not an ordinary run (sampler "off") of the same shape; leave it out')
+        if same_shape and (other in controls or ordinary.data_hash == lineage.data_hash):
+            found.setdefault(ordinary.run_id, _control(run, lineage, checkpoint_folder(other).parent, ordinary))
+    return Elasticity(
+        lineage.receipt.flops, _ordinary_flops(model, recipe.train, recipe.train.num_positions), tuple(found.values())
+    )
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    """``model`` without what only an elastic run changes."""
+    return model.model_dump(exclude={"widths", "num_branches", "layer_order", "expert_order"})
+
+
+def _is_elastic(recipe: Recipe | ElasticizeRecipe) -> bool:
+    elastic = recipe.elastic
+    shares = elastic.anchor_share, elastic.depth_share, elastic.top_k_share, elastic.width_share
+    return any(shares) and getattr(elastic, "sampler", "anchored") != "off"
+
+
+def _control(run: Path, lineage: Lineage, other: Path, ordinary: Lineage) -> Control:
+    ours, theirs = lineage.receipt, ordinary.receipt
+    losses = [_last_loss(each) for each in (run, other)] if lineage.data_hash == ordinary.data_hash else [None]
+    known = [loss for loss in losses if loss is not None]
+    return Control(
+        name=other.name,
+        tokens_ratio=ours.tokens / max(1, theirs.tokens),
+        flops_ratio=ours.flops / max(1, theirs.flops),
+        loss_difference=known[0] - known[1] if len(known) == 2 else None,
+    )
+
+
+def _last_loss(run: Path) -> float | None:
+    """The full network's held-out loss at the end of a run."""
+    rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
+    return next((row["loss/full"] for row in reversed(list(rows)) if "loss/full" in row), None)
 
 
 def _configured(elastic: MixtureConfig) -> dict[str, float]:

@@ -64,6 +64,15 @@ class Receipt(Config):
         return Receipt(**joined, **largest, **{name: sum(pair) for name, pair in pairs.items()})
 
 
+class Adopted(Config):
+    """What it cost to train a checkpoint before it came here: nothing of it was measured, so only its user can tell."""
+
+    flops: int | None = Field(default=None, ge=0)
+    """As told; None: unknown, which is not 0."""
+    tokens: int | None = Field(default=None, ge=0)
+    """The same."""
+
+
 class Lineage(Config):
     """Where a checkpoint comes from. Written beside the weights, by the stage that wrote them; made by `new_lineage`.
 
@@ -96,6 +105,8 @@ class Lineage(Config):
     """Parameters one token uses."""
     receipt: Receipt
     """Cost of this stage alone."""
+    adopted: Adopted | None = None
+    """Of a stage that took in a checkpoint from elsewhere: what that had cost. None: the weights were made here."""
     created: str
     """When the record was written: ISO 8601, UTC."""
 
@@ -256,6 +267,8 @@ class Ledger:
     """Sum of the ``own`` stages."""
     with_parents: Receipt
     """Sum of all stages."""
+    adopted: tuple[tuple[str, Adopted], ...] = ()
+    """Names of the stages that took in a checkpoint from elsewhere, and what that had cost: in no sum, for it was not measured."""
 
 
 def history(lineage: Lineage) -> tuple[Lineage, ...]:
@@ -270,19 +283,32 @@ def history(lineage: Lineage) -> tuple[Lineage, ...]:
 def ledger(lineage: Lineage) -> Ledger:
     """Cost of ``lineage`` alone and with its parents.
 
-    The parents are the stages that started from no checkpoint. A model trained from scratch has none: all is its own.
+    The parents are the stages that started from no checkpoint, and all that came before something was cut out. A model trained
+    from scratch has none: all is its own.
     """
-    stages = history(lineage)
-    has_parents = len(stages) > 1
+    stages, parents = history(lineage), parents_of(lineage)
     rows = tuple(
-        LedgerRow(stage.name, "parent" if has_parents and not stage.parents else "own", stage.receipt)
-        for stage in stages
+        LedgerRow(stage.name, "parent" if stage.run_id in parents else "own", stage.receipt) for stage in stages
     )
     return Ledger(
         rows=rows,
         alone=reduce(add, (row.receipt for row in rows if row.role == "own")),
         with_parents=reduce(add, (row.receipt for row in rows)),
+        adopted=tuple((stage.name, stage.adopted) for stage in stages if stage.adopted is not None),
     )
+
+
+def parents_of(lineage: Lineage) -> frozenset[str]:
+    """Run ids of the stages before ``lineage`` whose network others may come from as well."""
+    before = [stage for stage in _walk(lineage) if stage.run_id != lineage.run_id]
+    cut = [
+        above
+        for stage in _walk(lineage)
+        if stage.stage == "extract"
+        for parent in stage.parents
+        for above in _walk(parent)
+    ]
+    return frozenset(stage.run_id for stage in [*cut, *(stage for stage in before if not stage.parents)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +380,7 @@ def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
     assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
     stages = _distinct(stage for member in members for stage in _walk(member))
     cost = {stage.run_id: stage.receipt.flops for stage in stages}
-    parents = {stage.run_id for stage in stages if not stage.parents}
+    parents = {stage.run_id for stage in stages if not stage.parents}.union(*map(parents_of, members))
     counted = set(parents)
     ordinary = {member.run_id: each.flops for member, each in zip(members, alone, strict=True) if not member.parents}
     parent_flops = sum(max(cost[run], ordinary.get(run, 0)) for run in parents)

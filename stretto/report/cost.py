@@ -3,38 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import cycle, repeat
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.records import Basis, Family, Ledger, Receipt
+from stretto.base.records import Adopted, Basis, Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
 
+UNKNOWN = "unknown (adopted)"
+"""What a checkpoint from elsewhere cost there; nobody here measured it, and 0 it is not."""
 ORDINARY: Mapping[Basis, str] = {"measured": "", "computed": "at an ordinary run's price, above its own"}
+
+
+EQUAL = 0.02
+"""Tokens or FLOPs of two runs that differ by less are called equal: a fiftieth more data moves a loss by far less than a seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """An ordinary run of the same shape, beside an elastic one. Ratios and differences are the elastic one's to it."""
+
+    name: str
+    tokens_ratio: float
+    flops_ratio: float
+    loss_difference: float | None
+    """Of the full network, nats per token on the same held-out text, at the ends of both; None: it saw other text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elasticity:
+    """What it cost that a run trained smaller sizes beside the full network."""
+
+    flops: int
+    """Of the elastic run, measured."""
+    ordinary_flops: int
+    """Of training the full network alone on as many positions: computed."""
+    controls: tuple[Control, ...]
 
 
 def ledger_table(ledger: Ledger) -> Table:
     """Every stage of a model's history, and its cost alone and with its parents."""
 
-    def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
+    def line(name: str, counts_as: str, receipt: Receipt, note: str = "", apart: str = "") -> tuple[Cell, ...]:
         return (
             Cell(name, note=note),
             Cell(counts_as),
-            _flops(receipt.flops),
+            _flops(receipt.flops, apart),
             Cell(numbers.si(receipt.tokens), receipt.tokens),
             Cell(numbers.duration(receipt.device_s), receipt.device_s),
             Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
         )
 
     roles = {"parent": "parent", "own": "this model"}
-    rows = tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
-    totals = (line("This model alone", "", ledger.alone), line("With its parent", "", ledger.with_parents))
+    rows = tuple(_elsewhere(name, adopted) for name, adopted in ledger.adopted)
+    rows += tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
+    apart = "and what the adopted one had cost" if ledger.adopted else ""
+    totals = (line("This model alone", "", ledger.alone), line("With its parent", "", ledger.with_parents, apart=apart))
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
     return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
+
+
+def _elsewhere(name: str, adopted: Adopted) -> tuple[Cell, ...]:
+    """The row of a pre-training that was paid before the checkpoint came here."""
+
+    def cell(value: int | None, unit: str) -> Cell:
+        return Cell(UNKNOWN) if value is None else Cell(numbers.si(value, unit), value, "as told")
+
+    flops, tokens = cell(adopted.flops, "FLOPs"), cell(adopted.tokens, "")
+    return Cell("before it was adopted", note=name), Cell("parent"), flops, tokens, NOTHING, NOTHING
 
 
 def _has_parent(ledger: Ledger) -> bool:
@@ -116,7 +157,34 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     return figure
 
 
-def cost_caption(ledger: Ledger | None, family: Family | None) -> str:
+def _adopted_sentence(name: str, adopted: Adopted) -> str:
+    told = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
+    told += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
+    return f"What {name} had cost before it was adopted comes on top: {numbers.listed(told) + ', as told' if told else UNKNOWN}."
+
+
+def elasticity_sentence(elasticity: Elasticity) -> str:
+    """What it cost that one run trained the smaller sizes too, in a line."""
+    ratio = elasticity.flops / elasticity.ordinary_flops
+    text = f"Elasticity cost {ratio:.2f}x an ordinary run's FLOPs on the same tokens (those computed from shape and tokens)"
+    if not elasticity.controls:
+        return f"{text}; what it cost in loss is not known: no control was trained."
+    return f"{text}; {'; '.join(map(_control_words, elasticity.controls))}."
+
+
+def _control_words(control: Control) -> str:
+    same_tokens, same_flops = (abs(ratio - 1.0) < EQUAL for ratio in (control.tokens_ratio, control.flops_ratio))
+    tokens = "equal tokens" if same_tokens else f"{control.tokens_ratio:.2f}x its tokens"
+    flops = "equal FLOPs" if same_flops else f"{control.flops_ratio:.2f}x its FLOPs"
+    versus = (
+        ""
+        if control.loss_difference is None
+        else f", {numbers.difference(control.loss_difference)} nats of held-out loss"
+    )
+    return f"against the control {control.name}, at {tokens} and {flops}{versus or ', whose loss is of other text'}"
+
+
+def cost_caption(ledger: Ledger | None, family: Family | None, elasticity: Elasticity | None = None) -> str:
     text = []
     if ledger is not None:
         alone, whole = (numbers.si(receipt.flops, "FLOPs") for receipt in (ledger.alone, ledger.with_parents))
@@ -125,7 +193,9 @@ def cost_caption(ledger: Ledger | None, family: Family | None) -> str:
             said = f"With its parent this model cost {whole}; what came after the parent cost {alone}"
             flops = ledger.with_parents.flops
             said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
-        text.append(said)
+        text.append(said + "".join(f" {_adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))
     if family is not None:
         text.append(family_sentence(family))
+    if elasticity is not None:
+        text.append(elasticity_sentence(elasticity))
     return " ".join(text)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from stretto.base import numbers
 from stretto.base.records import Family, Ledger
 from stretto.report import style
-from stretto.report.cost import cost_bars, cost_caption, family_table, ledger_table
+from stretto.report.cost import Elasticity, cost_bars, cost_caption, family_table, ledger_table
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
 from stretto.report.search import (
     Kept,
@@ -103,6 +103,7 @@ class ReportData:
     """The full network's and, if there is one, the corner's."""
     ledger: Ledger | None = None
     family: Family | None = None
+    elasticity: Elasticity | None = None
     mixture_drawn: Mapping[str, float] = field(default_factory=dict)
     """Share of the training tokens, by kind, as drawn."""
     mixture_configured: Mapping[str, float] = field(default_factory=dict)
@@ -148,7 +149,7 @@ def report_page(data: ReportData) -> Page:
         pictured(
             "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
             data if data.ledger or data.family else None,
-            lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family),
+            lambda data: cost_bars(data.ledger, data.family), lambda data: cost_caption(data.ledger, data.family, data.elasticity),
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
         Section("samples", "What each size writes", samples=data.samples),

@@ -222,6 +222,8 @@ class _Window:
 
     nll_by_kind: Counter[str] = field(default_factory=Counter)
     tokens_by_kind: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    """Of the data, each once, also where the full network learns them beside a smaller Subnet."""
     num_rows: int = 0
     num_narrow_rows: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -233,7 +235,7 @@ class _Window:
             f"train/{kind}": self.nll_by_kind[kind] / num for kind, num in sorted(self.tokens_by_kind.items()) if num
         }
         values["mixture/narrow_rows"] = self.num_narrow_rows / max(1, self.num_rows)
-        values["speed/tokens_per_s"] = tokens / max(1e-9, time.perf_counter() - self.started)
+        values["speed/tokens_per_s"] = self.num_tokens / max(1e-9, time.perf_counter() - self.started)
         return values
 
 
@@ -430,6 +432,7 @@ class _Training:
         window = self.window
         window.nll_by_kind.update(result.nll_by_kind)
         window.tokens_by_kind.update(result.tokens_by_kind)
+        window.num_tokens += result.num_tokens
         window.num_rows += train.rows
         window.num_narrow_rows += sum(micro.num_narrow_rows for micro, _ in plan.passes)
         return result

@@ -109,6 +109,12 @@ class TrainConfig(Config):
         return self
 
     @property
+    def num_positions(self) -> int:
+        """Of all rows that are trained on, padding included: what the FLOPs of a run go by."""
+        passed_over = sum(1 <= step <= self.steps for step in set(self.skip_steps))
+        return (self.steps - passed_over) * self.rows * self.seq_len
+
+    @property
     def micro_rows(self) -> int:
         """Rows of one micro-batch, over all ranks."""
         return self.rows // self.micro_batches

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.records import (
     LINEAGE_FILE,
+    Adopted,
     Alone,
     Lineage,
     Meter,
@@ -253,6 +254,27 @@ def test_a_shared_ancestor_counts_once() -> None:
     merged = stage("distill", 100, *experts)
     assert [each.name for each in history(merged)] == ["pretrain", "extract", "expert-a", "expert-b", "distill"]
     assert ledger(merged).with_parents.flops == 1131
+
+
+def test_what_came_before_a_cut_is_the_parent() -> None:
+    adopted = stage("adopt", 1)
+    elastic = stage("elasticize", 200, adopted)
+    assert [row.role for row in ledger(elastic).rows] == ["parent", "own"]
+    small, smaller = (
+        stage(name, own, stage("extract", 2, elastic, run_id=f"cut-{name}")) for name, own in (("a", 30), ("b", 10))
+    )
+    assert [row.role for row in ledger(small).rows] == ["parent", "parent", "own", "own"]
+    sizes = family([small, smaller], [Alone(500, "computed")] * 2)
+    assert (sizes.parent_flops, [row.own_flops for row in sizes.rows]) == (201, [32, 12])
+
+
+def test_what_a_checkpoint_from_elsewhere_cost_is_unknown_and_never_0(tmp_path: Path) -> None:
+    unknown = stage("adopt", 5).replace(adopted=Adopted())
+    cost = ledger(stage("heal", 7, stage("extract", 1, unknown)))
+    assert cost.adopted == (("adopt", Adopted(flops=None, tokens=None)),)
+    assert cost.with_parents.flops == 13
+    write_lineage(tmp_path, unknown)
+    assert read_lineage(tmp_path) == unknown
 
 
 def test_a_run_that_went_on_includes_its_earlier_record() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from stretto.base.records import (
+    Adopted,
     Alone,
     Family,
     FamilyRow,
@@ -14,7 +16,16 @@ from stretto.base.records import (
     ledger,
     new_lineage,
 )
-from stretto.report.cost import cost_bars, family_sentence, family_table, ledger_table
+from stretto.report.cost import (
+    Control,
+    Elasticity,
+    cost_bars,
+    cost_caption,
+    elasticity_sentence,
+    family_sentence,
+    family_table,
+    ledger_table,
+)
 from stretto.report.page import Table
 
 
@@ -64,6 +75,36 @@ def test_a_family_that_never_pays_off_is_called_so() -> None:
     dear = family([lineage("h", "heal", 50, parent)], [Alone(40, "measured")])
     assert "never pays off" in family_sentence(dear)
     assert "not measured" not in family_sentence(dear)
+
+
+def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
+    for adopted, words in (
+        (Adopted(), ("unknown (adopted)",)),
+        (Adopted(flops=7 * 10**21, tokens=10**12), ("7.00 ZFLOPs", "1.00T", "as told")),
+    ):
+        cost = ledger(lineage("healed", "heal", 5_200, PARENT.replace(stage="adopt", adopted=adopted)))
+        table, said = printed(ledger_table(cost)), cost_caption(cost, None)
+        before = next(line for line in table.splitlines() if "before it was adopted" in line)
+        assert words[0] in before and " 0 " not in before
+        assert "and what the adopted one had cost" in table and "65.2 kFLOPs" in table
+        assert all(word in table for word in words) and all(word in said for word in words)
+        assert "on top" in said
+
+
+@pytest.mark.parametrize(
+    ("control", "words"),
+    [
+        (None, "no control was trained"),
+        (Control("plain", 1.004, 1.25, 0.0123), "at equal tokens and 1.25x its FLOPs, +0.012 nats"),
+        (Control("plain", 0.8, 0.99, -0.5), "at 0.80x its tokens and equal FLOPs, −0.500 nats"),
+        (Control("plain", 1.0, 1.0, None), "equal FLOPs, whose loss is of other text"),
+    ],
+)
+def test_what_elasticity_cost_is_said_in_a_line(control: Control | None, words: str) -> None:
+    said = elasticity_sentence(Elasticity(125, 100, (control,) if control else ()))
+    assert said.startswith("Elasticity cost 1.25x an ordinary run's FLOPs") and "computed from shape and tokens" in said
+    assert words in said and "\n" not in said
+    assert said in cost_caption(None, None, Elasticity(125, 100, (control,) if control else ()))
 
 
 def receipt(stage: str, flops: int) -> Receipt:
