@@ -40,7 +40,7 @@ from stretto.base.paths import (
     remove,
     write_json,
 )
-from stretto.base.records import LINEAGE_FILE, Lineage, Meter, new_lineage, read_lineage
+from stretto.base.records import LINEAGE_FILE, Elsewhere, Lineage, Meter, new_lineage, read_lineage
 from stretto.base.track import progress, say
 from stretto.data.demo_text import demo_documents
 from stretto.data.loader import Loader, Mixture, Part
@@ -96,6 +96,8 @@ class AdoptOptions(Config):
     """Of records in the text, the one that is read."""
     upcycling: Upcycling | None = None
     """How a dense network is to become experts; None: it stays what it is."""
+    before: Elsewhere = Elsewhere()
+    """What its training had cost, as far as the user knows; the ledger marks it as told."""
 
 
 class Measured(Config):
@@ -154,6 +156,8 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
         _clear(out)
         folder = find_source(source)
         tokenizer = _tokenizer(folder, out)
+        if (folder / LINEAGE_FILE).is_file() and options.before != Elsewhere():
+            raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
         with StreamedState(folder) as state:
             dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
@@ -174,7 +178,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
 
                 def lineage() -> Lineage:
                     told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": hashes()}
-                    return _lineage(out.name, folder, tokenizer, network.config, info, meter, told)
+                    return _lineage(out.name, folder, tokenizer, network.config, info, meter, told, options.before)
 
                 whole = state.unchanged(dtype) if options.upcycling is None else ()
                 _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
@@ -440,13 +444,16 @@ def _lineage(
     info: RunInfo,
     meter: Meter,
     told: dict[str, object],
+    before: Elsewhere,
 ) -> Lineage:
     """Of a foreign network there are no parents; one of ours brings its own record, and what it cost."""
     counts = count(config, config.full())
+    is_ours = (folder / LINEAGE_FILE).is_file()
     return new_lineage(
         name=name,
         stage="adopt",
-        parents=(read_lineage(folder),) if (folder / LINEAGE_FILE).is_file() else (),
+        parents=(read_lineage(folder),) if is_ours else (),
+        adopted=None if is_ours else before,
         total_params=counts.total_params,
         active_params=counts.active_params,
         receipt=meter.receipt(),

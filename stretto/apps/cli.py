@@ -129,6 +129,10 @@ def adopt(
     ] = None,
     method: Annotated[str, typer.Option(help="With --experts: split (the same size) or copy (larger).")] = "split",
     shared: Annotated[int | None, typer.Option(help="With --experts: of these, how many every token uses; 1.")] = None,
+    parent_flops: Annotated[
+        float | None, typer.Option(help="What its training had cost, for the ledger; unknown if left out.")
+    ] = None,
+    parent_tokens: Annotated[float | None, typer.Option(help="The same in tokens: 15e12.")] = None,
 ) -> None:
     """Make a run of somebody's checkpoint, to search, cut and serve it in every size; it need not fit in memory."""
     from stretto.apps.adopt import AdoptOptions, adopt_command, upcycling
@@ -142,6 +146,7 @@ def adopt(
         "calibration_tokens": calibration_tokens,
         "text_field": text_field,
         "upcycling": upcycling(experts, top_k, method, shared),
+        "before": {"flops": parent_flops, "tokens": parent_tokens},
     }
     made = adopt_command(source, out, validate(AdoptOptions, told, "stretto adopt"))
     for name, choice in {"full": None, **made.presets}.items():

@@ -64,7 +64,7 @@ class Receipt(Config):
         return Receipt(**joined, **largest, **{name: sum(pair) for name, pair in pairs.items()})
 
 
-class Adopted(Config):
+class Elsewhere(Config):
     """What it cost to train a checkpoint before it came here: nothing of it was measured, so only its user can tell."""
 
     flops: int | None = Field(default=None, ge=0)
@@ -105,7 +105,7 @@ class Lineage(Config):
     """Parameters one token uses."""
     receipt: Receipt
     """Cost of this stage alone."""
-    adopted: Adopted | None = None
+    adopted: Elsewhere | None = None
     """Of a stage that took in a checkpoint from elsewhere: what that had cost. None: the weights were made here."""
     created: str
     """When the record was written: ISO 8601, UTC."""
@@ -267,7 +267,7 @@ class Ledger:
     """Sum of the ``own`` stages."""
     with_parents: Receipt
     """Sum of all stages."""
-    adopted: tuple[tuple[str, Adopted], ...] = ()
+    adopted: tuple[tuple[str, Elsewhere], ...] = ()
     """Names of the stages that took in a checkpoint from elsewhere, and what that had cost: in no sum, for it was not measured."""
 
 

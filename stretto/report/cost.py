@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stretto.base import numbers
-from stretto.base.records import Adopted, Basis, Family, Ledger, Receipt
+from stretto.base.records import Basis, Elsewhere, Family, Ledger, Receipt
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Table
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, PINK, SAND, SKY, TEXT_PT
@@ -68,7 +68,7 @@ def ledger_table(ledger: Ledger) -> Table:
     return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
 
 
-def _elsewhere(name: str, adopted: Adopted) -> tuple[Cell, ...]:
+def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
     """The row of a pre-training that was paid before the checkpoint came here."""
 
     def cell(value: int | None, unit: str) -> Cell:
@@ -157,7 +157,7 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     return figure
 
 
-def _adopted_sentence(name: str, adopted: Adopted) -> str:
+def _adopted_sentence(name: str, adopted: Elsewhere) -> str:
     told = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
     told += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
     return f"What {name} had cost before it was adopted comes on top: {numbers.listed(told) + ', as told' if told else UNKNOWN}."

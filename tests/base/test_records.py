@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stretto.base.errors import UserError
 from stretto.base.records import (
     LINEAGE_FILE,
-    Adopted,
     Alone,
+    Elsewhere,
     Lineage,
     Meter,
     Receipt,
@@ -269,9 +269,9 @@ def test_what_came_before_a_cut_is_the_parent() -> None:
 
 
 def test_what_a_checkpoint_from_elsewhere_cost_is_unknown_and_never_0(tmp_path: Path) -> None:
-    unknown = stage("adopt", 5).replace(adopted=Adopted())
+    unknown = stage("adopt", 5).replace(adopted=Elsewhere())
     cost = ledger(stage("heal", 7, stage("extract", 1, unknown)))
-    assert cost.adopted == (("adopt", Adopted(flops=None, tokens=None)),)
+    assert cost.adopted == (("adopt", Elsewhere(flops=None, tokens=None)),)
     assert cost.with_parents.flops == 13
     write_lineage(tmp_path, unknown)
     assert read_lineage(tmp_path) == unknown

@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from stretto.base.records import (
-    Adopted,
     Alone,
+    Elsewhere,
     Family,
     FamilyRow,
     Ledger,
@@ -79,8 +79,8 @@ def test_a_family_that_never_pays_off_is_called_so() -> None:
 
 def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
     for adopted, words in (
-        (Adopted(), ("unknown (adopted)",)),
-        (Adopted(flops=7 * 10**21, tokens=10**12), ("7.00 ZFLOPs", "1.00T", "as told")),
+        (Elsewhere(), ("unknown (adopted)",)),
+        (Elsewhere(flops=7 * 10**21, tokens=10**12), ("7.00 ZFLOPs", "1.00T", "as told")),
     ):
         cost = ledger(lineage("healed", "heal", 5_200, PARENT.replace(stage="adopt", adopted=adopted)))
         table, said = printed(ledger_table(cost)), cost_caption(cost, None)
