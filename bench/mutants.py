@@ -63,6 +63,9 @@ AREAS: Mapping[str, Area] = {
         ("ops/operators.py",),
         ("ops/test_operators.py", "model/test_transformer.py", "model/test_elastic.py", "ops/test_exact.py"),
     ),
+    "attention": Area(
+        ("model/attention.py",), ("model/test_attention.py", "model/test_transformer.py", "model/test_elastic.py")
+    ),
     "experts": Area(
         ("model/transformer.py", "model/elastic.py", "ops/grouped.py"),
         (

@@ -148,9 +148,8 @@ class ModelConfig(Config):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rotary_dim % 2 or self.rotary_dim <= 0:
-            raise ValueError(
-                f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction} must be an even number"
-            )
+            share = f"head_dim {self.head_dim} * rotary_fraction {self.rotary_fraction}"
+            raise ValueError(f"{share if self.latent is None else 'latent.rope_dim'} must be an even number")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
         for name in ("dense_layers", "sliding_layers"):
@@ -192,6 +191,8 @@ class ModelConfig(Config):
         rope = self.rope_scaling
         if rope is not None and rope.kind in ("yarn", "llama3") and rope.original_positions is None:
             raise ValueError(f"rope_scaling.original_positions must be set for {rope.kind}")
+        if rope is not None and rope.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta} must exceed 1 for yarn")
         if self.latent is None:
             return
         if self.num_kv_heads != self.num_heads:

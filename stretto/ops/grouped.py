@@ -104,7 +104,7 @@ def grouped_swiglu(
     ``gates_S`` are factors of the slots' outputs.
     """
     dtype = compute_dtype(x_SD)
-    hidden_SF = _grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
+    hidden_SF = grouped_mm(x_SD.to(dtype), gate_up_EFD.to(dtype).transpose(1, 2), offs=ends_E)
     down_bias_SD = None
     if biases is not None:
         places_S = torch.arange(len(x_SD), dtype=ends_E.dtype, device=x_SD.device)
@@ -116,15 +116,21 @@ def grouped_swiglu(
         gates_S1 = gates_S[:, None].to(dtype)
         hidden_SI = hidden_SI * gates_S1
         down_bias_SD = None if down_bias_SD is None else down_bias_SD * gates_S1
-    y_SD = _grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
+    y_SD = grouped_mm(hidden_SI, down_EDI.to(dtype).transpose(1, 2), offs=ends_E)
     return y_SD if down_bias_SD is None else y_SD + down_bias_SD
 
 
 _eager_grouped_mm = torch.compiler.disable(F.grouped_mm)
 
 
-def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, which torch.compile can trace in bf16 only: elsewhere it stays out of the graph."""
+def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """`torch.nn.functional.grouped_mm`, which torch.compile can trace in bf16 only: elsewhere it stays out of the graph.
+
+    It takes rows of whole 16 bytes alone; networks of other sizes are multiplied group by group.
+    """
+    if any(width * rows.itemsize % 16 for width in weights.shape[1:]):
+        parts = rows.tensor_split(offs[:-1].tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
     compute = F.grouped_mm if rows.dtype == torch.bfloat16 else _eager_grouped_mm
     return compute(rows, weights, offs=offs)
 

@@ -125,10 +125,10 @@ class _CpuRmsNorm(torch.autograd.Function):
         return normed_D * weight_D
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (grad_D,) = grads
         normed_D, weight_D, scale = ctx.saved_tensors
-        grad_weight = (grad_D * normed_D).sum_to_size(weight_D.shape)
+        grad_weight = (grad_D * normed_D).sum_to_size(weight_D.shape) if ctx.needs_input_grad[1] else None
         inner_D = grad_D * weight_D
         mean = (inner_D * normed_D).mean(-1, keepdim=True)
         return inner_D.addcmul_(normed_D, mean, value=-1).mul_(scale), grad_weight, None

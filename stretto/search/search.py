@@ -243,7 +243,12 @@ class SearchSpace(Config):
         layers: Literal["nested", "free"] = "free",
         widths: Literal["uniform", "per_layer"] = "uniform",
     ) -> SearchSpace:
-        """The space of ``config``: all layers but the first and last two, eighths of the experts and every trained width, all k."""
+        """The space of ``config``: all layers but the first and last two, eighths of the experts and every trained width, all k.
+        Of a dense network, the layers alone.
+        """
+        if not config.moe_layers:
+            only = {"experts": (config.num_experts,), "top_k": (config.top_k,)}
+            return SearchSpace(droppable=droppable_layers(config), layers=layers, widths="uniform", **only)
         total = config.num_experts
         eighths = range(max(1, total // 8), total + 1, max(1, total // 8))
         least = min(config.top_k, 2)

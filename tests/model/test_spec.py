@@ -205,6 +205,14 @@ def test_layers_that_differ_are_cut_as_they_are() -> None:
         ({"qk_norm": True, "qk_norm_wide": True}, "one or the other"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "original_positions must be set for yarn"),
         ({"latent": {"kv_rank": 4, "rope_dim": 2, "value_dim": 4}}, "num_kv_heads 2 must be num_heads 4"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"kind": "yarn", "factor": 2.0, "original_positions": 9}},
+            "must exceed 1 for yarn",
+        ),
+        (
+            {"num_kv_heads": 4, "latent": {"kv_rank": 4, "rope_dim": 3, "value_dim": 4}},
+            "latent.rope_dim must be an even number",
+        ),
         ({"expert_groups": 3}, "experts=8 does not leave its 3 groups"),
         ({"expert_groups": 5}, "keep a multiple of 5, 10 or more"),
         ({"expert_groups": 2, "top_groups": 3}, "top_groups 3 exceeds expert_groups 2"),

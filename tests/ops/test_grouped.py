@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.ops import grouped
 from stretto.ops.grouped import (
@@ -77,6 +79,22 @@ def test_groups_that_are_filled_up_give_what_the_others_give(
 
 
 @pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("hidden", "width"), [(7, 4), (8, 3), (5, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_widths_that_torchs_kernel_does_not_take(
+    name: str, hidden: int, width: int, dtype: torch.dtype, close: Close
+) -> None:
+    chosen = CHOICES[name]
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in _inputs(chosen, 6, hidden, width)]
+    x, gates, gate_up, down = inputs
+    actual, expected = (function(x, chosen, gates, gate_up, down) for function in (experts, experts_reference))
+    close(actual, expected, 8 * chosen.numel())
+    found, wanted = (torch.autograd.grad(y.sum(), inputs) for y in (actual, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        close(ours, theirs, 8 * chosen.numel())
+
+
+@pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("multiple", [1, 16])
 @pytest.mark.parametrize("biased", [False, True])
 def test_biases_and_clamps_equal_the_reference(
@@ -97,6 +115,27 @@ def test_biases_and_clamps_equal_the_reference(
     found, wanted = (torch.autograd.grad(y, inputs, upstream) for y in (actual, expected))
     for ours, theirs in zip(found, wanted, strict=True):
         close(ours, theirs, 8 * chosen.numel())
+
+
+def test_frozen_experts_cost_neither_the_work_nor_the_memory_of_a_gradient() -> None:
+    """Two thirds of what training costs, and nothing as large as the weights is made."""
+    chosen = CHOICES["even"]
+    products, largest = {}, {}
+    for frozen in (False, True):
+        x, gates, gate_up, down = _inputs(chosen, 6)
+        gate_up.requires_grad_(not frozen), down.requires_grad_(not frozen)
+        sizes: list[int] = []
+
+        def multiply(a: tuple[int, ...], b: tuple[int, ...], *_: Any, sizes: list[int] = sizes, **more: Any) -> int:
+            sizes.append(math.prod(more["out_shape"]))
+            return 2 * a[0] * a[1] * b[-1]
+
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: multiply}) as counter:
+            experts(x, chosen, gates, gate_up, down).sum().backward()
+        products[frozen], largest[frozen] = counter.get_total_flops(), max(sizes[2:])
+        assert x.grad is not None and gates.grad is not None and (gate_up.grad is None) == (down.grad is None) == frozen
+    assert 3 * products[True] == 2 * products[False]
+    assert largest[False] == 6 * 8 * 8 and largest[True] == chosen.numel() * 8
 
 
 def test_a_clamped_swiglu_written_out() -> None:

@@ -123,6 +123,14 @@ def planted(num_layers: int) -> Sensitivities:
     )
 
 
+def test_the_space_of_a_dense_network_is_its_layers(make_model):
+    config = make_model(dense_layers=tuple(range(6)), dense_intermediate_size=16).config
+    space = SearchSpace.of(config, widths="per_layer")
+    assert (space.experts, space.top_k, space.widths) == ((config.num_experts,), (config.top_k,), "uniform")
+    found = set(space.every(config))
+    assert len(found) == 4 and {subnet.experts for subnet in found} == {()}
+
+
 def test_the_space_of_grouped_experts_holds_equal_groups_alone(make_model):
     config = make_model(num_experts=16, top_k=6, expert_groups=4, top_groups=2, widths=(16,)).config
     space = SearchSpace.of(config)
