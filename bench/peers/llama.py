@@ -37,6 +37,7 @@ class Generator:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0 if options.device == "cpu" else 999
+        params.use_extra_bufts = options.repack
         self.model = llama_cpp.llama_model_load_from_file(options.gguf.encode(), params)
         assert self.model is not None, f"llama.cpp does not load {options.gguf}"
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))

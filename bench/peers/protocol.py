@@ -39,6 +39,8 @@ class Options:
     device: str = "cpu"
     compile: bool = False
     """Offer settings that compile first, which takes minutes."""
+    repack: bool = True
+    """Let llama.cpp lay quantised weights out for this processor."""
 
 
 def read_options() -> Options:

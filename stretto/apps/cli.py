@@ -390,13 +390,23 @@ def cost(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Run folder.")] = Path("runs/demo"),
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Run folder; runs/demo or runs/demo-smol by default.")
+    ] = None,
+    smol: Annotated[
+        bool, typer.Option("--smol", help="With a real chat model instead: SmolLM2-135M-Instruct, from its package.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on where it stopped, or start over.")] = True,
 ) -> None:
     """The main job on real text: pretrain, search, extract, heal, export, report."""
+    if smol:
+        from stretto.apps.demo_smol import demo_smol_command
+
+        demo_smol_command(out or Path("runs/demo-smol"), fresh=not resume)
+        return
     from stretto.apps.demo import demo_command
 
-    demo_command(out, fresh=not resume)
+    demo_command(out or Path("runs/demo"), fresh=not resume)
 
 
 for command in (rl, top, serve, chat, generate, bench_serve):

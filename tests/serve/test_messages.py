@@ -6,9 +6,13 @@ from stretto.serve.completions import ChatBody
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import (
     FieldError,
+    Message,
+    Prompts,
     Tool,
     tool_use,
 )
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
 
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}}  # fmt: skip
 
@@ -46,3 +50,16 @@ def test_choices() -> None:
 def test_impossible_choices(functions: list[dict], wanted: object, problem: str) -> None:
     with pytest.raises(FieldError, match=problem):
         tool_use(tools(*functions), choice(wanted))
+
+
+def test_tools_that_the_template_leaves_out_are_refused() -> None:
+    plain = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    asked = [Message(role="user", content="weather?")]
+    for template, shows in ((plain, False), (CHATML, True)):
+        prompts = Prompts(train_tokenizer(iter(["weather in Paris"]), 300, template))
+        assert prompts.chat(asked)
+        if shows:
+            assert len(prompts.chat(asked, tools(ADD))) > len(prompts.chat(asked))
+        else:
+            with pytest.raises(FieldError, match=r"^tools: this model's chat template shows none"):
+                prompts.chat(asked, tools(ADD))
