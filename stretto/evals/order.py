@@ -39,6 +39,8 @@ SUPER_QUANTILE, SUPER_SHARE, SUPER_DEPTH = 0.995, 0.1, 0.75
 the leading share of the layers (2507.23279; numbers as in REAP's published code). Losing one wrecks a network."""
 CARRIED_BYTES = 1 << 30
 """Hidden states carried at once for leave-one-out (ours): with every layer's variant, a few thousand tokens of a large network."""
+REMOVAL_TOKENS = 4096
+"""That `removal_order` looks at in a layer, at most (ours)."""
 REMOVAL_ELEMENTS = 1 << 26
 """Of the products of experts' outputs, [N, E, E], that `removal_order` holds in fp32 (ours)."""
 
@@ -345,11 +347,11 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
 
     Unlike a score of each expert alone it sees what the router does then: the next best expert steps in, and gates are
     renormalised. (Under a softmax whose gates are not, an absence also raises the gates of tokens that never chose the expert;
-    that part of the change is not weighed.) ``x_ND`` are inputs of the layer; of more than `REMOVAL_ELEMENTS` allow, as many
-    are taken, evenly spaced.
+    that part of the change is not weighed.) ``x_ND`` are inputs of the layer; of more than `REMOVAL_TOKENS`, or than `REMOVAL_ELEMENTS` allow,
+    as many are taken, evenly spaced.
     """
     num_experts = len(layer.gate)
-    most = max(1, REMOVAL_ELEMENTS // num_experts**2)
+    most = max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2))
     x_ND = x_ND[:: -(-len(x_ND) // most)]
     top_k = layer.config.top_k_by_layer[layer.row]
     logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate, layer.gate_bias), _products(layer, x_ND)
