@@ -22,9 +22,10 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.model.checkpoint import read_checkpoint, to_stored
 from stretto.model.families import Family, Stored, stored_tensors, to_hf
-from stretto.model.gguf_names import ARCHITECTURES, OUTSIDE, Architecture
+from stretto.model.gguf_names import ARCHITECTURES, OUTSIDE, ROPE_FACTORS, Architecture
+from stretto.model.gguf_read import LLAMA3, llama3_factors
 from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
-from stretto.model.spec import ModelConfig
+from stretto.model.spec import ModelConfig, RopeScaling
 from stretto.text.tokenizer import load_tokenizer
 
 _TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -33,7 +34,13 @@ _TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-_VALUE_TYPES = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+_VALUE_TYPES = {
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
+}
+_LLAMA3_ORDER = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _MISSING = ("sliding_layers", "attention_sinks", "latent", "clamped_swiglu", "router_bias", "expert_bias", "qkv_clip")
@@ -58,8 +65,8 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
             return f"it has {name}, which llama.cpp's {family} does not load"
     if config.expert_groups > 1:
         return "its experts are chosen by groups, which is not written as GGUF here"
-    if config.rope_scaling is not None:
-        return f"its rotary frequencies are scaled ({config.rope_scaling.kind}), which is not written as GGUF here"
+    if config.rope_scaling is not None and not _is_llama_cpp_s(config.rope_scaling, family):
+        return f"its rotary frequencies are scaled ({config.rope_scaling.kind}) in a way that llama.cpp does not have"
     if family in ("qwen3_moe", "mixtral"):
         if not config.normalize_gates:
             return f"llama.cpp renormalises the gates of every {family} and this network's are not"
@@ -75,6 +82,15 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     if family == "ernie4_5_moe" and config.dense_layers != tuple(range(len(config.dense_layers))):
         return f"llama.cpp's ernie4_5_moe has its dense layers first, and this network has {config.dense_layers}"
     return None
+
+
+def _is_llama_cpp_s(scaling: RopeScaling, family: str) -> bool:
+    if scaling.kind == "yarn":
+        return scaling.truncate and scaling.attention_factor is scaling.mscale is scaling.mscale_all_dim is None
+    if scaling.kind == "llama3":
+        own = (scaling.original_positions, scaling.low_freq_factor, scaling.high_freq_factor)
+        return family in ("llama", "mixtral") and own == tuple(LLAMA3[name] for name in _LLAMA3_ORDER)
+    return scaling.kind == "linear"
 
 
 def write_gguf(
@@ -146,6 +162,8 @@ class _GgufTensor:
     """What it holds, stacked: all experts of a layer, or one tensor."""
     heads: int = 0
     """Whose rows, halves of a head in ``members``, become neighbours; 0: they keep their order."""
+    constant: Tensor | None = None
+    """What it holds instead of ``members``."""
 
     @property
     def num_bytes(self) -> int:
@@ -153,6 +171,8 @@ class _GgufTensor:
         return math.prod(self.shape) // block * block_bytes
 
     def values(self, state: Mapping[str, Tensor]) -> Tensor:
+        if self.constant is not None:
+            return self.constant
         values = torch.stack([to_stored(member, state, torch.float32) for member in self.members]).view(self.shape)
         if self.heads:
             values = values.view(self.heads, 2, -1, *self.shape[1:]).transpose(1, 2).reshape(self.shape)
@@ -179,6 +199,10 @@ def _tensors(
         is_wide = len(shape) == 1 or "ffn_gate_inp" in name
         kept = gguf.GGMLQuantizationType.F32 if is_wide else kind
         tensors.append(_GgufTensor(name, shape, kept, members, heads.get(name.split(".")[-2], 0)))
+    if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+        factors_R = llama3_factors(config.rope_theta, config.rotary_dim // 2, config.rope_scaling.factor).float()
+        kept = gguf.GGMLQuantizationType.F32
+        tensors.append(_GgufTensor(ROPE_FACTORS, tuple(factors_R.shape), kept, [], constant=factors_R))
     return tensors
 
 
@@ -210,7 +234,7 @@ def _add_settings(
 
 def _settings(
     architecture: Architecture, config: ModelConfig, tree: Mapping[str, Any]
-) -> Iterator[tuple[str, bool | int | float]]:
+) -> Iterator[tuple[str, bool | int | float | str]]:
     yield "vocab_size", config.vocab_size
     for key, field in architecture.setting_names().items():
         if tree.get(field) is not None and key not in _DEFAULT:
@@ -218,6 +242,14 @@ def _settings(
     yield from architecture.given.items()
     yield "attention.value_length", config.head_dim
     yield "rope.dimension_count", config.rotary_dim
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind != "llama3":
+        yield "rope.scaling.type", scaling.kind
+        yield "rope.scaling.factor", scaling.factor
+    if scaling is not None and scaling.kind == "yarn":
+        yield "rope.scaling.original_context_length", scaling.original_positions or config.max_positions
+        yield "rope.scaling.yarn_beta_fast", scaling.beta_fast
+        yield "rope.scaling.yarn_beta_slow", scaling.beta_slow
     if architecture.family == "ernie4_5_moe":
         yield "expert_shared_feed_forward_length", config.num_shared_experts * config.expert_intermediate_size
 

@@ -49,9 +49,18 @@ _HARMLESS = {
     *("attention.value_length", "attention.causal", "tensor_data_layout"),
 }
 """Metadata that is read elsewhere (a width, from the tensors) or describes nothing."""
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of every Llama 3 that scales its frequencies; the factor is what the file's own factors say."""
 _AGAIN = "fetch the file again"
+
+
+def llama3_factors(theta: float, count: int, factor: float) -> Tensor:
+    """What Llama 3's scaling divides ``count`` rotary frequencies by: slow ones by ``factor``, fast ones by 1."""
+    exponents_R = torch.arange(count, dtype=torch.float64) / count
+    turns_R = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**exponents_R)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept_R = ((turns_R - low) / (high - low)).clamp(0, 1)  # share of a frequency that stays as it is
+    return 1 / ((1 - kept_R) / factor + kept_R)
 
 
 def gguf_file(path: Path | str) -> Path | None:
@@ -249,13 +258,9 @@ class GgufFile(ExitStack):
             np.array(gguf.quants.dequantize(place[0].data, place[0].tensor_type)), dtype=torch.float64
         )
         factor = float(factors_R.max())
-        exponents_R = torch.arange(0, 2 * len(factors_R), 2, dtype=torch.float64) / (2 * len(factors_R))
-        turns_R = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * tree["rope_theta"] ** exponents_R)
-        low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-        kept_R = ((turns_R - low) / (high - low)).clamp(0, 1)  # share of a frequency that stays as it is
-        if not torch.allclose(1 / ((1 - kept_R) / factor + kept_R), factors_R, rtol=1e-4):
+        if not torch.allclose(llama3_factors(tree["rope_theta"], len(factors_R), factor), factors_R, rtol=1e-4):
             raise UserError(f"{place[1]}: {ROPE_FACTORS}: not the factors of Llama 3; use the original checkpoint")
-        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
     # --- tokenizer ----------------------------------------------------------------------------------------------------
 
