@@ -109,21 +109,29 @@ def judge(drawn: Draw) -> Judged:
         if drawn.refused is not None:
             return Judged("wrong", f"{drawn.refused} was not refused")
         try:
-            ours = read_checkpoint(folder, dtype=torch.float32).model
+            theirs, ours = their_model(plain), read_checkpoint(folder, dtype=torch.float32).model
+            read_by, ties = _compared(drawn, theirs, ours.logits)
+            if read_by > AIM:
+                return Judged("wrong", f"logits differ by {read_by:.1e} as we read them", read_by)
             write_checkpoint(back, read.model, read.config, family=read.family)
             (back / STRETTO_FILE).unlink()  # from config.json alone, as other software sees it
-            again = read_checkpoint(back, dtype=torch.float32).model
-            theirs, theirs_again = their_model(plain), their_model(back)
-            for text in range(TEXTS):
-                ids = token_ids(drawn, text)
-                expected = theirs(ids).logits
-                logits = (ours.logits(ids), again.logits(ids), theirs_again(ids).logits)
-                found = max(difference(each, expected) for each in logits)
-                if found <= AIM:
-                    return Judged("exact", difference=found, num_ties=text)
+            again, theirs_again = read_checkpoint(back, dtype=torch.float32).model, their_model(back)
+            written_by, more = _compared(drawn, theirs, again.logits, lambda ids: theirs_again(ids).logits)
         except Exception:
             return Judged("crashed", traceback.format_exc(limit=-3))
-        return Judged("wrong", f"logits differ by {found:.1e}", found)
+        found = max(read_by, written_by)
+        return Judged("exact" if found <= AIM else "wrong", f"logits differ by {found:.1e}", found, ties + more)
+
+
+def _compared(drawn: Draw, theirs: PreTrainedModel, *ours: Callable[[Tensor], Tensor]) -> tuple[float, int]:
+    """Largest difference on the first text on which all are within the aim, else on the last; and the texts before it."""
+    for text in range(TEXTS):
+        ids = token_ids(drawn, text)
+        expected = theirs(ids).logits
+        found = max(difference(logits(ids), expected) for logits in ours)
+        if found <= AIM:
+            break
+    return found, text
 
 
 def token_ids(drawn: Draw, text: int = 0) -> Tensor:

@@ -73,7 +73,7 @@ def draw(family: Family, seed: int, refused: float = 0.2) -> Draw:
     made.is_old, made.is_sharded = rng.random() < 0.3, rng.random() < 0.3
     made.is_fused = family not in _DENSE and rng.random() < 0.2
     if family == "glm4_moe" and _has_odd_rotation(made.fields):
-        made.refused = "rotary_fraction"
+        made.refused = "partial_rotary_factor"
     elif made.fields.get("use_bias") and family == "ernie4_5_moe":
         made.zeroed = "lm_head.bias" if _maybe(rng, 0.7) else None
         made.refused = None if made.zeroed else "lm_head.bias"
@@ -94,7 +94,7 @@ def _sizes(family: Family, rng: random.Random) -> dict[str, Any]:
     if family == "olmoe":
         hidden = heads * head_dim
     else:
-        hidden = heads * rng.choice([8, 12, 16])  # grouped products want multiples of four
+        hidden = heads * rng.choice([8, 10, 16])
     sizes = {
         "vocab_size": rng.choice([61, 96]),
         "hidden_size": hidden,
@@ -108,7 +108,7 @@ def _sizes(family: Family, rng: random.Random) -> dict[str, Any]:
     if family not in _LATENT and family != "olmoe":
         sizes["head_dim"] = head_dim
     if family not in (*_DENSE, "mixtral", "olmoe", "gpt_oss"):
-        sizes["moe_intermediate_size"] = rng.choice([12, 16])
+        sizes["moe_intermediate_size"] = rng.choice([10, 16])
     return sizes
 
 
@@ -124,7 +124,7 @@ def _rope(family: Family, rng: random.Random) -> dict[str, Any]:
     if kind == "yarn":
         rope["original_max_position_embeddings"] = rng.choice([8, 16, 32])
         for key, values in {
-            "beta_fast": [32.0, 8.0, 2.0],
+            "beta_fast": [32.0, 8.0, 1.0],  # Kimi K2 has two equal ones
             "beta_slow": [1.0, 0.5],
             "truncate": [True, False],
             "attention_factor": [0.7, 1.3],

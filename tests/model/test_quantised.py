@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from bench.common.foreign import Draw, make
+from bench.common.foreign import Draw, draw, make
 from bench.common.quantiser import KINDS, MXFP4, fp8, quantise
 from stretto.base.errors import UserError
 from stretto.model.checkpoint import TensorFiles, open_tensors, read_checkpoint
 from stretto.model.families.quantisation import quantisation
 from stretto.model.quantised import Dequantised
+from stretto.model.streamed import StreamedState
 from tests.model.checkpoints import edit_tensors
 
 NAME = "layers.0.mlp.experts.down_proj"
@@ -99,6 +100,17 @@ def test_weights_become_bf16_or_what_is_asked_for(tmp_path: Path) -> None:
     assert bf16.blocks[0].mlp.down.weight.dtype == torch.bfloat16
     assert torch.equal(fp32.blocks[0].mlp.down.weight, meant.blocks[0].mlp.down.weight)
     assert torch.equal(bf16.blocks[0].mlp.down.weight, meant.blocks[0].mlp.down.weight.bfloat16())
+
+
+def test_a_part_at_a_time_is_dequantised_too(tmp_path: Path) -> None:
+    drawn = draw("gpt_oss", 0, refused=0)
+    drawn.fields |= {"hidden_size": 32, "intermediate_size": 64}
+    drawn.quantised = "mxfp4"
+    make(drawn, tmp_path / "c", tmp_path / "meant")
+    whole = read_checkpoint(tmp_path / "meant").model.state_dict()
+    with StreamedState(tmp_path / "c") as state:
+        assert state.keys() == whole.keys() and state.unchanged(torch.float32) == ()
+        assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
 
 
 def _round_the_rest(tensors: dict[str, torch.Tensor]) -> None:

@@ -260,6 +260,10 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
         fields |= dict.fromkeys(names, reader.get(theirs, default))
     for part in table.parts:
         fields |= part.read(reader)
+    head = fields["head_dim"]
+    if isinstance(head, int) and not table.is_latent and (rotated := int(head * fields["rotary_fraction"])) % 2:
+        name = "head_dim" if table.rotary_fraction is None else "partial_rotary_factor"
+        raise reader.problem(name, f"{rotated} rotated channels of a head of {head} cannot be paired")
     if fields.get("latent"):
         scaling = fields["rope_scaling"] and validate(RopeScaling, fields["rope_scaling"], f"{source}: rope_scaling")
         fields |= {"num_kv_heads": num_heads, "attention_scale": latent_scale(fields["head_dim"], scaling)}

@@ -82,10 +82,12 @@ def _scaling(reader: Reader, name: str, kind: str, rope: Mapping[str, Any]) -> d
 
 def _rotary_fraction(reader: Reader, table: Table, rope: Mapping[str, Any]) -> float:
     default = 1.0 if table.rotary_fraction is None else table.rotary_fraction
-    fraction: float = rope.get("partial_rotary_factor", reader.get("partial_rotary_factor", default))
+    fraction = rope.get("partial_rotary_factor", reader.get("partial_rotary_factor", default))
+    if not isinstance(fraction, int | float):
+        raise reader.problem("partial_rotary_factor", f"{fraction!r} is not a number; the file is damaged")
     if table.rotary_fraction is None:
         reader.refuse_unless("partial_rotary_factor", fraction, 1.0)
-    return fraction
+    return float(fraction)
 
 
 def write_rope(config: ModelConfig, table: Table) -> dict[str, Any]:
