@@ -245,7 +245,11 @@ class ElasticizeRecipe(Config):
     first step and kept on disk; the parent is not in memory while the network trains. None: it is, and computes in full."""
 
     def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
-        """The same, complete for ``model``: its anchors by name, and bounds that fit them. Raises `UserError`."""
+        """The same, complete for ``model``: its anchors by name, and bounds that fit them. Raises `UserError`.
+
+        Where tokens choose all experts, as in a network cut from a dense one (`stretto.model.upcycle`), routers only rank: there is
+        no load to balance, and what is tiny in them is meant. A step of balance or of an ordinary rate would write over that.
+        """
         anchors = self.elastic.anchors or dict(presets) or default_anchors(model)
         if not anchors:
             raise UserError(
@@ -264,6 +268,14 @@ class ElasticizeRecipe(Config):
             raise UserError(str(error)) from None
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
+        if model.num_moe_layers and all(
+            k == num for k, num in zip(model.top_k_by_layer, model.experts_by_layer, strict=True)
+        ):
+            elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
+            factor = (
+                0.0 if self.optim.router_lr_factor == 1.0 else self.optim.router_lr_factor
+            )  # what is not the default is meant
+            return self.replace(elastic=elastic, optim=self.optim.replace(router_lr_factor=factor))
         return self.replace(elastic=elastic)
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:

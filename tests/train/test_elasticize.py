@@ -109,6 +109,18 @@ def test_where_nothing_names_sizes_there_are_some() -> None:
         recipe.for_network(dense.replace(num_layers=4, dense_layers=range(4)), {})
 
 
+def test_routers_that_only_rank_are_left_as_they_are() -> None:
+    recipe = ElasticizeRecipe.model_validate(ELASTICIZE)
+    config = ModelConfig(**SHAPE)
+    ranking = config.replace(top_k=config.num_experts, normalize_gates=False)
+    for shape, is_still in ((config, False), (ranking, True), (ModelConfig(**DENSE), False)):
+        complete = recipe.for_network(shape, {"half": SubnetChoice(layers=5)})
+        assert (complete.elastic.balance_rate == complete.elastic.balance_final_rate == 0.0) is is_still
+        assert complete.optim.router_lr_factor == (0.0 if is_still else 1.0)
+    meant = recipe.replace(optim=recipe.optim.replace(router_lr_factor=1e-5))
+    assert meant.for_network(ranking, {}).optim.router_lr_factor == 1e-5
+
+
 @pytest.mark.parametrize(
     "changes",
     [
