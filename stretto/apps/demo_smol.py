@@ -40,7 +40,7 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 
 MODEL = "smollm2"
 NUM_NEW_TOKENS = 48
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = 64
 AT_ONCE = 16
 HOW = Upcycling(experts=8, top_k=4)
 LIMITS = Limits(max_total=0.8, max_active=0.75)

@@ -25,7 +25,7 @@ from stretto.model.families import Family, Stored, stored_tensors, to_hf
 from stretto.model.gguf_names import ARCHITECTURES, OUTSIDE, ROPE_FACTORS, Architecture
 from stretto.model.gguf_read import LLAMA3, llama3_factors
 from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
-from stretto.model.spec import ModelConfig, RopeScaling
+from stretto.model.spec import ClampedSwiGlu, ModelConfig, RopeScaling
 from stretto.text.tokenizer import load_tokenizer
 
 _TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -43,11 +43,12 @@ _VALUE_TYPES = {
 _LLAMA3_ORDER = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
-_MISSING = ("sliding_layers", "attention_sinks", "latent", "clamped_swiglu", "router_bias", "expert_bias", "qkv_clip")
-"""Parts of a `ModelConfig` that no architecture is written with here."""
+_GPT_OSS = ("sliding_layers", "attention_sinks", "clamped_swiglu", "router_bias", "expert_bias")
+_MISSING = (*_GPT_OSS, "latent", "qkv_clip")
+"""Parts of a `ModelConfig` that no architecture is written with here, the first ones but gpt-oss."""
 _BIASES = {
-    "attention_bias": ("llama", "qwen2", "qwen3_moe", "glm4_moe"),
-    "attention_out_bias": ("llama",),
+    "attention_bias": ("llama", "qwen2", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    "attention_out_bias": ("llama", "gpt_oss"),
     "mlp_bias": ("llama",),
 }
 """Families whose biases llama.cpp loads."""
@@ -58,7 +59,7 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     if not any(each.family == family for each in ARCHITECTURES):
         return f"{family} is not written as GGUF here"
     for name in _MISSING:
-        if getattr(config, name):
+        if getattr(config, name) and not (family == "gpt_oss" and name in _GPT_OSS):
             return f"it has {name}, which is not written as GGUF here"
     for name, families in _BIASES.items():
         if getattr(config, name) and family not in families:
@@ -74,6 +75,11 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
             return f"llama.cpp's {family} has no dense layers"
     if family in ("qwen2", "olmoe") and config.head_dim * config.num_heads != config.hidden_size:
         return f"llama.cpp's {family} has heads that fill the hidden size and this network's do not"
+    if family == "gpt_oss":
+        if config.sliding_layers != tuple(range(0, config.num_layers, 2)):
+            return f"llama.cpp's gpt_oss has a window in every other layer, and this network in {config.sliding_layers}"
+        if config.clamped_swiglu != ClampedSwiGlu() or not config.attention_bias or not config.attention_out_bias:
+            return "llama.cpp's gpt_oss has its own clamps and biases, and this network others"
     if family == "olmoe":
         if config.normalize_gates:
             return "llama.cpp renormalises the gates of no olmoe and this network's are"
@@ -164,6 +170,8 @@ class _GgufTensor:
     """Whose rows, halves of a head in ``members``, become neighbours; 0: they keep their order."""
     constant: Tensor | None = None
     """What it holds instead of ``members``."""
+    columns: slice | None = None
+    """Of a stack of transposed experts, those that it holds."""
 
     @property
     def num_bytes(self) -> int:
@@ -173,6 +181,9 @@ class _GgufTensor:
     def values(self, state: Mapping[str, Tensor]) -> Tensor:
         if self.constant is not None:
             return self.constant
+        if self.columns is not None:
+            (whole,) = (to_stored(member, state, torch.float32)[..., self.columns] for member in self.members)
+            return (whole.mT if whole.dim() == 3 else whole).contiguous()
         values = torch.stack([to_stored(member, state, torch.float32) for member in self.members]).view(self.shape)
         if self.heads:
             values = values.view(self.heads, 2, -1, *self.shape[1:]).transpose(1, 2).reshape(self.shape)
@@ -189,8 +200,11 @@ def _tensors(
             continue  # llama.cpp ties the head itself; the bias is a zero that only transformers' qwen3_moe asks for
         groups.setdefault(_name(stored.name, architecture), []).append(stored)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if architecture.pairs_neighbours else {}
-    tensors = []
+    tensors: list[_GgufTensor] = []
     for name, members in groups.items():
+        if members[0].name.startswith("model.layers") and ".mlp.experts." in members[0].name and family == "gpt_oss":
+            tensors += _halves(name, members, kind)
+            continue
         shape = members[0].shape
         if "_exps." in name:
             shape = (len(members), *shape)
@@ -206,6 +220,21 @@ def _tensors(
     return tensors
 
 
+def _halves(name: str, members: list[Stored], kind: gguf.GGMLQuantizationType) -> Iterator[_GgufTensor]:
+    """gpt-oss's experts under llama.cpp's names: gate and up apart, each expert's matrix the way that others store it."""
+    shape = members[0].shape
+    layer, is_bias = name.split(".")[1], len(shape) == 2
+    kept = gguf.GGMLQuantizationType.F32 if is_bias else kind
+    parts = (
+        {"gate": slice(0, None, 2), "up": slice(1, None, 2)} if "gate_up" in members[0].name else {"down": slice(None)}
+    )
+    for part, columns in parts.items():
+        rows = shape[-1] // len(parts)
+        own = (shape[0], rows) if is_bias else (shape[0], rows, shape[1])
+        end = "bias" if is_bias else "weight"
+        yield _GgufTensor(f"blk.{layer}.ffn_{part}_exps.{end}", own, kept, members, columns=columns)
+
+
 def _name(theirs: str, architecture: Architecture) -> str:
     """GGUF's name of the hub's tensor ``theirs``; all experts of a layer have one."""
     outside = next((name for name, hub in OUTSIDE.items() if hub == theirs), None)
@@ -217,6 +246,8 @@ def _name(theirs: str, architecture: Architecture) -> str:
     whole = next((name for name, hub in architecture.tensors.items() if hub == rest), None)
     if whole is not None:
         return f"blk.{layer}.{whole}"
+    if architecture.family == "gpt_oss" and ".experts." in rest:
+        return f"blk.{layer}.{rest}"  # several tensors, made and named by `_halves`
     module, end = _EXPERT.sub("{}", rest).rsplit(".", 1)
     # of two names for one the later counts: GLM's second norm
     names = [name for name, hub in architecture.layer.items() if hub == module]

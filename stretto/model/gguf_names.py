@@ -50,6 +50,8 @@ _SHARED = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+FUSED = "mlp.experts.gate_up_proj"
+"""gpt-oss's experts on the hub: all of a layer in one tensor, each transposed."""
 _SOFTMAX, _SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
 
 
@@ -155,6 +157,27 @@ ARCHITECTURES = (
             "expert_group_used_count": "topk_group",
         },
         given={"expert_gating_func": _SIGMOID},
+    ),
+    Architecture(
+        "gpt-oss",
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            **{name: module for name, module in _ATTENTION.items() if name != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": FUSED,  # with the next one, rows alternating
+            "ffn_up_exps": FUSED,
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        tensors={"attn_sinks.weight": "self_attn.sinks"},
+        settings={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        implied={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     ),
     Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {**_ATTENTION, **_DENSE}),
     Architecture(

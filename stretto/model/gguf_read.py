@@ -110,11 +110,18 @@ class _Place:
     """Of a stack; None: the whole tensor."""
     heads: int = 0
     """Whose rows pair neighbours here and halves on the hub; 0: the order is the same."""
+    is_stack: bool = False
+    """gpt-oss's: all experts at once, of which each is transposed."""
+    other: gguf.ReaderTensor | None = None
+    """Whose rows alternate with those of ``tensor`` in a stack."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = tuple(int(size) for size in reversed(self.tensor.shape))
-        return shape if self.expert is None else shape[1:]
+        if not self.is_stack:
+            return shape if self.expert is None else shape[1:]
+        rows = shape[1] * (1 if self.other is None else 2)
+        return shape[0], *shape[2:], rows
 
 
 class GgufFile(ExitStack):
@@ -197,7 +204,7 @@ class GgufFile(ExitStack):
 
     def _add_biases(self, tree: dict[str, Any]) -> None:
         """What a file tells by holding a tensor or not."""
-        if self.architecture.family in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe"):
+        if self.architecture.family in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss"):
             tree["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
         if self.architecture.family == "llama":
             tree["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors
@@ -208,6 +215,8 @@ class GgufFile(ExitStack):
         extra = tree.pop("num_nextn_predict_layers", 0)  # llama.cpp counts the layers of multi-token prediction too
         if extra:
             tree["num_hidden_layers"] -= extra
+        if self.architecture.family == "gpt_oss":
+            return
         experts = self._tensors.get(f"blk.{tree.get('num_hidden_layers', 1) - 1}.ffn_gate_exps.weight")
         if experts is not None and "moe_intermediate_size" not in tree:
             width = int(experts[0].shape[1])
@@ -226,6 +235,8 @@ class GgufFile(ExitStack):
         kind = scaling.pop("type", "none")
         if kind != "none":
             tree["rope_scaling"] = self._scaling(kind, scaling)
+        elif self.architecture.family == "gpt_oss":
+            tree["rope_scaling"] = {"rope_type": "default"}  # which is not what the family has where nothing is said
         if ROPE_FACTORS in self._tensors:
             tree["rope_scaling"] = self._llama3(tree)
 
@@ -249,7 +260,8 @@ class GgufFile(ExitStack):
                 raise UserError(
                     f"{self.file}: rope.scaling.{key}: {value!r} is not supported; use the original checkpoint"
                 )
-        return {"rope_type": kind, **{field: given[key] for key, field in names.items() if key in given}}
+        own = {"truncate": False} if self.architecture.family == "gpt_oss" else {}  # the hub's, which no file tells
+        return {"rope_type": kind, **own, **{field: given[key] for key, field in names.items() if key in given}}
 
     def _llama3(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Llama 3's scaling, if the file's factors are those that it gives."""
@@ -290,6 +302,12 @@ class GgufFile(ExitStack):
                 yield theirs + architecture.tensors[f"{module}.{end}"], _Place(tensor, path)
             elif module not in architecture.layer:
                 yield f"{theirs}{module}.{end}", _Place(tensor, path)
+            elif architecture.family == "gpt_oss" and module.endswith("_exps"):
+                if module == "ffn_up_exps":
+                    continue  # with its gate
+                hub = f"{theirs}{architecture.layer[module]}{'' if end == 'weight' else '_bias'}"
+                other = self._tensors.get(name.replace("_gate_", "_up_")) if "_gate_" in name else None
+                yield hub, _Place(tensor, path, is_stack=True, other=None if other is None else other[0])
             elif "{}" in architecture.layer[module]:
                 for expert in range(int(tensor.shape[-1])):
                     yield f"{theirs}{architecture.layer[module].format(expert)}.{end}", _Place(tensor, path, expert)
@@ -337,18 +355,34 @@ class GgufFile(ExitStack):
             raise UserError(
                 f"{place.path}: {name}: shape {list(place.shape)} where the metadata give {list(shape)}; {_AGAIN}"
             )
+        if place.is_stack:
+            return self._stack(name, place, part)
         data = place.tensor.data if place.expert is None else place.tensor.data[place.expert]
-        try:
-            values = torch.from_numpy(_values(data, place.tensor.tensor_type))
-        except NotImplementedError:
-            raise UserError(
-                f"{place.path}: {name}: {place.tensor.tensor_type.name} cannot be dequantised; use a file of another type"
-            ) from None
-        values = values.view(torch.bfloat16) if place.tensor.tensor_type == Kind.BF16 else values
+        values = self._dequantised(name, place.tensor, data)
         if place.heads:
             values = values.reshape(place.heads, -1, 2, *values.shape[1:]).transpose(1, 2)
         values = values.reshape(shape)
         return values[part] if part else values
+
+    def _stack(self, name: str, place: _Place, part: tuple[int | slice, ...]) -> Tensor:
+        """One expert of gpt-oss's, as ``part`` names it, or all."""
+        if not part or not isinstance(part[0], int):
+            whole = torch.stack([self._stack(name, place, (expert,)) for expert in range(place.shape[0])])
+            return whole[part] if part else whole
+        halves = [each for each in (place.tensor, place.other) if each is not None]
+        rows = [self._dequantised(name, each, each.data[part[0]]) for each in halves]
+        values = torch.stack(rows, dim=1).flatten(0, 1)
+        return values.mT[part[1:]] if values.dim() == 2 else values[part[1:]]
+
+    def _dequantised(self, name: str, tensor: gguf.ReaderTensor, data: np.ndarray[Any, Any]) -> Tensor:
+        try:
+            values = torch.from_numpy(_values(data, tensor.tensor_type))
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise UserError(
+                f"{self.path(name)}: {name}: {kind} cannot be dequantised; use a file of another type"
+            ) from None
+        return values.view(torch.bfloat16) if tensor.tensor_type == Kind.BF16 else values
 
 
 def _values(data: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
