@@ -38,6 +38,7 @@ from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
 from stretto.report.cost import (
     Control,
     Elasticity,
+    adopted_sentence,
     elasticity_sentence,
     family_sentence,
     family_table,
@@ -86,14 +87,16 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
     models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
     for folder, lineage in models:
         rich.print(ledger_table(ledger(lineage)))
+        for name, adopted in ledger(lineage).adopted:
+            say(adopted_sentence(name, adopted))
         if (found := _elasticity(folder, lineage, controls)) is not None:
             say(elasticity_sentence(found))
     family = _family(models)
     if family is not None:
         rich.print(family_table(family))
         say(family_sentence(family))
-    elif adopted := [name for _, lineage in models for name, _ in ledger(lineage).adopted]:
-        say(f"Whether a family is cheaper than training each alone cannot be said: {adopted[0]} was adopted.")
+    elif len(models) > 1 and any(ledger(lineage).adopted for _, lineage in models):
+        say("Whether a family is cheaper than training each alone cannot be said of an adopted parent.")
 
 
 def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:

@@ -79,7 +79,7 @@ def _elsewhere(name: str, adopted: Elsewhere) -> tuple[Cell, ...]:
 
 
 def _has_parent(ledger: Ledger) -> bool:
-    return any(row.role == "parent" for row in ledger.rows)
+    return any(row.role == "parent" for row in ledger.rows) or bool(ledger.adopted)
 
 
 def _flops(flops: int, note: str = "") -> Cell:
@@ -157,7 +157,8 @@ def cost_bars(ledger: Ledger | None, family: Family | None) -> Figure:
     return figure
 
 
-def _adopted_sentence(name: str, adopted: Elsewhere) -> str:
+def adopted_sentence(name: str, adopted: Elsewhere) -> str:
+    """What a checkpoint from elsewhere had cost there, in a line."""
     told = [numbers.si(adopted.flops, "FLOPs")] if adopted.flops is not None else []
     told += [f"{numbers.si(adopted.tokens)} tokens"] if adopted.tokens is not None else []
     return f"What {name} had cost before it was adopted comes on top: {numbers.listed(told) + ', as told' if told else UNKNOWN}."
@@ -193,7 +194,7 @@ def cost_caption(ledger: Ledger | None, family: Family | None, elasticity: Elast
             said = f"With its parent this model cost {whole}; what came after the parent cost {alone}"
             flops = ledger.with_parents.flops
             said += f", {numbers.percent(ledger.alone.flops / flops)} of it." if flops else "."
-        text.append(said + "".join(f" {_adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))
+        text.append(said + "".join(f" {adopted_sentence(name, adopted)}" for name, adopted in ledger.adopted))
     if family is not None:
         text.append(family_sentence(family))
     if elasticity is not None:

@@ -380,10 +380,12 @@ def test_a_full_disk(stretto: Run, make: Make, tmp_path: Path) -> None:
 def test_what_it_had_cost_is_unknown_unless_told(stretto: Run, make: Make, tmp_path: Path) -> None:
     source = make("qwen")
     assert stretto("adopt", source, "--order", "none", "-o", tmp_path / "a").code == 0
-    assert "unknown (adopted)" in " ".join(stretto("cost", tmp_path / "a").out.split())
+    assert (
+        "What a had cost before it was adopted comes on top: unknown (adopted)." in stretto("cost", tmp_path / "a").out
+    )
     told = ("--order", "none", "--parent-flops", "6e21", "--parent-tokens", "1e12")
     assert stretto("adopt", source, *told, "-o", tmp_path / "b").code == 0
     said = stretto("cost", tmp_path / "b").out
-    assert "6.00 ZFLOPs" in said and "as told" in said and "unknown" not in said
+    assert "on top: 6.00 ZFLOPs and 1.00T tokens, as told." in said and "unknown" not in said
     refused(stretto("adopt", tmp_path / "b", *told, "-o", tmp_path / "c"), "--parent-flops", "has a record")
     refused(stretto("adopt", source, "--parent-tokens", "-5", "-o", tmp_path / "d"), "before.tokens")
