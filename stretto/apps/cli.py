@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import MutableMapping
@@ -146,7 +147,7 @@ def adopt(
         "calibration_tokens": calibration_tokens,
         "text_field": text_field,
         "upcycling": upcycling(experts, top_k, method, shared),
-        "before": {"flops": parent_flops, "tokens": parent_tokens},
+        "before": {"flops": _whole(parent_flops), "tokens": _whole(parent_tokens)},
     }
     made = adopt_command(source, out, validate(AdoptOptions, told, "stretto adopt"))
     for name, choice in {"full": None, **made.presets}.items():
@@ -457,6 +458,11 @@ def _say_next(run: Path, made: Path) -> None:
     limits = reachable_limits(read_config(made))
     asked = f"--max-total {limits.max_total} --max-active {limits.max_active}"
     _say(f"checkpoint: {made}\nnext: stretto latency {run}; stretto search {run} {asked}")
+
+
+def _whole(number: float | None) -> int | float | None:
+    """``6e21`` as the whole number it is; what is none is left to be refused."""
+    return int(number) if number is not None and math.isfinite(number) else number
 
 
 def _with_steps(settings: list[str], steps: int | None) -> list[str]:
