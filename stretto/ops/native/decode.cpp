@@ -1,7 +1,8 @@
 // One decoding step of the whole network in one parallel region.
 //
-// Every phase deals its tasks out one by one and ends in a barrier. A task is a block of weight rows and computes them
-// for all tokens, so each weight is read from memory once a step however many tokens use it.
+// Every phase deals its tasks out and ends in a barrier. A task is a block of weight rows and computes them for all tokens, so
+// each weight is read from memory once a step however many tokens use it. What costs less than a barrier every thread does for
+// itself.
 // A token's result is a function of that token alone: reductions have one order (simd.h), and the experts of a token
 // are added from the lowest id up.
 //
@@ -19,8 +20,22 @@
 
 namespace stretto {
 
-struct alignas(64) Counter {
-    std::atomic<long> next{0};
+// A thread's share of a phase's tasks. It goes through them in order, so that what it asks memory for early is its own next
+// block; whoever is done with its own takes from the far end of others'.
+struct alignas(64) Share {
+    // The next of tasks [begin, end), −1 where none is left.
+    long take(long begin, long end, bool is_own) {
+        uint64_t seen = taken.load(std::memory_order_relaxed);
+        for (;;) {
+            const long first = begin + long(seen & 0xffffffff), last = end - long(seen >> 32);
+            if (first >= last) return -1;
+            if (taken.compare_exchange_weak(seen, seen + (is_own ? 1 : uint64_t(1) << 32), std::memory_order_relaxed))
+                return is_own ? first : last - 1;
+        }
+    }
+
+  private:
+    std::atomic<uint64_t> taken{0};  // low half: from the front, high half: from the back
 };
 
 // Where all threads of a step meet. OpenMP's own spins for milliseconds, which a machine that runs anything else beside
@@ -56,7 +71,8 @@ class Barrier {
     alignas(64) std::atomic<int> round{0};
 };
 
-constexpr int PHASES = 10;  // at most, in a layer; beside them: embedding, norm, head
+constexpr int PHASES = 11;  // at most, in a layer; beside them: embedding, norm, head
+constexpr int OWN = 4096;  // elements that every thread norms for itself, at most: about two microseconds
 
 // Buffers of one step; grown, never shrunk.
 struct Buffers {
@@ -75,11 +91,10 @@ class Decoder {
 
     void step(const StrettoStep& step) {
         prepare(step);
-        const long num_phases = long(PHASES) * s.num_layers + 3;
-        std::vector<Counter> counters(num_phases);
+        std::vector<Share> shares((size_t(PHASES) * s.num_layers + 3) * step.num_threads);
         Barrier barrier;
 #pragma omp parallel num_threads(step.num_threads)
-        Worker(*this, step, counters, barrier).run();
+        Worker(*this, step, shares, barrier).run();
     }
 
 #include "draft.inc"
@@ -109,6 +124,8 @@ class Decoder {
         b.chosen.resize(num * s.route_slots);
         b.active.clear();
         b.active_start.assign(1, 0);
+        are_apart = true;  // chunks have tables of their own, and their tokens are neighbours
+        for (int n = 1; n < step.num_tokens; n++) are_apart &= step.table[n] != step.table[n - 1];
         for (int layer = 0; layer < s.num_layers; layer++) {
             for (int n = 0; n < step.num_tokens; n++)
                 if (step.choices[long(step.subnet[n]) * s.num_layers + layer].active) b.active.push_back(n);
@@ -119,6 +136,7 @@ class Decoder {
     StrettoShape s;
     std::vector<StrettoLayer> layers;
     Buffers b;
+    bool are_apart = false;     // no two tokens of the step belong to one sequence
     std::vector<float> drafts;  // logits of a drafting step
     Weights weights;
 };
@@ -127,25 +145,25 @@ template <class W>
 struct Decoder<W>::Worker {
     Decoder& d;
     const StrettoStep& step;
-    std::vector<Counter>& counters;
+    std::vector<Share>& shares;
     Barrier& barrier;
     const StrettoShape& s = d.s;
     Buffers& b = d.b;
-    const int num_threads = omp_get_num_threads();
+    const int num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
     long phase = 0;
     int layer_index = 0, num_active = 0;
     const int32_t* active = nullptr;
     std::vector<const float*> rows, slots, slot_x;  // inputs of products
     std::vector<int32_t> slot_token, slot_start, used;
-    std::vector<float> slot_weight, scores, selection, group_score;
+    std::vector<float> normed, slot_weight, scores, selection, group_score;
 
-    Worker(Decoder& d, const StrettoStep& step, std::vector<Counter>& counters, Barrier& barrier)
-        : d(d), step(step), counters(counters), barrier(barrier) {}
+    Worker(Decoder& d, const StrettoStep& step, std::vector<Share>& shares, Barrier& barrier)
+        : d(d), step(step), shares(shares), barrier(barrier) {}
 
     void run() {
         const int hidden = s.hidden;
         rows.resize(step.num_tokens);
-        each(step.num_tokens, 16, [&](int n) {
+        each(step.num_tokens, [&](int n) {
             const W* from = static_cast<const W*>(s.embedding) + size_t(step.token[n]) * hidden;
             for (int i = 0; i < hidden; i++) b.x[size_t(n) * hidden + i] = widen(from[i]);
             if (step.write_routes) clear_routes(n);
@@ -162,25 +180,28 @@ struct Decoder<W>::Worker {
         logits();
     }
 
-    // f(i) for i in [0, num): `grain` at a time go to whichever thread is free. Then all threads meet.
+    // f(i) for i in [0, num), by whichever threads. Then all threads meet.
     template <class F>
-    void each(long num, long grain, F f) {
-        std::atomic<long>& next = counters[phase++].next;
-        for (long begin; (begin = next.fetch_add(grain, std::memory_order_relaxed)) < num;)
-            for (long i = begin; i < std::min(num, begin + grain); i++) f(int(i));
+    void each(long num, F f) {
+        Share* of = &shares[size_t(phase++) * step.num_threads];
+        for (int turn = 0; turn < num_threads; turn++) {
+            const int whose = (thread + turn) % num_threads;
+            const long begin = num * whose / num_threads, end = num * (whose + 1) / num_threads;
+            for (long i; (i = of[whose].take(begin, end, turn == 0)) >= 0;) f(int(i));
+        }
         barrier.wait(num_threads);
     }
 
     // Rows a task takes: small enough to share out evenly, large enough to stream.
     int block(long num_rows) const {
-        long even = num_rows / (4L * step.num_threads);
-        return int(std::clamp(even / 8 * 8, 8L, 128L));
+        long even = num_rows / (8L * step.num_threads);
+        return int(std::clamp(even / 8 * 8, 8L, 64L));
     }
 
     template <class F>
     void blocks(long num_rows, F f) {
         const int size = block(num_rows);
-        each((num_rows + size - 1) / size, 1, [&](int i) { f(i * size, int(std::min<long>(num_rows, long(i + 1) * size))); });
+        each((num_rows + size - 1) / size, [&](int i) { f(i * size, int(std::min<long>(num_rows, long(i + 1) * size))); });
     }
 
     float* x_of(int a) { return b.x.data() + size_t(active[a]) * s.hidden; }
@@ -190,9 +211,18 @@ struct Decoder<W>::Worker {
         for (int a = 0; a < num; a++) rows[a] = from.data() + a * width;
     }
 
-    void normalise(const void* weight) {
-        each(num_active, 4, [&](int a) { rms_norm(x_of(a), static_cast<const W*>(weight), s.hidden, s.eps, &b.h[size_t(a) * s.hidden]); });
-        point(b.h, s.hidden, num_active);
+    // Points `rows` at the norms of rows [num] of the stream.
+    void normalise(const void* weight, const int32_t* token, int num) {
+        const bool is_own = long(num) * s.hidden <= OWN;
+        std::vector<float>& to = is_own ? normed : b.h;
+        if (is_own) grow(to, size_t(num) * s.hidden);
+        auto one = [&](int a) {
+            rms_norm(&b.x[size_t(token[a]) * s.hidden], static_cast<const W*>(weight), s.hidden, s.eps, &to[size_t(a) * s.hidden]);
+        };
+        if (is_own)
+            for (int a = 0; a < num; a++) one(a);
+        else each(num, one);
+        point(to, s.hidden, num);
     }
 
     // What a product puts into `to` [tokens, width], with the rows' bias unless that is null.
@@ -243,11 +273,8 @@ struct Decoder<W>::Worker {
 
     void logits() {
         const int hidden = s.hidden, vocab = s.vocab, num = step.num_logits;
-        each(num, 4, [&](int m) {
-            rms_norm(&b.x[size_t(step.logit_tokens[m]) * hidden], static_cast<const W*>(s.norm), hidden, s.eps, &b.h[size_t(m) * hidden]);
-        });
-        point(b.h, hidden, num);
         if (num == 0) return;
+        normalise(s.norm, step.logit_tokens, num);
         blocks(vocab, [&](int begin, int end) {
             product(static_cast<const W*>(s.head), hidden, begin, end, rows.data(), num, hidden,
                     [&](int row, int count, int m, const float* values) {

@@ -59,10 +59,10 @@ inline void tile(const W* __restrict w, size_t stride, const float* const* x, in
     const int ahead = AHEAD / int(sizeof(W)) < width ? AHEAD / int(sizeof(W)) : width;
     const ptrdiff_t next_tile = ptrdiff_t(R * stride) - width;
     for (; k + VECTORS * LANES <= width; k += VECTORS * LANES) {
-        if (is_first) {  // where a row ends, the one that lies so many rows below it comes next
+        if (is_first) {  // into the second level, which has more places for what is under way; behind a row comes the one R below
             const W* soon = w + k + ahead + (k + ahead < width ? 0 : next_tile);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) __builtin_prefetch(soon + r * stride);
+            for (int r = 0; r < R; r++) __builtin_prefetch(soon + r * stride, 0, 2);
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) column<R, T>(w, stride, xs, k + v * LANES, acc);
