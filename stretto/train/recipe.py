@@ -230,10 +230,10 @@ class ElasticizeRecipe(Config):
     better than either, and a share of KL that falls from 1 to 0.75 best."""
     kd_final_weight: float = Field(default=0.75, ge=0, le=1)
     """The same at the last step; it moves evenly between."""
-    experts_from: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the steps before which Subnets have fewer layers only: axis after axis, depth first, ends better than all at
-    once (2605.08738). 0: fewer experts from the start."""
-    top_k_from: float = Field(default=0.4, ge=0, lt=1)
+    experts_from: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the steps before which Subnets have fewer layers only. Cutting a network to one size, axis after axis and depth first
+    ended better than all at once (2605.08738); in the short runs of bench/elasticise.py, which train many sizes, it did not."""
+    top_k_from: float = Field(default=0.0, ge=0, lt=1)
     """Share of the steps before which Subnets keep as large a top-k as their experts allow."""
     trainable: Literal["all", "routers"] = "all"
     """``routers``: experts, attention, dense layers, embedding and head stay as they are, bit for bit; routers, norms and biases
