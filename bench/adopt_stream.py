@@ -5,7 +5,7 @@
 
 A synthetic qwen3_moe checkpoint is written into SCRATCH, in several files, and removed afterwards. It is adopted as it is (files
 are copied), with the orders measured on a few tokens, and from blockwise FP8 to bf16 (every tensor is read, multiplied with its
-scales and written). Each beside a plain copy of as many bytes as it writes, on the same disk, both until they are on it; source
+scales and written). Each beside a plain copy of the same files on the same disk, made right before, both until they are on it; source
 files are dropped from the page cache first. Exit code 1: more memory than --most-gb, or slower than half a copy where nothing
 is measured.
 
@@ -64,8 +64,8 @@ class Row:
     peak_bytes: int
     wall_s: float
     written: int
-    copy_s: float
-    """Of a plain copy of as many bytes."""
+    copy_speed: float
+    """Bytes a second of a plain copy of the same files, made right before."""
     is_measured: bool
 
 
@@ -98,12 +98,11 @@ def _rows(arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     source, out = folder / "source", folder / "out"
     _synthesise(source, config, most, fp8=False)
     measured = ["--calibration", str(TEXT), "--calibration-tokens", str(arguments.tokens)]
-    copy_s = _copied(source, folder / "copy")
-    yield _adopted("as it is", source, out, ["--order", "none"], copy_s, arguments.hold)
-    yield _adopted(f"with orders, {arguments.tokens} tokens", source, out, measured, copy_s)
+    yield _adopted("as it is", source, out, ["--order", "none"], arguments.hold)
+    yield _adopted(f"with orders, {arguments.tokens} tokens", source, out, measured)
     shutil.rmtree(source)
     _synthesise(source, config, most, fp8=True)
-    yield _adopted("FP8 to bf16", source, out, ["--order", "none"], copy_s)
+    yield _adopted("FP8 to bf16", source, out, ["--order", "none"])
 
 
 def _bytes(shape: dict[str, object], num_layers: int) -> int:
@@ -163,18 +162,19 @@ def _forget(folder: Path) -> None:
 
 
 def _copied(source: Path, target: Path) -> float:
-    """Seconds of a plain copy, until it is on the disk; the copy is removed."""
+    """Bytes a second of a plain copy, until it is on the disk; the copy is removed."""
     _forget(source)
     start = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
     os.sync()
     wall_s = time.perf_counter() - start
     shutil.rmtree(target)
-    return wall_s
+    return sum(path.stat().st_size for path in source.iterdir()) / wall_s
 
 
-def _adopted(name: str, source: Path, out: Path, arguments: list[str], copy_s: float, hold: bool = False) -> Row:
-    """Adopt in a process of its own, until the result is on the disk; it is removed."""
+def _adopted(name: str, source: Path, out: Path, arguments: list[str], hold: bool = False) -> Row:
+    """Copy, then adopt in a process of its own, each until the result is on the disk; both are removed."""
+    copy_speed = _copied(source, out)
     _forget(source)
     command = [sys.executable, "-m", "stretto.apps.cli", "adopt", str(source), "-o", str(out), *arguments]
     if hold:
@@ -187,7 +187,7 @@ def _adopted(name: str, source: Path, out: Path, arguments: list[str], copy_s: f
     assert status == 0, f"{command} ended with {status}"
     written = sum(path.stat().st_size for path in (out / "checkpoint").rglob("*") if path.is_file())
     shutil.rmtree(out)
-    return Row(name, usage.ru_maxrss * 1024, wall_s, written, copy_s, "--calibration" in arguments)
+    return Row(name, usage.ru_maxrss * 1024, wall_s, written, copy_speed, "--calibration" in arguments)
 
 
 def _show(arguments: argparse.Namespace, rows: list[Row]) -> int:
@@ -196,10 +196,9 @@ def _show(arguments: argparse.Namespace, rows: list[Row]) -> int:
         table.add_column(column)
     failed = False
     for row in rows:
-        copy_speed = rows[0].written / row.copy_s
-        share = row.written / row.wall_s / copy_speed
+        share = row.written / row.wall_s / row.copy_speed
         failed |= row.peak_bytes > arguments.most_gb * 1e9 or (not row.is_measured and share < 0.5)
-        cells = (row.peak_bytes / 1e9, row.written / row.wall_s / 1e6, copy_speed / 1e6, share, row.wall_s)
+        cells = (row.peak_bytes / 1e9, row.written / row.wall_s / 1e6, row.copy_speed / 1e6, share, row.wall_s)
         table.add_row(
             row.name,
             *(

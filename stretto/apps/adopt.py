@@ -50,7 +50,7 @@ from stretto.evals.neurons import plan_layer, plan_network
 from stretto.evals.order import ExpertRule, carried_tokens, expert_orders, layer_order, survey
 from stretto.evals.routing import LayerRouting
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.families import Family, stored_tensors
+from stretto.model.families import Family, remarks, stored_tensors
 from stretto.model.gguf_read import GgufFile, gguf_file, packaged
 from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, SubnetChoice, count
@@ -158,6 +158,8 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
         tokenizer = _tokenizer(folder, out)
         if (folder / LINEAGE_FILE).is_file() and options.before != Elsewhere():
             raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
+        for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
+            say(f"{folder}: {remark}")
         with StreamedState(folder) as state:
             dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)

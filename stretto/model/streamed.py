@@ -126,6 +126,11 @@ def part_of(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
+def _computable(tensor: Tensor) -> Tensor:
+    """fp16 is a dtype of GPUs: on a CPU its products are a hundred times slower than any other's."""
+    return tensor.float() if tensor.dtype == torch.float16 and tensor.device.type == "cpu" else tensor
+
+
 class StreamedNetwork:
     """A network whose parts have weights only while they are held; `stretto.evals.order.survey` walks it."""
 
@@ -139,7 +144,7 @@ class StreamedNetwork:
         """The weights of ``part`` are there meanwhile. Raises `UserError` as `read_checkpoint` does."""
         module = self.model.get_submodule(part)
         names = [name for name in self._state if part_of(name) == part]
-        tensors = {name.removeprefix(f"{part}."): self._state[name] for name in names}
+        tensors = {name.removeprefix(f"{part}."): _computable(self._state[name]) for name in names}
         module.load_state_dict(tensors, assign=True)
         for layer in (each for each in module.modules() if isinstance(each, MoeLayer)):
             layer.rank_E = torch.tensor(self.model.config.expert_orders[layer.row]).argsort()

@@ -281,7 +281,7 @@ def test_a_name_on_the_hub(make: Make, tmp_path: Path) -> None:
         assert len([name for name in asked if name.endswith(".safetensors")]) == 1 + len(
             list(source.glob("*.safetensors"))
         )
-        assert "modeling.py" not in asked
+        assert "modeling.py" not in asked and "code to be run, which is never run" in done.stdout
         asked.clear()
         missing = call("owner/other", "c")
         assert missing.returncode == 2 and "the hub has no such model" in missing.stderr
