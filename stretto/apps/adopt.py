@@ -47,13 +47,13 @@ from stretto.data.loader import Loader, Mixture, Part
 from stretto.data.shards import TOKENIZER
 from stretto.evals.loss import EvalBatch
 from stretto.evals.neurons import plan_layer, plan_network
-from stretto.evals.order import ExpertRule, carried_tokens, expert_orders, layer_order, survey
+from stretto.evals.order import ExpertRule, expert_orders, layer_order, pieces, survey
 from stretto.evals.routing import LayerRouting
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.families import Family, remarks, stored_tensors
 from stretto.model.gguf_read import GgufFile, gguf_file, packaged
 from stretto.model.parallel import device_name
-from stretto.model.spec import ModelConfig, SubnetChoice, count
+from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
 from stretto.model.streamed import StreamedNetwork, StreamedState
 from stretto.model.upcycle import FAMILY as UPCYCLED
 from stretto.model.upcycle import UpcycledState, Upcycling, upcycled_config, upcycled_presets
@@ -63,6 +63,8 @@ from stretto.train.recipe import default_anchors
 ORDER_FILE, DATA = "order.json", "data"
 ROWS, ROW_TOKENS = 4, 512
 """Of a calibration batch: enough for its products to be fast, few enough for its activations to be small beside a layer."""
+LAYER_BATCHES, NEURON_BATCHES = 4, 8
+"""That layers are measured on where there are no experts to tell apart; and that experts are made of neurons with."""
 SHARD_BYTES = 10**9
 """Of files that are written anew: one is in memory at a time."""
 OWN_TEXT_CHARS = {"max_code_chars": 1_500_000, "max_exercise_chars": 500_000}
@@ -286,8 +288,9 @@ def _upcycled(state: StreamedState, dense: ModelConfig, text: Text | None, how: 
         ]
     else:
         streamed = StreamedNetwork(dense, state)
-        with progress("make experts", dense.num_layers * len(text.batches)) as advance:
-            plans = plan_network(streamed.model, text.batches, how, hold=streamed.hold, advance=advance)
+        batches = text.batches[:NEURON_BATCHES]
+        with progress("make experts", dense.num_layers * len(batches)) as advance:
+            plans = plan_network(streamed.model, batches, how, hold=streamed.hold, advance=advance)
     return Network(config, UPCYCLED, UpcycledState(config, how, plans, state), upcycled_presets(config, how))
 
 
@@ -407,13 +410,15 @@ def _measure(
     """Walk the text through the network, one part of it in memory at a time."""
     config = state.config
     streamed = StreamedNetwork(config, state)
-    num_tokens = sum(int(batch.real_BT.sum()) for batch in batches)
-    left_out = 0
-    if options.layer_order == "leave-one-out":
-        # every token left out costs as many as half the layers: at most four passes more, and no more than memory holds
-        at_once = carried_tokens(config, torch.float32) // batches[0].ids_BT.numel()
-        left_out = max(1, min(at_once, len(batches), 8 * len(batches) // config.num_layers))
-    with progress("compare experts and layers", config.num_layers * len(batches)) as advance:
+    if not config.num_moe_layers:
+        batches = batches[:LAYER_BATCHES]
+    left_out = 1 if options.layer_order == "leave-one-out" else 0
+    batches = [*pieces(batches[0], config), *batches[1:]]  # as much is left out of at once as memory holds
+    what = "measure experts and layers" if config.num_moe_layers else "measure layers"
+    if left_out:
+        num = batches[0].ids_BT.numel()
+        what += f" (and the network without each of {len(droppable_layers(config))}, on {num:,} tokens)"
+    with progress(what, config.num_layers * len(batches)) as advance:
         found = survey(
             streamed.model,
             batches,
@@ -431,7 +436,7 @@ def _measure(
         logit_error=found.logit_error,
         experts=found.experts,
         flops=found.flops,
-        num_tokens=num_tokens,
+        num_tokens=sum(int(batch.real_BT.sum()) for batch in batches),
     )
 
 

@@ -78,8 +78,8 @@ def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRankin
 
     The first and last two layers come first, whatever their error. Raises `UserError`: no token of the batches carries a loss.
     """
-    pieces = [piece for batch in batches for piece in _pieces(batch, model.config)]
-    found = survey(model, pieces, left_out=len(pieces), watched=False, side_by_side=1)
+    cut = [piece for batch in batches for piece in pieces(batch, model.config)]
+    found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1)
     return LayerRanking(layer_order(model.config, found.logit_error), found.logit_error, found.flops)
 
 
@@ -271,23 +271,20 @@ def _compare(model: Transformer, group: Sequence[_Carried], sums: _Sums) -> None
             sums.error[layer] = sums.error.get(layer, 0.0) + error
 
 
-def carried_tokens(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Tokens for which leave-one-out stays within `CARRIED_BYTES`, at least one."""
-    variants = 1 + len(droppable_layers(config))
-    return max(1, CARRIED_BYTES // (variants * config.hidden_size * dtype.itemsize))
-
-
-def _pieces(batch: EvalBatch, config: ModelConfig) -> list[EvalBatch]:
-    """``batch`` in groups of rows that `carried_tokens` allows; the same for all ranks, whose batches have one shape."""
+def pieces(batch: EvalBatch, config: ModelConfig) -> list[EvalBatch]:
+    """``batch`` in groups of rows for which leave-one-out stays within `CARRIED_BYTES`, a row at least; the same for all ranks,
+    whose batches have one shape.
+    """
     num_rows, length = batch.ids_BT.shape
-    rows = max(1, carried_tokens(config, torch.float32) // length)
+    variants = 1 + len(droppable_layers(config))
+    rows = max(1, CARRIED_BYTES // (variants * length * config.hidden_size * torch.float32.itemsize))
     if rows >= num_rows:
         return [batch]
 
     def cut(tensor: Tensor | None, first: int) -> Tensor | None:
         return None if tensor is None else tensor[first : first + rows]
 
-    pieces = []
+    cut_up = []
     for first in range(0, num_rows, rows):
         ctx = replace(
             batch.ctx,
@@ -295,8 +292,8 @@ def _pieces(batch: EvalBatch, config: ModelConfig) -> list[EvalBatch]:
             documents_BT=cut(batch.ctx.documents_BT, first),
             shared_BT2=cut(batch.ctx.shared_BT2, first),
         )
-        pieces.append(EvalBatch(batch.ids_BT[first : first + rows], batch.targets_BT[first : first + rows], ctx))
-    return pieces
+        cut_up.append(EvalBatch(batch.ids_BT[first : first + rows], batch.targets_BT[first : first + rows], ctx))
+    return cut_up
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------

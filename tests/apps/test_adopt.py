@@ -85,7 +85,7 @@ def test_orders_are_those_of_the_resident_network(stretto: Run, make: Make, text
     adopted(stretto, source, out, "--calibration", text, *QUICK)
     info = adopt.read_info(out)
     batches = adopt._batches(info.mixture, read_checkpoint(source).config, 2048)
-    found = survey(read_checkpoint(source).model, batches, left_out=len(batches))
+    found = survey(read_checkpoint(source).model, batches, left_out=1)
     measured = json.loads((out / "order.json").read_text())
     assert [tuple(layer["saliency"]) for layer in measured["experts"]] == [layer.saliency for layer in found.experts]
     assert measured["logit_error"] == {str(layer): error for layer, error in found.logit_error.items()}
