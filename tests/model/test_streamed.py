@@ -55,6 +55,16 @@ def test_written_from_a_streamed_state_equals_written_from_a_whole_one(tmp_path,
     assert len({weights_hash(tmp_path / folder) for folder in "bcd"}) == 1
 
 
+def test_fp16_is_computed_in_fp32(tmp_path):
+    model = network(**NETWORKS["qwen"][1])
+    write_checkpoint(tmp_path, model, model.config, family="qwen3_moe", dtype=torch.float16)
+    with StreamedState(tmp_path) as state:
+        assert state.dtype == torch.float16
+        streamed = StreamedNetwork(state.config, state)
+        found = survey(streamed.model, BATCHES, left_out=2, hold=streamed.hold)
+    assert found == survey(read_checkpoint(tmp_path, dtype=torch.float32).model, BATCHES, left_out=2)
+
+
 def test_files_that_need_no_change_are_copied(tmp_path):
     model = network(**NETWORKS["qwen"][1])
     write_checkpoint(tmp_path / "a", model, model.config, family="qwen3_moe", max_shard_bytes=50_000)
