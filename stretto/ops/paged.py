@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import exact, matmul
-from stretto.ops.grouped import Clamp, ExpertBiases, swiglu
+from stretto.ops.grouped import Clamp, ExpertBiases, grouped_mm, swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
 from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rotate, route
 
@@ -361,11 +361,11 @@ def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Te
     expert_S, order_S = routes.chosen_NK.view(-1).sort(stable=True)
     ends_E = torch.searchsorted(expert_S, weights.bounds_E, right=True, out_int32=True)
     x_SD = x_ND.index_select(0, order_S.div(num_chosen, rounding_mode="floor"))
-    hidden_SF = F.grouped_mm(x_SD, weights.gate_up_EFD.transpose(1, 2), offs=ends_E)
+    hidden_SF = grouped_mm(x_SD, weights.gate_up_EFD.transpose(1, 2), offs=ends_E)
     own_S = expert_S.clamp(max=len(weights.downs) - 1)
     if weights.biases is not None:
         hidden_SF += weights.biases.gate_up_EF[own_S]
-    y_SD = F.grouped_mm(swiglu(hidden_SF, weights.clamp), weights.down_EDI.transpose(1, 2), offs=ends_E)
+    y_SD = grouped_mm(swiglu(hidden_SF, weights.clamp), weights.down_EDI.transpose(1, 2), offs=ends_E)
     if weights.biases is not None:
         y_SD += weights.biases.down_ED[own_S]
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(num_pairs, device=order_S.device))

@@ -201,12 +201,13 @@ def test_route(softmax: bool, normalize: bool, masked: str, close: Close) -> Non
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_experts(num_tokens: int, dropped: bool, biased: bool, close: Close) -> None:
-    """Both paths: pair by pair and grouped; a choice of expert E adds nothing."""
+@pytest.mark.parametrize("width", [8, 7])
+def test_experts(num_tokens: int, dropped: bool, biased: bool, width: int, close: Close) -> None:
+    """Both paths: pair by pair and grouped; a choice of expert E adds nothing. Rows need not be whole 16 bytes."""
     torch.manual_seed(0)
-    biases = ExpertBiases(torch.randn(9, 16), torch.randn(9, 8)) if biased else None
+    biases = ExpertBiases(torch.randn(9, 2 * width), torch.randn(9, 8)) if biased else None
     clamp = Clamp(1.7, 2.0) if biased else None
-    weights = ExpertWeights.of(torch.randn(9, 16, 8), torch.randn(9, 8, 8), biases, clamp)
+    weights = ExpertWeights.of(torch.randn(9, 2 * width, 8), torch.randn(9, 8, width), biases, clamp)
     chosen = torch.rand(num_tokens, 9).argsort(-1)[:, :4].contiguous()
     gates = torch.rand(num_tokens, 4)
     if dropped:
