@@ -30,7 +30,8 @@ from rich.table import Table
 from scipy import stats
 
 from bench.elastic_quality import RECIPE, own_text
-from stretto.apps.run import RunInfo, prepare_data
+from stretto.apps.data import prepare_data
+from stretto.apps.run import RunInfo
 from stretto.apps.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
