@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -118,22 +119,18 @@ def test_nothing_to_train_on_is_named(tmp_path: Path) -> None:
         find_files(tmp_path / "pictures")
 
 
-def test_a_folder_that_may_not_be_looked_into(tmp_path: Path) -> None:
-    make(tmp_path / "text", "a.txt", "closed/b.txt")
-    for folder in (tmp_path / "text", *tmp_path.parents[:2], tmp_path):
-        folder.chmod(0o755)
-    (tmp_path / "text/closed").chmod(0)
+def test_a_folder_that_may_not_be_looked_into() -> None:
     code = (
         "import os, sys\nfrom stretto.data.files import find_files\n"
         "if os.getuid() == 0: os.setuid(65534)\n"  # to root, every folder is open
         "try: find_files(sys.argv[1])\nexcept ValueError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "text")],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=True,
-    )
-    (tmp_path / "text/closed").chmod(0o755)
+    with TemporaryDirectory() as made:  # pytest's own folders are closed to others
+        text = Path(made) / "text"
+        make(text, "a.txt", "closed/b.txt")
+        Path(made).chmod(0o755)
+        (text / "closed").chmod(0)
+        command = [sys.executable, "-c", code, str(text)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+        (text / "closed").chmod(0o755)
     assert done.stdout.strip().endswith("closed: cannot be looked into: Permission denied; check its permissions"), done

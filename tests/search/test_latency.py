@@ -105,7 +105,7 @@ def test_outside_the_measured_range_is_refused(make_model):
 def test_networks_of_all_families_are_timed_and_their_tables_survive_the_disk(make_model, monkeypatch, tmp_path, name):
     monkeypatch.setattr(timing, "TIMED_STEPS", 1)
     dense = {"dense_layers": tuple(range(6)), "dense_intermediate_size": 16}
-    model = make_model(**{**SWITCHES, **LATENT, "all dense": dense}[name])
+    model = make_model(**{"widths": (6,)} | {**SWITCHES, **LATENT, "all dense": dense}[name])  # 3 would halve no group
     table = measure(model, [4], [2], [DECODE], num_rounds=1)
     write_table(tmp_path / "latency.json", table)
     assert read_table(tmp_path / "latency.json", model) == table
