@@ -22,6 +22,7 @@ from stretto.base.records import (
     Alone,
     Family,
     Lineage,
+    distinct,
     family,
     git_commit,
     history,
@@ -85,9 +86,10 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
     """Print the ledger of one model, or of several together as a family: each once, however many folders hold it."""
     named = [(checkpoint_folder(folder), read_lineage(checkpoint_folder(folder))) for folder in folders]
     models = list({lineage.run_id: (folder, lineage) for folder, lineage in reversed(named)}.values())[::-1]
-    for folder, lineage in models:
-        rich.print(ledger_table(ledger(lineage)))
-        for name, adopted in ledger(lineage).adopted:
+    ledgers = [ledger(lineage) for _, lineage in models]
+    for (folder, lineage), each in zip(models, ledgers, strict=True):
+        rich.print(ledger_table(each))
+        for name, adopted in each.adopted:
             say(adopted_sentence(name, adopted))
         if (found := _elasticity(folder, lineage, controls)) is not None:
             say(elasticity_sentence(found))
@@ -95,7 +97,7 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
     if family is not None:
         rich.print(family_table(family))
         say(family_sentence(family))
-    elif len(models) > 1 and any(ledger(lineage).adopted for _, lineage in models):
+    elif len(models) > 1 and any(each.adopted for each in ledgers):
         say("Whether a family is cheaper than training each alone cannot be said of an adopted parent.")
 
 
@@ -255,13 +257,7 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
 
     None where there is no size beside the parent, not one parent to all of them, or one whose own training nobody measured.
     """
-    stages = {stage.run_id: stage for _, lineage in models for stage in history(lineage)}
-    for _, lineage in models:  # of two records of a run, the later
-        stages |= {
-            stage.run_id: stage
-            for stage in history(lineage)
-            if stage.receipt.flops > stages[stage.run_id].receipt.flops
-        }
+    stages = {stage.run_id: stage for stage in distinct(stage for _, lineage in models for stage in history(lineage))}
     shared = frozenset().union(*(parents_of(lineage) for _, lineage in models))
     sizes = list({lineage.run_id: (folder, lineage) for folder, lineage in models if lineage.parents}.values())
     sizes = [(folder, lineage) for folder, lineage in sizes if lineage.run_id not in shared]

@@ -277,7 +277,7 @@ def history(lineage: Lineage) -> tuple[Lineage, ...]:
     Two records of one run (the run went on after the first child was cut from it) are one stage: the later record,
     which has more FLOPs, includes the earlier.
     """
-    return _distinct(_walk(lineage))
+    return distinct(_walk(lineage))
 
 
 def ledger(lineage: Lineage) -> Ledger:
@@ -378,7 +378,7 @@ def family(members: Sequence[Lineage], alone: Sequence[Alone]) -> Family:
     same tokens would; that is no saving, so the family then pays the ordinary run's price.
     """
     assert members and len(members) == len(alone), f"{len(members)} members, {len(alone)} costs of training alone"
-    stages = _distinct(stage for member in members for stage in _walk(member))
+    stages = distinct(stage for member in members for stage in _walk(member))
     cost = {stage.run_id: stage.receipt.flops for stage in stages}
     parents = {stage.run_id for stage in stages if not stage.parents}.union(*map(parents_of, members))
     counted = set(parents)
@@ -415,7 +415,7 @@ def _walk(lineage: Lineage) -> Iterable[Lineage]:
     yield lineage
 
 
-def _distinct(stages: Iterable[Lineage]) -> tuple[Lineage, ...]:
+def distinct(stages: Iterable[Lineage]) -> tuple[Lineage, ...]:
     """One record a run, the one with most FLOPs, at the place where the run first appears."""
     latest: dict[str, Lineage] = {}
     for stage in stages:

@@ -35,16 +35,15 @@ from stretto.model.families import (
     differing_field,
     from_hf,
     parse_family,
+    readable_tensors,
     stored_tensors,
-    stored_tied,
-    tied_head,
     to_hf,
 )
 from stretto.model.families.quantisation import quantisation
 from stretto.model.gguf_read import GgufFile, gguf_file
 from stretto.model.quantised import Dequantised, TensorSource
 from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.model.transformer import MoeLayer, Transformer
+from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.text.tokenizer import TURN_END, load_tokenizer
 
 SCHEMA = 1
@@ -187,15 +186,12 @@ def read_checkpoint(
     config, family = description.config, description.family
     with open_tensors(folder) as files:
         dtype = dtype or files.dtype("model.embed_tokens.weight")
-        with torch.device("meta"):
-            model = Transformer(config)
+        model = skeleton(config)
         state = {
             name: torch.zeros(tensor.shape, dtype=torch.float32 if name.endswith(".bias_WE") else dtype, device=device)
             for name, tensor in model.state_dict().items()
         }
-        tensors = list(stored_tensors(config, family))
-        if stored_tied(config, family):
-            tensors.append(tied_head(config))
+        tensors = readable_tensors(config, family)
         for stored in tensors:
             fill(stored, files, state, folder)
         refuse_unexpected(files, tensors, config)
@@ -204,7 +200,7 @@ def read_checkpoint(
     model.load_state_dict(state, assign=True)
     moe_layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(moe_layers, config.expert_orders, strict=True):
-        layer.rank_E = torch.tensor(order, device=device).argsort()  # not in the state dict, so still without memory
+        layer.set_order(order, device)  # not in the state dict, so still without memory
     lineage = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
     return Checkpoint(model, config, family, description.presets, lineage, folder)
 

@@ -77,7 +77,7 @@ def order_experts(model: Transformer, orders: tuple[tuple[int, ...], ...]) -> No
     model.config = model.config.replace(expert_order=orders)
     layers = (block.mlp for block in model.blocks if isinstance(block.mlp, MoeLayer))
     for layer, order in zip(layers, orders, strict=True):
-        layer.rank_E = torch.tensor(order, device=layer.rank_E.device).argsort()
+        layer.set_order(order, layer.rank_E.device)
 
 
 @torch.no_grad()

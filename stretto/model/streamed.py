@@ -24,7 +24,7 @@ from stretto.model.checkpoint import (
     open_tensors,
     refuse_unexpected,
 )
-from stretto.model.families import Stored, stored_tensors, stored_tied, tied_head
+from stretto.model.families import Stored, readable_tensors
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 
@@ -47,9 +47,7 @@ class StreamedState(Mapping[str, Tensor]):
         self.config = config = self.description.config
         self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(config).state_dict().items()}
         self._stored: dict[str, list[Stored]] = defaultdict(list)
-        tensors = list(stored_tensors(config, self.description.family))
-        if stored_tied(config, self.description.family):
-            tensors.append(tied_head(config))
+        tensors = readable_tensors(config, self.description.family)
         part = ""
         for stored in tensors:
             part = (
@@ -147,7 +145,7 @@ class StreamedNetwork:
         tensors = {name.removeprefix(f"{part}."): _computable(self._state[name]) for name in names}
         module.load_state_dict(tensors, assign=True)
         for layer in (each for each in module.modules() if isinstance(each, MoeLayer)):
-            layer.rank_E = torch.tensor(self.model.config.expert_orders[layer.row]).argsort()
+            layer.set_order(self.model.config.expert_orders[layer.row], "cpu")
         del tensors
         try:
             yield

@@ -7,7 +7,7 @@ E experts, K chosen (or route slots), W branches of balance state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,9 +147,12 @@ class MoeLayer(nn.Module):
 
     def reset_buffers(self) -> None:
         """The nested order of the experts, and a balance bias of zero."""
-        order_E = torch.tensor(self.config.expert_orders[self.row], device=self.rank_E.device)
-        self.rank_E[order_E] = torch.arange(len(order_E), device=order_E.device)
+        self.set_order(self.config.expert_orders[self.row], self.rank_E.device)
         self.bias_WE.zero_()
+
+    def set_order(self, order: Sequence[int], device: torch.device | str) -> None:
+        """Let ``order`` be the nested order of the experts, first kept first."""
+        self.rank_E = torch.tensor(order, device=device).argsort()
 
     def forward(
         self,

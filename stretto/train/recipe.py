@@ -268,15 +268,12 @@ class ElasticizeRecipe(Config):
             raise UserError(str(error)) from None
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
-        if model.num_moe_layers and all(
-            k == num for k, num in zip(model.top_k_by_layer, model.experts_by_layer, strict=True)
-        ):
-            elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
-            factor = (
-                0.0 if self.optim.router_lr_factor == 1.0 else self.optim.router_lr_factor
-            )  # what is not the default is meant
-            return self.replace(elastic=elastic, optim=self.optim.replace(router_lr_factor=factor))
-        return self.replace(elastic=elastic)
+        if not model.num_moe_layers or model.top_k_by_layer != model.experts_by_layer:
+            return self.replace(elastic=elastic)
+        elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
+        is_told = self.optim.router_lr_factor != 1.0  # what is not the default is meant
+        optim = self.optim if is_told else self.optim.replace(router_lr_factor=0.0)
+        return self.replace(elastic=elastic, optim=optim)
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
         """The mixture of ``step`` (0-based): axes that are not in force yet stay full."""

@@ -23,7 +23,7 @@ from stretto.model.families.quantisation import quantisation
 from stretto.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from stretto.model.families.rope import latent_scale, read_rope, write_rope
 from stretto.model.families.table import FAMILIES, OPTIONAL, Family, Reader, Table
-from stretto.model.families.tensors import NEVER_CHOSEN, Alias, Stored, tied_head
+from stretto.model.families.tensors import NEVER_CHOSEN, Alias, Stored
 from stretto.model.spec import ModelConfig, RopeScaling
 
 __all__ = [
@@ -38,12 +38,12 @@ __all__ = [
     "from_hf",
     "kept_family",
     "parse_family",
+    "readable_tensors",
     "remarks",
     "stored_experts",
     "stored_shared_experts",
     "stored_tensors",
     "stored_tied",
-    "tied_head",
     "to_hf",
     "why_not",
 ]
@@ -338,6 +338,12 @@ def differing_field(written: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 def stored_tensors(config: ModelConfig, family: Family) -> Iterator[Stored]:
     """Every tensor of a checkpoint of ``config`` in ``family``, in the order of the layers."""
     return tensors.stored_tensors(config, TABLES[family])
+
+
+def readable_tensors(config: ModelConfig, family: Family) -> list[Stored]:
+    """`stored_tensors`, and a tied head that other software may have stored all the same."""
+    found = list(stored_tensors(config, family))
+    return [*found, tensors.tied_head(config)] if stored_tied(config, family) else found
 
 
 def stored_experts(config: ModelConfig, family: Family) -> int:
