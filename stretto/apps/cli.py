@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from stretto.apps.cli_post import sft
 from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
@@ -410,7 +411,7 @@ def demo(
     demo_command(out or Path("runs/demo"), fresh=not resume)
 
 
-for command in (rl, top, serve, chat, generate, bench_serve):
+for command in (rl, sft, top, serve, chat, generate, bench_serve):
     app.command()(command)
 
 
