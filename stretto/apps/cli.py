@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -433,7 +434,7 @@ def main() -> None:
     """Entry point: bad input becomes one line and exit code 2, Ctrl-C becomes 130."""
     wait_briefly(os.environ)  # before torch is imported: its library looks when it is loaded
     try:
-        code = app(standalone_mode=False)  # newer typers return what they would exit with
+        code = app(prog_name="stretto", standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
         _fail(str(error), 2)
     except typer.Exit as stop:
@@ -443,13 +444,38 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "exit_code"):  # click's own errors about arguments carry one
             raise
-        show = getattr(error, "show", None)
-        if show is not None:
-            show()
+        if (problem := usage_problem(error, sys.argv[1:])) is not None:
+            _fail(problem, 2)
+        error.show()  # type: ignore[attr-defined]  # the help, which a bare command asks for
         sys.exit(int(error.exit_code))
     if code == 130:
         _fail("interrupted; a training run goes on with --resume", 130)
     sys.exit(code or 0)
+
+
+def usage_problem(error: Any, arguments: Sequence[str]) -> str | None:
+    """What click says of wrong ``arguments``, in a line with the remedy; None: it has nothing to say but the help."""
+    context, message = getattr(error, "ctx", None), error.format_message()
+    told = " ".join(message.split()).rstrip(".")
+    if context is None or not told or "\n" in message.strip():
+        return None
+    remedy = _again(context.command, arguments) if "extra argument" in message else None
+    place = "".join(f"{name}: " for name in context.command_path.split()[1:])
+    return f"{place}{told[0].lower()}{told[1:]}; {remedy or f'see `{context.command_path} --help`'}"
+
+
+def _again(command: Any, arguments: Sequence[str]) -> str | None:
+    """How to give several values to an option of ``command`` that is repeated for each, if ``arguments`` name it once before them."""
+    repeated = {
+        name for parameter in command.params if getattr(parameter, "multiple", False) for name in parameter.opts
+    }
+    for place, argument in enumerate(arguments, start=1):
+        name, _, first = argument.partition("=")
+        values = [first] if first else []
+        values += takewhile(lambda each: not each.startswith("-"), arguments[place:])
+        if name in repeated and len(values) > 1:
+            return f"{name} is written before each: {name} {values[0]} {name} {values[1]}"
+    return None
 
 
 def _say_next(run: Path, made: Path) -> None:
@@ -476,7 +502,9 @@ def _say(text: str) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"stretto: {message}\n")
+    # names come from files, too: a line end or a terminal's command in one is shown, not obeyed
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+    sys.stderr.write(f"stretto: {shown}\n")
     sys.exit(code)
 
 

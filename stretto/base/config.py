@@ -60,7 +60,7 @@ def read_recipe(
 def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> ConfigT:
     """Build ``kind`` from plain data; a problem becomes one line naming ``source`` and the field."""
     try:
-        return kind.model_validate(dict(tree))
+        return kind.model_validate(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as error:
         problem = first_problem(error, kind, "key")
         raise UserError(f"{source}: {problem.field or '(whole file)'}: {problem.message}") from None

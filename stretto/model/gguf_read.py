@@ -52,6 +52,10 @@ _HARMLESS = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of every Llama 3 that scales its frequencies; the factor is what the file's own factors say."""
 _AGAIN = "fetch the file again"
+_MOST = 10_000
+"""Layers, heads or experts, more than any network has."""
+_MOST_STRINGS, _MOST_TENSORS = 1 << 20, 1 << 17
+"""In an array and in a file, more than any model's: each takes some hundred bytes of memory and of a damaged file hardly any."""
 
 
 def llama3_factors(theta: float, count: int, factor: float) -> Tensor:
@@ -140,7 +144,7 @@ class GgufFile(ExitStack):
         self._places |= {name: place for name, place in self._absent() if name not in self._places}
 
     def _other_parts(self) -> list[Path]:
-        count = int(self.metadata.get("split.count", 1))
+        count = self.metadata.whole("split.count", 1)
         if count <= 1:
             return []
         match = _PART.fullmatch(self.file.name)
@@ -177,6 +181,10 @@ class GgufFile(ExitStack):
             key.removeprefix("rope.scaling."): own.pop(key) for key in list(own) if key.startswith("rope.scaling.")
         }
         for key, value in own.items():
+            if key in (*names, "rope.dimension_count") and not isinstance(value, int | float):
+                raise UserError(
+                    f"{self.file}: {prefix}{key}: {str(value)[:40]!r} is not a number; use a model that has one for all layers"
+                )
             if key in architecture.given and value != architecture.given[key]:
                 raise UserError(
                     f"{self.file}: {prefix}{key}: {value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
@@ -194,7 +202,7 @@ class GgufFile(ExitStack):
             **architecture.implied,
             **{field: own[key] for key, field in names.items() if key in own},
         }
-        if "hidden_size" in tree and "num_attention_heads" in tree:
+        if "hidden_size" in tree and tree.get("num_attention_heads"):
             tree.setdefault("head_dim", tree["hidden_size"] // tree["num_attention_heads"])
         tree.setdefault("rope_theta", 10_000.0)  # where llama.cpp's own converter leaves it out
         self._add_biases(tree)
@@ -213,12 +221,12 @@ class GgufFile(ExitStack):
 
     def _add_layers(self, tree: dict[str, Any]) -> None:
         extra = tree.pop("num_nextn_predict_layers", 0)  # llama.cpp counts the layers of multi-token prediction too
-        if extra:
+        if extra and "num_hidden_layers" in tree:
             tree["num_hidden_layers"] -= extra
         if self.architecture.family == "gpt_oss":
             return
         experts = self._tensors.get(f"blk.{tree.get('num_hidden_layers', 1) - 1}.ffn_gate_exps.weight")
-        if experts is not None and "moe_intermediate_size" not in tree:
+        if experts is not None and len(experts[0].shape) == 3 and "moe_intermediate_size" not in tree:
             width = int(experts[0].shape[1])
             tree[
                 "intermediate_size" if self.architecture.family in ("mixtral", "olmoe") else "moe_intermediate_size"
@@ -227,7 +235,7 @@ class GgufFile(ExitStack):
     def _add_rotation(self, tree: dict[str, Any], rotated: int | None, scaling: dict[str, Any]) -> None:
         head_dim = tree.get("head_dim", rotated)
         if self.architecture.family == "glm4_moe":
-            tree["partial_rotary_factor"] = 1.0 if rotated is None or head_dim is None else rotated / head_dim
+            tree["partial_rotary_factor"] = 1.0 if rotated is None or not head_dim else rotated / head_dim
         elif rotated is not None and rotated != head_dim:
             raise UserError(
                 f"{self.file}: rope.dimension_count: {rotated} of {head_dim} channels; a {self.architecture.name} rotates all of a head"
@@ -287,8 +295,8 @@ class GgufFile(ExitStack):
         """Every tensor under the hub's name, an expert at a time; one that has no name there keeps its own."""
         architecture = self.architecture
         heads = {
-            "attn_q": self.metadata.get(f"{architecture.name}.attention.head_count", 0),
-            "attn_k": self.metadata.get(f"{architecture.name}.attention.head_count_kv", 0),
+            "attn_q": self.metadata.whole(f"{architecture.name}.attention.head_count", 0),
+            "attn_k": self.metadata.whole(f"{architecture.name}.attention.head_count_kv", 0),
         }
         for name, (tensor, path) in self._tensors.items():
             match = _LAYER.fullmatch(name)
@@ -309,20 +317,24 @@ class GgufFile(ExitStack):
                 other = self._tensors.get(name.replace("_gate_", "_up_")) if "_gate_" in name else None
                 yield hub, _Place(tensor, path, is_stack=True, other=None if other is None else other[0])
             elif "{}" in architecture.layer[module]:
-                for expert in range(int(tensor.shape[-1])):
+                if (num_experts := int(tensor.shape[-1])) > _MOST:
+                    raise UserError(f"{path}: {name}: {num_experts:,} experts; the file is damaged, {_AGAIN}")
+                for expert in range(num_experts):
                     yield f"{theirs}{architecture.layer[module].format(expert)}.{end}", _Place(tensor, path, expert)
             else:
-                swapped = int(heads.get(module, 0)) if architecture.pairs_neighbours else 0
+                swapped = heads.get(module, 0) if architecture.pairs_neighbours else 0
                 yield f"{theirs}{architecture.layer[module]}.{end}", _Place(tensor, path, heads=swapped)
 
     def _absent(self) -> Iterator[tuple[str, _Place]]:
         """Biases of zeros, where llama.cpp has one on queries, keys and values alone and the hub's families on the output too."""
         if "blk.0.attn_q.bias" not in self._tensors or self.architecture.family in ("qwen2", "glm4_moe"):
             return
-        output = self._tensors["blk.0.attn_output.weight"][0]
+        output = self._tensors.get("blk.0.attn_output.weight", (None,))[0]
+        if output is None or len(output.shape) != 2:
+            return  # refused when it is read
         width = int(output.shape[1])
         zeros = output._replace(tensor_type=Kind.F32, shape=output.shape[1:], data=np.zeros(width, np.float32))
-        for layer in range(int(self.metadata.get(f"{self.architecture.name}.block_count", 0))):
+        for layer in range(self.metadata.whole(f"{self.architecture.name}.block_count", 0)):
             yield f"model.layers.{layer}.self_attn.o_proj.bias", _Place(zeros, self.file)
 
     @property
@@ -396,18 +408,52 @@ def _values(data: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's, which cuts every string of a vocabulary out of its file: three times as fast with plain arrays."""
+    """The library's, which cuts every string of a vocabulary out of its file: three times as fast with plain arrays.
+
+    It believes what a header says, and takes what lies beyond the file's end for empty. Here that is an error, and what takes more
+    memory than the file has bytes is bounded.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *others: Any, **named: Any) -> np.ndarray[Any, Any]:
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data):,}, before what its header says")
+        found: np.ndarray[Any, Any] = super()._get(offset, dtype, count, *others, **named)
+        return found
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        """Numbers of an array are one part, and not a part each."""
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            scalar: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
+            return scalar
+        item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        kind, num = gguf.GGUFValueType(item[0]), int(count[0])
+        if kind == gguf.GGUFValueType.ARRAY or (kind == gguf.GGUFValueType.STRING and num > _MOST_STRINGS):
+            raise ValueError(f"an array of {num:,} {kind.name.lower()}s")
+        if kind == gguf.GGUFValueType.STRING:
+            strings: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
+            return strings
+        values = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], num)
+        return 12 + values.nbytes, [item, count, values], [2], [gguf.GGUFValueType.ARRAY, kind]
+
+    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[Any]]:
+        if count > _MOST_TENSORS:
+            raise ValueError(f"{count:,} tensors")
+        found: tuple[int, list[Any]] = super()._build_tensor_info(offs, count)
+        return found
 
 
 def _open(path: Path) -> gguf.GGUFReader:
     if not path.is_file():
         raise UserError(f"{path}: no such file; {_AGAIN}")
     try:
-        return _Reader(path)
-    except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, UnicodeDecodeError) as error:
+        reader = _Reader(path)
+        if empty := [tensor.name for tensor in reader.tensors if not tensor.n_elements or not len(tensor.shape)]:
+            raise ValueError(f"tensor {empty[0]} has no elements")
+        return reader
+    except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError) as error:
         problem = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: not readable as GGUF: {problem}; the file is truncated or damaged, {_AGAIN}"
@@ -421,7 +467,10 @@ class _Metadata(Mapping[str, Any]):
         self._fields, self._source = reader.fields, source
 
     def __getitem__(self, key: str) -> Any:
-        value = self._fields[key].contents()
+        try:
+            value = self._fields[key].contents()
+        except UnicodeDecodeError:
+            raise UserError(f"{self._source}: {key!a}: not UTF-8; the file is damaged, {_AGAIN}") from None
         if self._fields[key].types == [gguf.GGUFValueType.FLOAT32]:
             return float(str(np.float32(value)))  # 1e-05, as was written, and not its nearest fp32 in full
         return value
@@ -431,6 +480,16 @@ class _Metadata(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._fields)
+
+    def whole(self, key: str, default: int) -> int:
+        """Raises `UserError`: no whole number, or more than any network has."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or not 0 <= value <= _MOST:
+            raise UserError(
+                f"{self._source}: {key}: {str(value)[:40]!r} is not a whole number from 0 to {_MOST:,}; use a model that has one for all"
+                f" layers, or {_AGAIN}"
+            )
+        return value
 
     def need(self, key: str) -> Any:
         if key not in self._fields:

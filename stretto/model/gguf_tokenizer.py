@@ -82,15 +82,25 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
         raise UserError(
             f"{source}: tokenizer.ggml.pre: {pre!r} is a rule of splitting words that is not known here; {remedy}"
         )
-    for key in ("tokens", "merges"):
-        if f"tokenizer.ggml.{key}" not in metadata:
+
+    def listed(key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        found = metadata.get(f"tokenizer.ggml.{key}") or default
+        if found is None:
             raise UserError(f"{source}: tokenizer.ggml.{key}: missing; {remedy}")
-    rule, tokens = RULES[pre], metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+            raise UserError(f"{source}: tokenizer.ggml.{key}: not a list of {kind.__name__}; {remedy}")
+        return found
+
+    rule, tokens, merges = RULES[pre], listed("tokens", str), listed("merges", str)
+    types = listed("token_type", int, [int(TokenType.NORMAL)] * len(tokens))
+    if len(types) != len(tokens):
+        raise UserError(f"{source}: tokenizer.ggml.token_type: {len(types)} of {len(tokens)} tokens; {remedy}")
     vocabulary = {
         token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != TokenType.UNUSED
     }
-    named = {name: _token(tokens, metadata.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _NAMED.items()}
+    named = {
+        name: _token(tokens, vocabulary, metadata.get(f"tokenizer.ggml.{key}_token_id")) for name, key in _NAMED.items()
+    }
     added = {token: kind == TokenType.CONTROL for token, kind in zip(tokens, types, strict=True) if kind in _ADDED}
     definition = {
         "version": "1.0",
@@ -111,7 +121,7 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
             "byte_fallback": False,
             "ignore_merges": rule.ignore_merges,
             "vocab": vocabulary,
-            "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ", 1) for merge in merges],
         },
     }
     try:
@@ -123,15 +133,19 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
         raise UserError(f"{source}: tokenizer.ggml.eos_token_id: missing; {remedy}")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {name: token for name, token in named.items() if token is not None}
-    return Tokenizer(rust, named["eos_token"], metadata.get("tokenizer.chat_template"), config)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{source}: tokenizer.chat_template: not a text; {remedy}")
+    return Tokenizer(rust, named["eos_token"], template, config)
 
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
-def _token(tokens: list[str], index: int | None) -> str | None:
-    return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+def _token(tokens: list[str], vocabulary: Mapping[str, int], index: Any) -> str | None:
+    token = tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+    return token if token in vocabulary else None
 
 
 def _added(index: int, token: str, is_special: bool) -> dict[str, Any]:

@@ -8,15 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 
 
-class RopeScaling(Config):
+class _Shape(Config):
+    """What a network is made of: its numbers are numbers, and finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would take ``"12"`` for a 12 and ``true`` for a 1."""
+        kinds = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, str | bool) and kinds in (int, float, int | None, float | None):
+            raise ValueError(f"{value!r} is not a number")
+        return value
+
+
+class RopeScaling(_Shape):
     """How rotary frequencies are stretched for positions beyond those a network was first trained at, as in config.json."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"]
@@ -38,7 +53,7 @@ class RopeScaling(Config):
     mscale_all_dim: float | None = None
 
 
-class LatentAttention(Config):
+class LatentAttention(_Shape):
     """Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values of all heads come from one short vector.
 
     A head's queries and keys are ``head_dim`` wide, of which the trailing ``rope_dim`` channels are rotated; the rotated part
@@ -55,14 +70,14 @@ class LatentAttention(Config):
     """Of the norms on the two short vectors: transformers' own, whatever the network's other norms have."""
 
 
-class ClampedSwiGlu(Config):
+class ClampedSwiGlu(_Shape):
     """gpt-oss's activation: gate and up clamped at ``limit``, then gate · sigmoid(alpha · gate) · (up + 1)."""
 
     alpha: float = 1.702
     limit: float = Field(default=7.0, gt=0)
 
 
-class ModelConfig(Config):
+class ModelConfig(_Shape):
     """Shape of a decoder-only transformer, dense or Mixture-of-Experts.
 
     Layers that are not in ``dense_layers`` are MoE layers; per-MoE-layer tuples are indexed by their order among the

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -113,8 +114,7 @@ class Tokenizer:
 
     def named_id(self, name: str) -> int | None:
         """Id of a token that the configuration names (``bos_token``, ``pad_token``…); None where it names none."""
-        token = self.config.get(name)
-        token = token["content"] if isinstance(token, dict) else token
+        token = _content(self.config.get(name))
         return None if token is None else self.rust.token_to_id(token)
 
     def fingerprint(self) -> str:
@@ -143,26 +143,56 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     source = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not source.is_file():
         raise UserError(f"{source}: no such file; give a tokenizer.json or the folder of a transformers fast tokenizer")
-    try:
+    with _problem_of(source):
         rust = tokenizers.Tokenizer.from_str(source.read_text(encoding="utf-8"))
-    except Exception as error:  # the Rust library raises a bare Exception
+    folder = source.parent
+    place = folder / "tokenizer_config.json"
+    config = read_json(place) if place.is_file() else {}
+    if not isinstance(config, dict):
+        raise UserError(f"{place}: (whole file): not a JSON object; the file is damaged")
+    template = _template(folder, config.pop("chat_template", None))
+    eos = config.get("eos_token") or next((end for end in _KNOWN_ENDS if rust.token_to_id(end) is not None), None)
+    eos = _content(eos)
+    if eos is None or rust.token_to_id(eos) is None:
+        raise UserError(f"{source}: eos_token: no token ends a document; name one in {place}")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos}
+    with _problem_of(source):  # which writes it out and reads it again
+        return Tokenizer(rust, eos, template, config)
+
+
+@contextmanager
+def _problem_of(source: Path) -> Iterator[None]:
+    """What the Rust library raises becomes the user's one line: a bare Exception, or where it panics not even that."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         problem = " ".join(str(error).split())[:200]
         remedy = "save the tokenizer again with transformers or stretto"
         raise UserError(f"{source}: not a tokenizer.json: {problem}; {remedy}") from None
-    folder = source.parent
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    template = config.pop("chat_template", None)
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):  # transformers' older form: several named templates
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    eos = config.get("eos_token") or next((end for end in _KNOWN_ENDS if rust.token_to_id(end) is not None), None)
-    eos = eos["content"] if isinstance(eos, dict) else eos
-    if eos is None or rust.token_to_id(eos) is None:
-        place = folder / "tokenizer_config.json"
-        raise UserError(f"{source}: eos_token: no token ends a document; name one in {place}")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos}
-    return Tokenizer(rust, eos, template, config)
+
+
+def _content(token: Any) -> str | None:
+    """The spelling of a token that tokenizer_config.json names by itself or as an object; None: by neither."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _template(folder: Path, told: Any) -> str | None:
+    """The chat template in ``folder``: a file of its own, or what tokenizer_config.json has ``told``."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 ({error}); save it again as UTF-8") from None
+    if isinstance(told, list):  # transformers' older form: several named templates
+        named = {entry.get("name"): entry.get("template") for entry in told if isinstance(entry, dict)}
+        told = named.get("default")
+    if told is not None and not isinstance(told, str):
+        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template: not a text; remove it or write one")
+    return told
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, chat_template: str | None = None) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import Any
@@ -283,6 +284,13 @@ def test_no_engine_is_told_to_look_for_prediction_layers() -> None:
         ("glm4_moe", {"sliding_window": 8}, "sliding_window"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: 3 rotated channels"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": "all"}}, "partial_rotary_factor: 'all' is not"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor: nan is not"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "partial_rotary_factor: 1e.308 is not"),
+        ("glm4_moe", {"rms_norm_eps": math.inf}, "norm_eps: .*finite"),
+        ("glm4_moe", {"rms_norm_eps": "1e-6"}, "norm_eps: '1e-6' is not a number"),
+        ("glm4_moe", {"vocab_size": True}, "vocab_size: True is not a number"),
+        ("glm4_moe", {"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor: .*finite"),
+        ("gpt_oss", {"swiglu_alpha": math.nan}, "clamped_swiglu.alpha: .*finite"),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("qwen3_moe", {"head_dim": 15}, "head_dim: 15 rotated channels"),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
@@ -310,7 +318,7 @@ def test_a_field_of_any_other_type_is_one_line_or_means_something(family: Family
     rope = tree.pop("rope_scaling")
     for inside in (tree, rope):
         for name in inside:
-            for value in (None, "x", "4", -1, 0, 1.5, True, [], [1], {}, {"a": 1}, 10**15):
+            for value in (None, "x", "4", -1, 0, 1.5, True, [], [1], {}, {"a": 1}, 10**15, math.nan, math.inf):
                 changed = {name: value} if inside is tree else {"rope_scaling": rope | {name: value}}
                 said = refusal(tree | changed)
                 assert said is None or (said.startswith("config.json: ") and "\n" not in said), (name, value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,13 +99,15 @@ def edited(source: Path, target: Path, **changes: Any) -> Path:
     architecture = replaced.pop("general.architecture", reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(target, architecture)
     for key, field in reader.fields.items():
-        value = replaced.pop(key, field.contents())
+        is_new, value = key in replaced, replaced.pop(key, field.contents())
         if key.startswith("GGUF.") or key == "general.architecture" or value is None:
             continue
-        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        kind, part = field.types[0], field.types[-1] if len(field.types) > 1 else None
+        if is_new:
+            kind, part = gguf.GGUFValueType.get_type(value), None
+        writer.add_key_value(key, value, kind, part)
     for key, value in replaced.items():
-        kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
-        writer.add_key_value(key, value, kind)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
@@ -151,6 +155,11 @@ def test_a_network_that_is_not_known_is_refused(
         ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges: missing"),
         ({"tokenizer__ggml__merges": ["Q W"]}, "tokenizer.ggml: does not fit together"),
         ({"tokenizer__ggml__eos_token_id": 4000}, "tokenizer.ggml.eos_token_id: missing"),
+        ({"tokenizer__ggml__eos_token_id": "end"}, "tokenizer.ggml.eos_token_id: missing"),
+        ({"tokenizer__ggml__tokens": [1, 2]}, "tokenizer.ggml.tokens: not a list of str"),
+        ({"tokenizer__ggml__token_type": [1, 2]}, "tokenizer.ggml.token_type: 2 of 320 tokens"),
+        ({"tokenizer__ggml__merges": "a b"}, "tokenizer.ggml.merges: not a list of str"),
+        ({"tokenizer__chat_template": 3}, "tokenizer.chat_template: not a text"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_is_refused_unless_it_lies_beside(
@@ -181,6 +190,84 @@ def test_a_damaged_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None
             GgufFile(tmp_path / f"{name}.gguf")
     with pytest.raises(UserError, match="no such file"):
         GgufFile(tmp_path / "none.gguf")
+
+
+def header(num_tensors: int, *pairs: bytes, tensors: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(pairs)) + b"".join(pairs) + tensors
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def pair(kind: gguf.GGUFValueType, value: bytes, key: bytes = b"a.b") -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def array(kind: gguf.GGUFValueType, count: int, value: bytes = b"") -> bytes:
+    return pair(gguf.GGUFValueType.ARRAY, struct.pack("<IQ", kind, count) + value)
+
+
+def tensor(*dims: int, name: bytes = b"blk.0.ffn_gate_exps.weight") -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 0, 0)
+
+
+LLAMA = pair(gguf.GGUFValueType.STRING, text(b"llama"), b"general.architecture")
+BYTE, STRING, ARRAY = gguf.GGUFValueType.UINT8, gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
+PROMISES = {
+    "bytes": header(0, array(BYTE, 2**60)),
+    "strings": header(0, array(STRING, 2**40, text(b"x"))),
+    "strings in a file of zeros": header(0, array(STRING, 2**40)) + bytes(1 << 24),
+    "a string": header(0, pair(STRING, struct.pack("<Q", 2**62))),
+    "arrays in arrays": header(0, array(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 20_000)),
+    "pairs": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+    "tensors in a file of zeros": header(2**60) + bytes(1 << 24),
+    "a tensor": header(1, LLAMA, tensors=tensor(2**31, 2**31)),
+    "a tensor whose size overflows": header(1, LLAMA, tensors=tensor(2**33, 2**33)),
+    "an empty tensor": header(1, LLAMA, tensors=tensor(0, 1, 2**40)),
+    "a tensor without dims": header(1, LLAMA, tensors=tensor()) + bytes(64),
+    "a kind that is none": header(0, array(BYTE, 1).replace(struct.pack("<I", ARRAY), struct.pack("<I", 77))),
+}
+
+
+@pytest.mark.parametrize("what", PROMISES)
+def test_a_header_that_promises_more_than_the_file_holds_is_not_believed(what: str, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(PROMISES[what])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (300 << 20), before[1]))
+    try:
+        with pytest.raises(UserError, match=r"a\.gguf: not readable as GGUF: .*; the file is truncated or damaged"):
+            GgufFile(tmp_path / "a.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"qwen3moe__block_count": "four"}, "qwen3moe.block_count: 'four' is not a"),
+        ({"qwen3moe__block_count": 4.0}, "qwen3moe.block_count: '4.0' is not a whole number"),
+        ({"qwen3moe__block_count": 2**31 - 1}, "qwen3moe.block_count: '2147483647' is not a whole number from 0"),
+        ({"qwen3moe__attention__head_count": [4, 4, 4, 4]}, "head_count: '[4, 4, 4, 4]' is not a"),
+        ({"qwen3moe__attention__head_count": 0}, "num_attention_heads: 0 is not a whole number"),
+        ({"qwen3moe__attention__key_length": 0}, "rope.dimension_count: 24 of 0 channels"),
+        ({"qwen3moe__rope__freq_base": "x"}, "rope.freq_base: 'x' is not a number"),
+        ({"qwen3moe__embedding_length": [1] * 3000}, "embedding_length: '[1, 1, 1"),
+        ({"split__count": "two"}, "split.count: 'two' is not a whole number"),
+    ],
+)
+def test_metadata_of_another_kind_are_refused(
+    changes: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    with (
+        pytest.raises(UserError) as told,
+        GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file,
+    ):
+        from_hf(file.config, str(file.file))
+    assert problem in str(told.value) and len(str(told.value).splitlines()) == 1 and len(str(told.value)) < 400
 
 
 def test_parts_are_read_as_one(tmp_path: Path, tokenizer: Tokenizer) -> None:

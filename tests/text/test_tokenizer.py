@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from itertools import pairwise
 from pathlib import Path
@@ -131,3 +132,48 @@ def test_bad_tokenizers_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="eos_token: no token ends a document"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: .*not a JSON object"),
+        ("tokenizer_config.json", b'{"eos_token": 7}', "eos_token: no token ends a document"),
+        ("tokenizer_config.json", b'{"eos_token": {"id": 7}}', "eos_token: no token ends a document"),
+        ("tokenizer_config.json", b'{"chat_template": {"default": "x"}}', "chat_template: not a text"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": 1}]}',
+            "chat_template: not a text",
+        ),
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja: not UTF-8"),
+    ],
+)
+def test_files_beside_a_tokenizer_that_are_damaged(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, content: bytes, message: str
+) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [2**32 - 1, 2**63, -1])
+def test_an_id_that_no_vocabulary_has(tmp_path: Path, tokenizer: Tokenizer, index: int) -> None:
+    tokenizer.save(tmp_path)
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    tree["model"]["vocab"]["!"] = index  # read, but not read again as it is written
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer\.json: "):
+        load_tokenizer(tmp_path)
+
+
+def test_named_tokens_that_are_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(tmp_path)
+    config = {"eos_token": tokenizer.eos_token, "bos_token": {"id": 3}, "pad_token": 4, "chat_template": ["x"]}
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.named_id("bos_token") is loaded.named_id("pad_token") is loaded.chat_template is None

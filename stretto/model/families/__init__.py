@@ -315,7 +315,7 @@ def remarks(tree: Mapping[str, Any]) -> list[str]:
     if tree.get("auto_map"):
         told.append(f"auto_map: names code to be run, which is never run; read as model_type {tree.get('model_type')}")
     layers = tree.get("num_nextn_predict_layers") or tree.get("num_mtp_layers") or 0
-    if layers:
+    if isinstance(layers, int) and layers > 0:
         told.append(f"num_nextn_predict_layers: {layers} layers for predicting further tokens are left out")
     return told
 

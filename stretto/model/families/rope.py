@@ -83,8 +83,8 @@ def _scaling(reader: Reader, name: str, kind: str, rope: Mapping[str, Any]) -> d
 def _rotary_fraction(reader: Reader, table: Table, rope: Mapping[str, Any]) -> float:
     default = 1.0 if table.rotary_fraction is None else table.rotary_fraction
     fraction = rope.get("partial_rotary_factor", reader.get("partial_rotary_factor", default))
-    if not isinstance(fraction, int | float):
-        raise reader.problem("partial_rotary_factor", f"{fraction!r} is not a number; the file is damaged")
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise reader.problem("partial_rotary_factor", f"{fraction!r} is not a share from 0 to 1; the file is damaged")
     if table.rotary_fraction is None:
         reader.refuse_unless("partial_rotary_factor", fraction, 1.0)
     return float(fraction)
