@@ -167,7 +167,8 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
             meter = Meter("adopt", device_name(torch.device("cpu")))
-            with meter, _hashes(folder) as hashes:
+            whole = state.unchanged(dtype) if options.upcycling is None else ()
+            with meter, _hashes([path for path in _weight_files(folder) if path not in whole]) as hashes:
                 text = _text(out, tokenizer, state, options)
                 measured = _measured(out, folder, state, text, options)
                 if measured is not None:
@@ -180,11 +181,11 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
                     info = info.replace(data=text.mixture, data_hash=text.data_hash, sources=text.sources)
                 write_json(out / RUN_FILE, info.model_dump(mode="json"))
 
-                def lineage() -> Lineage:
-                    told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": hashes()}
+                def lineage(copied: Mapping[Path, str]) -> Lineage:
+                    digests = hashes() | {path.name: digest for path, digest in copied.items()}
+                    told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
                     return _lineage(out.name, folder, tokenizer, network.config, info, meter, told, options.before)
 
-                whole = state.unchanged(dtype) if options.upcycling is None else ()
                 _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
     num_tokens = measured.num_tokens if measured is not None else 0
     return Adopted(out / CHECKPOINT, network.config, dict(network.presets), num_tokens)
@@ -304,13 +305,13 @@ def _require_room(out: Path, network: Network, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _hashes(folder: Path) -> Iterator[Callable[[], dict[str, str]]]:
-    """Yields what waits for the SHA-256 of every tensor file, by name, as the hub shows them; they are read meanwhile."""
+def _hashes(files: Sequence[Path]) -> Iterator[Callable[[], dict[str, str]]]:
+    """Yields what waits for the SHA-256 of ``files``, by name, as the hub shows them; they are read meanwhile."""
     stopped = threading.Event()
 
     def read() -> dict[str, str]:
         found = {}
-        for path in _weight_files(folder):
+        for path in files:
             digest = hashlib.sha256()
             with path.open("rb") as file:
                 while not stopped.is_set() and (chunk := file.read(HASHED_BYTES)):
@@ -476,7 +477,7 @@ def _write(
     tokenizer: Path,
     dtype: torch.dtype,
     whole: Sequence[Path],
-    lineage: Callable[[], Lineage],
+    lineage: Callable[[Mapping[Path, str]], Lineage],
 ) -> None:
     with progress("write", network.num_elements * dtype.itemsize) as advance:
         write_checkpoint(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
@@ -150,14 +150,16 @@ def read_lineage(folder: Path | str) -> Lineage:
     return validate(Lineage, tree, source=str(path))
 
 
-def hash_files(paths: Iterable[Path]) -> str:
-    """SHA-256 over names and contents of files, in order of name; in constant memory."""
-    digest = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: path.name):
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
+def file_sha256(path: Path) -> str:
+    """Of the contents of a file, in constant memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(digests: Mapping[str, str]) -> str:
+    """One hash of several files: SHA-256 over what ``sha256sum`` prints of them, in order of name. ``digests``: by name."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def git_commit(package: Path | None = None) -> str | None:

@@ -7,6 +7,7 @@ all widths) and ``lineage.json`` are ours; others ignore them, and a folder with
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, replacing, write_json
-from stretto.base.records import LINEAGE_FILE, Lineage, hash_files, read_lineage, write_lineage
+from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, hash_files, read_lineage, write_lineage
 from stretto.model.families import (
     Alias,
     Family,
@@ -112,7 +114,7 @@ def write_checkpoint(
     family: Family | None = None,
     tokenizer_dir: Path | str | None = None,
     presets: Mapping[str, SubnetChoice] | None = None,
-    lineage: Lineage | Callable[[], Lineage] | None = None,
+    lineage: Lineage | Callable[[Mapping[Path, str]], Lineage] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
     whole: Sequence[Path] = (),
@@ -126,7 +128,8 @@ def write_checkpoint(
         family: architecture on disk; None is the first that can express ``config``.
         tokenizer_dir: where to copy the tokenizer's files and chat template from; a generation_config.json there is kept.
         presets: named Subnets to keep with an elastic network.
-        lineage: record to keep, or what makes it once the weights are written; its ``weights_hash`` is set here, from those.
+        lineage: record to keep, or what makes it once the weights are written, of the SHA-256 of each file of ``whole``; its
+            ``weights_hash`` is set here, from those.
         dtype: of the weights on disk; None is the model's own. Selection biases are always fp32.
         max_shard_bytes: size beyond which another file is begun.
         whole: tensor files that hold what would be written, in ``family`` and ``dtype``: they are copied as they are.
@@ -154,7 +157,9 @@ def write_checkpoint(
         write_json(partial / GENERATION_FILE, generation)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        _write_weights(partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance)
+        copied = _write_weights(
+            partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance
+        )
         biases = {name: state[name].detach().cpu() for name in state if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
@@ -163,8 +168,9 @@ def write_checkpoint(
                 shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
         if lineage is None:
             return None
-        made = lineage if isinstance(lineage, Lineage) else lineage()
-        made = made.replace(weights_hash=weights_hash(partial))
+        digests = {source: digest for source, (_, digest) in copied.items()}
+        made = lineage if isinstance(lineage, Lineage) else lineage(digests)
+        made = made.replace(weights_hash=weights_hash(partial, dict(copied.values())))
         write_lineage(partial, made)
     return made
 
@@ -220,9 +226,12 @@ def read_presets(folder: Path | str) -> dict[str, SubnetChoice]:
     return describe(Path(folder)).presets
 
 
-def weights_hash(folder: Path | str) -> str:
-    """SHA-256 over names and bytes of all tensor files of a checkpoint, as a lineage keeps it."""
-    return hash_files([*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)])
+def weights_hash(folder: Path | str, known: Mapping[str, str] = MappingProxyType({})) -> str:
+    """SHA-256 over names and bytes of all tensor files of a checkpoint, as a lineage keeps it (`hash_files`). ``known``: those of
+    single files by name, which are not read.
+    """
+    paths = [*Path(folder).glob("model*.safetensors"), *Path(folder).glob(ELASTIC_FILE)]
+    return hash_files({path.name: known.get(path.name) or file_sha256(path) for path in paths})
 
 
 def describe(folder: Path) -> StrettoFile:
@@ -544,9 +553,9 @@ def _write_weights(
     max_shard_bytes: int,
     whole: Sequence[Path],
     advance: Callable[[int], None] | None,
-) -> None:
+) -> dict[Path, tuple[str, str]]:
     """Copy the files ``whole``, then write what of ``tensors`` they do not hold, in that order; one shard exists in memory at a
-    time."""
+    time. Returns: by file of ``whole``, its name here and its SHA-256."""
     ready = {path: tensor_names(path) for path in whole}
     held = frozenset[str]().union(*ready.values())
     shards: list[list[Stored]] = [[]]
@@ -566,10 +575,11 @@ def _write_weights(
         size += num_bytes(stored)
     parts: list[Path | list[Stored]] = [*whole, *(shard for shard in shards if shard)]
     weight_map: dict[str, str] = {}
+    copied: dict[Path, tuple[str, str]] = {}
     for number, part in enumerate(parts, start=1):
         file = WEIGHTS_FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         if isinstance(part, Path):
-            copy_file(part, folder / file, advance)
+            copied[part] = file, copy_file(part, folder / file, advance)
             weight_map |= dict.fromkeys(ready[part], file)
             continue
         write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
@@ -578,6 +588,7 @@ def _write_weights(
             advance(sum(map(num_bytes, part)))
     if len(parts) > 1:
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return copied
 
 
 def tensor_names(path: Path) -> frozenset[str]:
@@ -586,13 +597,18 @@ def tensor_names(path: Path) -> frozenset[str]:
         return files.names
 
 
-def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> None:
-    """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)"""
+def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)
+    Returns: its SHA-256, of the bytes that were written: reading them again would take as long as the copy.
+    """
+    digest = hashlib.sha256()
     with source.open("rb") as reading, target.open("wb") as writing:
         while chunk := reading.read(_COPY_BYTES):
             writing.write(chunk)
+            digest.update(chunk)
             if advance is not None:
                 advance(len(chunk))
+    return digest.hexdigest()
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from stretto.apps import adopt
 from stretto.base.paths import claimed
-from stretto.base.records import read_lineage
+from stretto.base.records import file_sha256, read_lineage
 from stretto.evals.order import survey
-from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, weights_hash, write_checkpoint
 from stretto.model.spec import SubnetChoice
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
@@ -75,7 +75,8 @@ def test_the_full_network_is_the_sources_to_the_bit(
     assert set(ours.presets) == {"half", "corner"} and "corner: 5 layers, 2 experts, top-1" in shown
     told = read_lineage(out / "checkpoint")
     assert (told.stage, told.parents, told.receipt.tokens) == ("adopt", (), 0) and told.receipt.flops > 0
-    assert set(told.config["source_sha256"]) == {path.name for path in source.glob("*.safetensors")}
+    assert told.config["source_sha256"] == {path.name: file_sha256(path) for path in source.glob("*.safetensors")}
+    assert told.weights_hash == weights_hash(out / "checkpoint")
     cut = stretto("extract", out, "--subnet", "half", "-o", tmp_path / "half")  # compares masked and extracted logits
     assert cut.code == 0, cut.err
 

@@ -21,6 +21,7 @@ from stretto.base.records import (
     Receipt,
     break_even,
     family,
+    file_sha256,
     git_commit,
     hash_files,
     history,
@@ -135,11 +136,19 @@ def test_the_hash_depends_on_names_and_contents_but_not_on_order(tmp_path: Path)
     one, two = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
     one.write_bytes(b"ab")
     two.write_bytes(b"c")
-    first = hash_files([one, two])
-    assert hash_files([two, one]) == first
-    one.write_bytes(b"a")
-    two.write_bytes(b"bc")
-    assert hash_files([one, two]) != first
+
+    def digests(*paths: Path) -> dict[str, str]:
+        return {path.name: file_sha256(path) for path in paths}
+
+    first = hash_files(digests(one, two))
+    assert hash_files(digests(two, one)) == first
+    told = subprocess.run(
+        "sha256sum *.safetensors | sha256sum", cwd=tmp_path, shell=True, capture_output=True, check=True
+    )
+    assert told.stdout.decode().split()[0] == first
+    one.write_bytes(b"c")
+    two.write_bytes(b"ab")
+    assert hash_files(digests(one, two)) != first
 
 
 def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path: Path) -> None:
