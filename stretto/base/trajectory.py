@@ -157,11 +157,14 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of one ordinal: at least two of a run's, all of them unless the last attempt left some unfinished."""
+    """The samples of one ordinal: all of them unless the last attempt left some unfinished, and then at least two."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]
     """By sample."""
+    prompts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The problem as a teacher's own chat template renders it, int32 tokens by the teacher's name: of those that teach its
+    source and render it otherwise than the student. Written by the agent loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.base.trajectory import Group, Outcome, Task, Verdict
 from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.ledger import GroupRef
@@ -33,7 +34,7 @@ from stretto.serve.dialects import Said, read_answer
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
 from stretto.tasks.task import Problem, TaskSource, Tool
-from stretto.text.tokenizer import Tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
 Trees = Sequence[Mapping[str, Any]]
@@ -129,6 +130,7 @@ class AgentRole:
         assert clients.engines, "an agent needs an engine"
         self._recipe, self._folder, self._pauses_s = recipe, folder, pauses_s
         self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
+        self._teachers = teacher_dialogues(recipe, tokenizer)
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
         self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
@@ -231,7 +233,11 @@ class AgentRole:
         ended = [sample for sample in group.samples if sample.verdict is not None]
         is_further = _progress(group.samples) > num_before
         if trouble is None or (is_last and not is_further and len(ended) > 1):
-            return Group(task, tuple(sample.trajectory() for sample in ended))
+            prompts = {
+                name: dialogue.prompt(group.problem.messages, group.schemas)
+                for name, dialogue in self._teachers.get(task.source, {}).items()
+            }
+            return Group(task, tuple(sample.trajectory() for sample in ended), prompts)
         kind = GroupUnfinished if is_further else GroupFailed
         raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
@@ -467,6 +473,32 @@ def _wait(sample: Sample, what: str) -> None:
 
 
 # From messages to tokens and back
+
+
+def teacher_dialogues(recipe: RlRecipe, tokenizer: Tokenizer) -> dict[str, dict[str, Dialogue]]:
+    """By source and teacher: how a teacher's own chat template puts a problem, where it is not the student's.
+    Raises UserError: a teacher has no tokenizer, or one whose ids mean something else."""
+    found: dict[str, dict[str, Dialogue]] = {}
+    distill = recipe.distill
+    if distill is None:
+        return found
+    for source, name in distill.teacher_of().items():
+        config = distill.teachers[name]
+        if config.checkpoint is None:
+            continue  # a server's replies are checked where it is asked
+        try:
+            folder = checkpoint_folder(config.checkpoint)
+            own = load_tokenizer(folder)
+        except UserError as error:
+            raise UserError(f"distill.teachers.{name}.checkpoint: {error}") from None
+        if own.rust.get_vocab() != tokenizer.rust.get_vocab():
+            raise UserError(
+                f"distill.teachers.{name}: {folder}: its tokenizer gives other ids than the student's; name a teacher with the "
+                "student's tokenizer"
+            )
+        if config.template == "own" and own.chat_template != tokenizer.chat_template:
+            found[source] = {name: Dialogue(own)}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

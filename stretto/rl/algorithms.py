@@ -12,7 +12,7 @@ Shape letters: G samples of a group, S inputs of a sample, L MoE layers of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -49,6 +49,10 @@ class Streams:
     """Which of the model's turns it belongs to, from 0; −1 where the model did not sample it."""
     steps_S: NDArray[np.float32]
     """Rewards of turns and steps (`Verdict.steps`), each at the last token of what it is for; 0 elsewhere."""
+    source: str = ""
+    """Of the problem, by its name in the recipe."""
+    prompts: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    """The problem as teachers read it, by their names, where that is not how the sample begins."""
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Log-probabilities [S] of the targets under other networks, 0 where not sampled: each of the recipe's ``teachers``
     by its name, beside them ``policy``, the trained one before the update, and with a KL ``reference``. Written by the
@@ -86,7 +90,7 @@ class TokenCredit:
 
 
 Update = Sequence[Sequence[Streams]]
-"""Samples by group: at least two each, fewer than were asked for where some never ended."""
+"""Samples by group: at least two each where rewards are compared, fewer than were asked for where some never ended."""
 Algorithm = Callable[[Update], Sequence[Sequence[float | NDArray[np.floating] | Credit]]]
 
 
@@ -161,7 +165,8 @@ def unroll(groups: Sequence[Group], overlong_share: float = 0.0) -> list[list[St
         samples = []
         for trajectory in group.trajectories:
             penalty = overlong_penalty(trajectory.num_sampled, group.task.max_tokens, overlong_share)
-            samples.append(_streams(trajectory, number, trajectory.verdict.reward - penalty))
+            streams = _streams(trajectory, number, trajectory.verdict.reward - penalty)
+            samples.append(replace(streams, source=group.task.source, prompts=group.prompts))
             number += 1
         result.append(samples)
     return result

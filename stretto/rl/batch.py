@@ -93,6 +93,16 @@ def by_sample(
     return np.split(flat, np.cumsum(lengths)[:-1])
 
 
+def target_places(batch: Batch, samples: Sequence[Streams]) -> NDArray[np.int64]:
+    """Which of all targets of ``samples``, one sample after the other, each position [B, T] has; −1: none. They must be those
+    that `pack` was given, by number."""
+    kept_BT = batch.targets_BT != IGNORED
+    numbers = np.cumsum(np.concatenate([sample.mask_S for sample in samples])) - 1
+    places_BT = np.full(kept_BT.shape, -1, np.int64)
+    places_BT[kept_BT] = numbers[_flat_places(batch, kept_BT, [sample.num_inputs for sample in samples])]
+    return places_BT
+
+
 def _flat_places(batch: Batch, kept_BT: NDArray[np.bool_], lengths: Sequence[int]) -> NDArray[np.int64]:
     """Where the inputs of targets lie among those of all samples, one after the other."""
     starts = np.cumsum([0, *lengths])

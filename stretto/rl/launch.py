@@ -16,7 +16,7 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room
+from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room, teacher_dialogues
 from stretto.rl.clients import Verifiers, connect
 from stretto.rl.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.rl.reward import RewardRole
@@ -67,6 +67,8 @@ class Job:
     devices: tuple[str, ...] = ("cpu",)
     """That it may use; `spread` says who has which."""
     wandb_project: str | None = None
+    stage: str = "rl"
+    """What the lineage of its result calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def check_sources(
     the run; and by source, how many answers one verifier judges at once.
     Raises UserError: naming the source, and the item where it is about one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
+    teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
     with tables.opened() as sources:
         for source in sources.values():
             source.validate()
@@ -161,7 +164,7 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
 def _trainer(job: Job, device: str) -> Any:
     from stretto.rl.trainer import open_trainer  # torch, where the role lives
 
-    return open_trainer(job.recipe, job.folder, job.start, device)
+    return open_trainer(job.recipe, job.folder, job.start, device, job.stage)
 
 
 def _engine(job: Job, name: str, device: str) -> Any:

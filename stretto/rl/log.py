@@ -93,16 +93,19 @@ def mismatch(
 
 
 def update(streams: Mapping[str, Stream]) -> dict[str, Any]:
-    """What the updates did, from the streams of `stretto.rl.objective.PolicyObjective`."""
+    """What the updates did, from the streams of `stretto.rl.objective.PolicyObjective`, as far as there was one."""
     scalars = {
-        "policy/clip_fraction": streams["clipped"].mean(),
-        "policy/correction_fraction": streams["cut"].mean(),
-        "policy/correction_mean": streams["correction"].mean(),
         "policy/ratio_max": streams["ratio"].max(),
         "policy/ratio_mean": streams["ratio"].mean(),
         "policy/entropy": streams["entropy"].mean(),
         "policy/nll": -streams["logp"].mean(),
     }
+    if "clipped" in streams:
+        scalars |= {
+            "policy/clip_fraction": streams["clipped"].mean(),
+            "policy/correction_fraction": streams["cut"].mean(),
+            "policy/correction_mean": streams["correction"].mean(),
+        }
     if "kl_reference" in streams:
         scalars["policy/kl_reference"] = streams["kl_reference"].mean()
     return scalars

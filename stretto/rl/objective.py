@@ -120,12 +120,15 @@ class PolicyObjective:
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
         """Sum of weight·(correction·policy loss + kl_weight·π/μ·k2) over the targets."""
-        config = self.config
         all_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, self.temperature, operators=self.operators)
-        kept_N = targets_N != IGNORED
-        names = ("behaviour_BT", "advantages_BT", "weights_BT", "samples_BT")
-        behaviour_M, advantages_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
-        logp_M, proximal_M = all_N[kept_N], self.proximal_BT.flatten()[kept_N]
+        return self.measured(all_N, entropy_N, targets_N, self.streams["advantages_BT"].flatten())
+
+    def measured(self, all_N: Tensor, entropy_N: Tensor, targets_N: Tensor, advantages_N: Tensor) -> Measured:
+        """The same of the targets' log-probabilities and entropies under π, and of whatever advantages."""
+        config, kept_N = self.config, targets_N != IGNORED
+        names = ("behaviour_BT", "weights_BT", "samples_BT")
+        behaviour_M, weights_M, samples_M = (self.streams[name].flatten()[kept_N] for name in names)
+        advantages_M, logp_M, proximal_M = advantages_N[kept_N], all_N[kept_N], self.proximal_BT.flatten()[kept_N]
         bounds = (config.clip_low, config.clip_high)
         if config.policy == "gspo":
             policy = gspo(logp_M, proximal_M, advantages_M, samples_M, *bounds)

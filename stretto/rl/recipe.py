@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -60,8 +60,8 @@ class StartConfig(Config):
 class RolloutConfig(Config):
     """How samples are drawn."""
 
-    group: int = Field(default=8, gt=1)
-    """Samples of one prompt."""
+    group: int = Field(default=8, gt=0)
+    """Samples of one prompt; two at least where their rewards are compared."""
     max_tokens: int = Field(default=64, gt=0)
     """Tokens the model may write in one sample, over all its turns."""
     max_turns: int = Field(default=1, gt=0)
@@ -183,6 +183,108 @@ class LossConfig(Config):
         return self
 
 
+class TeacherConfig(Config):
+    """Who scores what the student samples of some sources: a checkpoint, part of one, or a server."""
+
+    checkpoint: str | None = None
+    """Run or checkpoint folder. Beside ``url``: the folder whose tokenizer and template are those of what is served; without
+    it, the student's are taken."""
+    subnet: str = "full"
+    """Of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
+    url: str | None = None
+    """A server that answers /v1/completions with log-probabilities of the prompt (``echo``), without that path; for the form
+    ``sampled``. OPENAI_API_KEY is sent where it is set."""
+    model: str | None = None
+    """What the server calls it; None: the first that it lists."""
+    domains: tuple[str, ...] | None = None
+    """Sources that it teaches; None: the one of its own name."""
+    template: Literal["own", "student"] = "own"
+    """Whose chat template renders the prompt that it reads; what the student sampled follows, to the token."""
+    residence: Literal["resident", "swapped"] = "resident"
+    """``swapped``: it is read from the disk for its turn in each step, and only its head is kept."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.checkpoint is None and self.url is None:
+            raise ValueError("name a checkpoint, or the url of a server")
+        if self.url is not None and (self.subnet, self.residence) != ("full", "resident"):
+            raise ValueError("url: subnet and residence are of a checkpoint that is read here; leave them out")
+        return self
+
+
+class DistillConfig(Config):
+    """Multi-teacher on-policy distillation (2606.30406): the student samples, the teacher of the prompt's source scores, the
+    loss is the reverse KL of every token that the student sampled. π is the student, with its current weights; q a teacher;
+    both at temperature 1."""
+
+    form: Literal["full", "sampled", "top_k", "tail"] = "full"
+    """``full``: Σ π·(log π − log q) over the vocabulary. ``sampled``: of the sampled token alone, as an advantage of
+    log q − log π in the policy loss. ``top_k``: of the student's likeliest tokens, with the correction − π + q. ``tail``:
+    of these, and of all others as one."""
+    top_k: int = Field(default=64, gt=0)
+    """Tokens that ``top_k`` and ``tail`` look at."""
+    clip: float = Field(default=5.0, gt=0)
+    """Of ``sampled``: the advantage's bound, in nats."""
+    balance: Literal["sequence", "tokens", "gap", "sigma", "none"] = "sequence"
+    """What each source weighs. ``none``: every token the same, so that long answers are nearly all of the gradient. The others
+    give each source the share of its ``weight``, by its sequences' own means or (``tokens``) over its tokens; then ``gap``
+    multiplies by its last KL over its first, ``sigma`` divides by the spread of its log q − log π."""
+    entropy_aware: float | None = Field(default=None, ge=0)
+    """Where the teacher's entropy is more than so many nats, the forward KL is added (2603.07079): reverse KL alone takes the
+    student to one of many good continuations. Not of ``sampled``."""
+    outcome_weight: float = Field(default=0.0, ge=0)
+    """What the advantages of ``loss.advantage`` are multiplied by before they are added; 0: rewards are only logged."""
+    kl_floor: float = Field(default=1e-4, ge=0)
+    """Least KL, in nats a token, between the student and its teacher where a source comes up first: below, the teacher is taken
+    for the student itself, a wrong path. 0: whatever it is, as of a student that is to stay where it is."""
+    untaught: tuple[str, ...] = ()
+    """Sources without a teacher, which learn by ``outcome_weight`` alone."""
+    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    """By name."""
+
+    def teacher_of(self) -> dict[str, str]:
+        """Teachers' names by source."""
+        return {source: name for name, each in self.teachers.items() for source in each.domains or (name,)}
+
+    @property
+    def has_policy_loss(self) -> bool:
+        """Whether the policy loss of ``[loss]`` is a part of it."""
+        return self.outcome_weight > 0 or self.form == "sampled"
+
+    def check(self, sources: Collection[str]) -> None:
+        """Raises ValueError: a teacher without a source or a source with two teachers or none."""
+        for name, each in self.teachers.items():
+            for source in each.domains or (name,):
+                if source not in sources:
+                    remedy = f"name some of {', '.join(sources)} in its domains"
+                    raise ValueError(
+                        f"distill.teachers.{name}: no source {source!r}{nearest(source, sources)}; {remedy}"
+                    )
+            if each.url is not None and self.form != "sampled":
+                raise ValueError(
+                    f"distill.teachers.{name}: a server gives log-probabilities of single tokens; set distill.form = "
+                    '"sampled", or name a checkpoint'
+                )
+        for source in sources:
+            names = [name for name, each in self.teachers.items() if source in (each.domains or (name,))]
+            if len(names) + (source in self.untaught) > 1:
+                others = " and ".join([*names, *["distill.untaught"][: source in self.untaught]])
+                raise ValueError(f"distill: source {source!r} is named by {others}; one must be responsible")
+            if not names and source not in self.untaught:
+                raise ValueError(
+                    f"distill: source {source!r} has no teacher; name it in the domains of one, or in distill.untaught"
+                )
+        for source in self.untaught:
+            if source not in sources:
+                raise ValueError(f"distill.untaught: no source {source!r}{nearest(source, sources)}")
+        if self.untaught and not self.outcome_weight:
+            raise ValueError(
+                "distill.untaught: learns nothing without distill.outcome_weight; set that, or leave it out"
+            )
+        if self.entropy_aware is not None and self.form == "sampled":
+            raise ValueError("distill.entropy_aware: form 'sampled' does not know the teacher's entropy; leave it out")
+
+
 class PrecisionConfig(Config):
     """What each side computes in."""
 
@@ -294,13 +396,24 @@ class RlRecipe(Config):
     teachers: dict[str, str] = Field(default_factory=dict)
     """Checkpoint folders of networks whose log-probabilities an algorithm of one's own sees, by its names for them; of the
     start's tokenizer."""
+    distill: DistillConfig | None = None
+    """On-policy distillation instead of, or beside, what rewards say."""
     precision: PrecisionConfig = PrecisionConfig()
     sandbox: SandboxConfig = SandboxConfig()
     failures: FailureConfig = FailureConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """A teacher has something to say of groups with equal rewards too."""
+        if isinstance(given, Mapping) and given.get("distill") and isinstance(given.get("loss", {}), Mapping):
+            return {**given, "loss": {"drop_uniform": False, **given.get("loss", {})}}
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_distill()
         if self.train.prompts % self.train.minibatches:
             raise ValueError(
                 f"train.prompts {self.train.prompts} is not a multiple of train.minibatches {self.train.minibatches}"
@@ -324,6 +437,29 @@ class RlRecipe(Config):
         if taken := sorted({"policy", "reference"} & self.teachers.keys()):
             raise ValueError(f"teachers.{taken[0]}: the name is taken; choose another")
         return self
+
+    def _check_distill(self) -> None:
+        distill, loss = self.distill, self.loss
+        has_rewards = distill is None or distill.outcome_weight > 0
+        if self.rollout.group == 1 and (has_rewards or loss.drop_uniform):
+            raise ValueError("rollout.group 1: a reward is compared with those of its group; set 2 or more")
+        if distill is None:
+            return
+        distill.check(self.sources)
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature {self.rollout.temperature}: distillation compares distributions at 1; leave it out"
+            )
+        unused = {"normaliser": "distill.balance is in its place"}
+        if not has_rewards:
+            unused |= dict.fromkeys(("advantage", "overlong_share"), "distill.outcome_weight is 0")
+        if not distill.has_policy_loss:
+            names = ("preset", "policy", "clip_low", "clip_high", "proximal", "correction", "tis_cap", "icepop_range")
+            unused |= dict.fromkeys(names, f"form {distill.form!r} without an outcome reward has no policy loss")
+        ordinary = {**LossConfig(preset=loss.preset).model_dump(), "preset": "tis"}
+        for field, why in unused.items():
+            if getattr(loss, field) != ordinary[field]:
+                raise ValueError(f"loss.{field} would change nothing: {why}; leave it out")
 
 
 # Which problem an ordinal is: a pure function of the recipe, so that any process of any attempt draws the same one

@@ -69,6 +69,8 @@ class _Start(msgspec.Struct, tag="start", array_like=True):
     attempt: int
     samples: tuple[int, ...] | None = None
     """Of a stored group: those that it holds; None: all."""
+    prompts: dict[str, np.ndarray] = {}
+    """Of a stored group: as `Group.prompts`."""
 
 
 class _Next(msgspec.Struct, tag="part", array_like=True):
@@ -289,9 +291,9 @@ def store_group(folder: Path | str, group: Group) -> GroupRef:
     """Write ``group`` into ``folder``; the file is on the disk, whole and under its name, when this returns.
     Raises UserError: the disk is full."""
     task, trajectories = group.task, group.trajectories
-    assert 1 < len(trajectories) <= task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
+    assert 0 < len(trajectories) <= task.group, f"ordinal {task.ordinal}: {len(trajectories)} samples of {task.group}"
     attempt = trajectories[0].attempt
-    content = [_frame(_Start(task, attempt, tuple(each.sample for each in trajectories)))]
+    content = [_frame(_Start(task, attempt, tuple(each.sample for each in trajectories), dict(group.prompts)))]
     for each in trajectories:
         num_tokens = 0
         for segment in each.segments:
@@ -332,7 +334,7 @@ def load_group(location: Path | str, layers: int | None = None, top_k: int | Non
         samples = tuple(samples[number] for number in start.samples)
     if start is None or any(sample.verdict is None for sample in samples):
         raise UserError(f"{path}: not readable as a group: {problem}; restore it, or start a new run folder")
-    group = Group(start.task, tuple(sample.trajectory() for sample in samples))
+    group = Group(start.task, tuple(sample.trajectory() for sample in samples), start.prompts)
     check_routes(group, str(path), layers, top_k)
     return group
 

@@ -1,9 +1,9 @@
 """The trainer as a role: finished groups in, a step of the policy, a new version of the weights out.
 
 One step: load the groups, pack; score the samples with the weights as they are (the proximal policy, and the mismatch with
-what the engine recorded) and with other networks; have the algorithm give credit for what is known by then; then one
-optimiser update for each part of the groups. Every forward pass of a batch, recomputed activations included, takes the
-same routes.
+what the engine recorded), with other networks and with teachers; have the algorithm give credit for what is known by then;
+then one optimiser update for each part of the groups. Every forward pass of a batch, recomputed activations included, takes
+the same routes.
 
 Shape letters: B rows, T positions, N targets of a step over all ranks, L MoE layers, K route slots, W branches of
 balance state, E experts.
@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.base.errors import UserError
@@ -31,80 +32,33 @@ from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, spread
 from stretto.model.spec import Subnet, count
-from stretto.model.transformer import Context, Recorder, Replay, Routing, Transformer
-from stretto.ops.logprob import chosen_logprobs
+from stretto.model.transformer import Recorder, Replay, Transformer
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.rl.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
-from stretto.rl.batch import Batch, by_sample, credited, pack
+from stretto.rl.batch import by_sample, credited, pack
+from stretto.rl.distillation import DistillObjective, Progress, progressed, source_scalars, source_weights
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch, staleness
 from stretto.rl.log import samples as sample_scalars
 from stretto.rl.log import update as update_scalars
 from stretto.rl.objective import PolicyObjective
-from stretto.rl.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, LossConfig, RlRecipe
+from stretto.rl.passes import Pass, place, score
+from stretto.rl.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, DistillConfig, LossConfig, RlRecipe
 from stretto.rl.samples import load_group, packed_bytes
+from stretto.rl.teachers import chosen, give_lessons, open_teachers
 from stretto.rl.weights import is_quantised, pack_state, publish, retire
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
-from stretto.train.step import MicroBatch, StepResult, optimisation_step
+from stretto.train.step import MicroBatch, Objective, StepResult, optimisation_step
 
-STAGE = "rl"
 KEEP_VERSIONS = 4
 """Weight files kept: engines may lag behind while they fetch."""
 FLIPS_EVERY = 10
 """Steps between two looks at route flips, where they cost a pass of their own."""
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One batch and what is found out about it before the update; made by `place`."""
-
-    batch: Batch
-    """All ranks' rows."""
-    mine: dict[str, Tensor]
-    """Streams of this rank's rows, on the device, by their names in `Batch`."""
-    ctx: Context
-    """Of every pass of the policy; its routes are what is replayed."""
-    scores: dict[str, Tensor] = field(default_factory=dict)
-    """Log-probabilities [B, T] of the targets, 0 elsewhere: by ``policy``, as it is before the update, and other networks."""
-    num_flips: int = 0
-    """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
-    num_recorded: int = 0
-
-
-def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
-    """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
-    part = batch.rows(ranks.rows(len(batch.tokens_BT)))
-    mine = {
-        name: torch.from_numpy(value).to(ranks.device)
-        for name in Batch.__slots__
-        if (value := getattr(part, name)) is not None
-    }
-    ctx = Context(
-        mine["positions_BT"],
-        mine["documents_BT"],
-        shared_BT2=mine["shared_BT2"],
-        operators=arithmetic.operators,
-        routing=Replay(mine["routes_BTLK"]) if replays else None,
-    )
-    return Pass(batch, mine, ctx)
-
-
-@torch.no_grad()
-def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
-    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere; without ``routing`` by its own routes."""
-    tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
-    output = model(tokens_BT, model.config.full(), ctx)
-    logp_N, _ = chosen_logprobs(
-        output.hidden_BTD.flatten(0, 1),
-        model.head_VD,
-        each.mine["targets_BT"].flatten(),
-        temperature,
-        operators=ctx.operators,
-    )
-    return logp_N.view_as(tokens_BT)
+_PROGRESS = "distill"
+"""Beside the controller's cut in a snapshot: how far each source has come."""
 
 
 def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
@@ -131,18 +85,24 @@ def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -
         each.mine[name] = torch.from_numpy(getattr(each.batch, name)[rows]).to(ranks.device)
 
 
-def micro_batch(each: Pass, loss: LossConfig, temperature: float, subnet: Subnet) -> MicroBatch:
+def micro_batch(
+    each: Pass, loss: LossConfig, temperature: float, subnet: Subnet, distill: DistillConfig | None = None
+) -> MicroBatch:
     """The pass as the optimisation step takes it."""
     mine, ctx = each.mine, each.ctx
     proximal_BT = each.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
-    objective = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
+    policy = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
+    objective: Objective = policy
+    if distill is not None:
+        has_policy = distill.has_policy_loss or loss.kl_weight > 0
+        objective = DistillObjective(distill, each.lessons, policy, has_policy)
     tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
     return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
 
 
-def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str) -> TrainerRole:
+def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str, stage: str) -> TrainerRole:
     """The only rank of a run, on ``device``."""
-    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)))
+    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,13 +113,29 @@ class _Update:
     passes: list[Pass]
 
 
+def _sources(update: _Update) -> NDArray[np.str_]:
+    """Of each target, in the order of the batches."""
+    names = np.array([sample.source for group in update.samples for sample in group])
+    batches = [each.batch for each in update.passes]
+    return np.concatenate([names[each.samples_BT[each.targets_BT != IGNORED]] for each in batches])
+
+
 class TrainerRole:
     """The policy, its optimiser, and the run's snapshots. With several ranks there is a role on each, called alike."""
 
-    def __init__(self, recipe: RlRecipe, run: Path | str, start: Path | str, *, ranks: Ranks | None = None):
-        """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says.
-        Raises UserError: the checkpoint cannot be read, or the ranks cannot share the rows."""
-        self._recipe, self._run, self._start = recipe, Path(run), Path(start)
+    def __init__(
+        self,
+        recipe: RlRecipe,
+        run: Path | str,
+        start: Path | str,
+        *,
+        ranks: Ranks | None = None,
+        stage: str = "rl",
+    ):
+        """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says. ``stage``: what the
+        lineage of the result calls it.
+        Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
+        self._recipe, self._run, self._start, self._stage = recipe, Path(run), Path(start), stage
         self._ranks = ranks or join()
         train = recipe.train
         if train.micro_rows % self._ranks.world:
@@ -177,8 +153,13 @@ class TrainerRole:
         self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
+        self._scorers = open_teachers(
+            recipe, self._start, self._data_hash, self._model.config.vocab_size, self._ranks, self._arithmetic
+        )
+        self._progress: dict[str, Progress] = {}
+        """Of the sources that have come up, where there are teachers."""
         self._run_id = new_run_id()
-        self._meter = Meter(STAGE, device_name(self._ranks.device), self._ranks.world)
+        self._meter = Meter(stage, device_name(self._ranks.device), self._ranks.world)
         self.version = self._num_tokens = 0
         """Of the weights: steps completed."""
         self._copied: tuple[int, Mapping[str, Tensor]]
@@ -193,11 +174,11 @@ class TrainerRole:
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, config = time.perf_counter(), self._model.config
-        scores = self._scores_before(step)
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
             shape = (config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
             groups = [load_group(ref.location, *shape) for ref in refs]
+            scores = self._scores_before(step, groups)
             updates = self._plan(groups)
             flat = [each for update in updates for each in update.passes]
             loaded = time.perf_counter()
@@ -244,9 +225,10 @@ class TrainerRole:
     def save(self, cut: Mapping[str, Any]) -> Path:
         """Write a snapshot, with the controller's ``cut`` at the same step in it.
         Raises UserError: on all ranks: the disk is full; older snapshots are untouched."""
+        progress = {name: asdict(each) for name, each in self._progress.items()}
         meta = SnapshotMeta(
             step=self.version,
-            loader=dict(cut),
+            loader=dict(cut) | ({_PROGRESS: progress} if progress else {}),
             receipt=self._meter.receipt(peak_memory(self._ranks)),
             run_id=self._run_id,
             layer_order=self._model.config.layer_ranking,
@@ -270,35 +252,40 @@ class TrainerRole:
             )
         self._snapshots.load(path, self._model, self._optimizers, self._ranks)
         self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
-        self._meter = Meter(STAGE, meta.receipt.device, self._ranks.world, spent=meta.receipt)
-        return meta.loader
+        self._meter = Meter(self._stage, meta.receipt.device, self._ranks.world, spent=meta.receipt)
+        cut = dict(meta.loader)
+        self._progress = {name: Progress(**each) for name, each in cut.pop(_PROGRESS, {}).items()}
+        return cut
 
     def write(self, folder: Path | str) -> None:
         """Write the policy as a checkpoint, with the start's tokenizer and lineage.
         Raises UserError: the disk is full, or the folder holds other files."""
         origin = self._origin
+        parents = [origin.lineage, *(each.lineage for each in self._scorers.values())]
         write_trained(
             Path(folder),
             self._model,
             self._meter,
             self._ranks,
             name=self._run.name,
-            stage=STAGE,
+            stage=self._stage,
             config=self._recipe.model_dump(mode="json"),
             tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
-            parents=(origin.lineage,) if origin.lineage else (),
+            parents=tuple(each for each in parents if each is not None),
             run_id=self._run_id,
             data_hash=self._data_hash,
             family=origin.family,
             presets=origin.presets,
         )
 
-    def _scores_before(self, step: int) -> bool:
+    def _scores_before(self, step: int, groups: Sequence[Group]) -> bool:
         """Whether ``step`` has a pass of the policy before its updates. A single update finds the same log-probabilities by
-        itself; so that pass is for several, for an algorithm that may look at it, and now and then for the flips."""
+        itself; so that pass is for several, for an algorithm that may look at it, for a source that comes up first, and now
+        and then for the flips."""
         recipe = self._recipe
         is_looked_at = recipe.loss.advantage not in ADVANTAGES
-        return recipe.train.minibatches > 1 or is_looked_at or step % FLIPS_EVERY == 0
+        is_new = bool(self._scorers) and any(group.task.source not in self._progress for group in groups)
+        return recipe.train.minibatches > 1 or is_looked_at or is_new or step % FLIPS_EVERY == 0
 
     def _read(self, folder: Path) -> Checkpoint:
         """A checkpoint, its network spread over the ranks. Raises UserError: it cannot be read."""
@@ -328,12 +315,12 @@ class TrainerRole:
 
     def _score(self, update: _Update, scores: bool) -> None:
         """Score ``update`` by all networks (by the policy if ``scores``), and give credit for it."""
-        loss, rollout = self._recipe.loss, self._recipe.rollout
+        temperature = self._recipe.rollout.temperature
         for each in update.passes:
             if scores:
-                recompute(self._model, each, rollout.temperature, self._recipe.replay)
+                recompute(self._model, each, temperature, self._recipe.replay)
             for name, teacher in self._teachers.items():
-                each.scores[name] = score(teacher, each, rollout.temperature)
+                each.scores[name] = score(teacher, each, temperature)
         samples = [sample for group in update.samples for sample in group]
         lengths = [sample.num_inputs for sample in samples]
         for name in update.passes[0].scores:
@@ -341,9 +328,59 @@ class TrainerRole:
             streams = by_sample([each.batch for each in update.passes], wholes, lengths)
             for sample, stream_S in zip(samples, streams, strict=True):
                 sample.scores[name] = stream_S
-        credits = give_credit(update.samples, loss.advantage, loss.normaliser, rollout.max_tokens)
+        credits = self._credits(update.samples)
+        if self._scorers:
+            flops = give_lessons(update.samples, update.passes, self._scorers, self._distill, self._ranks)
+            self._meter.add(flops=flops)
+            if scores and self._distill.kl_floor:
+                self._check_floor(update)
         for each in update.passes:
             give_pass_credit(each, credits, self._ranks)
+
+    @property
+    def _distill(self) -> DistillConfig:
+        assert self._recipe.distill is not None, "there are no teachers"
+        return self._recipe.distill
+
+    def _credits(self, groups: Sequence[Sequence[Streams]]) -> list[TokenCredit]:
+        """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
+        loss, distill, samples = self._recipe.loss, self._recipe.distill, [each for group in groups for each in group]
+        most = self._recipe.rollout.max_tokens
+        if distill is None:
+            return give_credit(groups, loss.advantage, loss.normaliser, most)
+        blank = [TokenCredit(np.zeros(each.num_inputs, np.float32), each.mask_S.astype(np.float32)) for each in samples]
+        given = give_credit(groups, loss.advantage, loss.normaliser, most) if distill.outcome_weight else blank
+        weights = source_weights(
+            [each.source for each in samples],
+            [int(each.mask_S.sum()) for each in samples],
+            distill.balance,
+            {name: source.weight for name, source in self._recipe.sources.items()},
+            self._progress,
+        )
+        return [
+            TokenCredit(distill.outcome_weight * one.advantages_S, (weight * each.mask_S).astype(np.float32))
+            for one, each, weight in zip(given, samples, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _check_floor(self, update: _Update) -> None:
+        """Raises UserError: of a source that comes up first, the student and its teacher say the same."""
+        found = []
+        for each in update.passes:
+            gap_N = torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device)
+            for lesson in each.lessons:
+                gap_N[lesson.places_M] = chosen(lesson, each) - each.scores["policy"].flatten()[lesson.places_M]
+            found.append(0.5 * gap_N.square())
+        kl_N, sources_N = self._gathered(update.passes, found), _sources(update)
+        for source, name in self._distill.teacher_of().items():
+            here_N = sources_N == source
+            if source in self._progress or not here_N.any() or kl_N[here_N].mean() >= self._distill.kl_floor:
+                continue
+            raise UserError(
+                f"distill.teachers.{name}: differs from the student by {kl_N[here_N].mean():.1e} nats a token of source "
+                f"{source!r}, less than distill.kl_floor {self._distill.kl_floor:g}: is it the student itself? Name another "
+                "checkpoint, or set distill.kl_floor = 0"
+            )
 
     def _update(self, update: Sequence[Pass]) -> StepResult:
         recipe, model = self._recipe, self._model
@@ -351,7 +388,10 @@ class TrainerRole:
         result = optimisation_step(
             model,
             self._optimizers,
-            [micro_batch(each, recipe.loss, recipe.rollout.temperature, model.config.full()) for each in update],
+            [
+                micro_batch(each, recipe.loss, recipe.rollout.temperature, model.config.full(), recipe.distill)
+                for each in update
+            ],
             self._ranks,
             clip_norm=recipe.optim.clip_norm,
             balance_rate=recipe.train.balance_rate,
@@ -379,6 +419,13 @@ class TrainerRole:
         )
         scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
         scalars |= update_scalars(found) | sample_scalars(groups) | staleness(groups, version)
+        if recipe.distill is not None:
+            sources_N, taught = (
+                np.concatenate([_sources(update) for update in updates]),
+                sorted(recipe.distill.teacher_of()),
+            )
+            self._progress = progressed(self._progress, found, sources_N, taught)
+            scalars |= source_scalars(found, sources_N, taught)
         flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
         num_flips, num_recorded = self._ranks.sum(flips).tolist()
         if num_recorded:

@@ -118,9 +118,12 @@ def role(model: Any = None, *, name: str = "engine", waits: bool = False, **opti
     return EngineRole(opened, lambda version: OTHER.state_dict(), name=name, waits=waits)
 
 
-def recipe(lease_s: float = 60.0, chunk_tokens: int = 100, max_turns: int = 3, max_len: int = 150) -> RlRecipe:
+def recipe(
+    lease_s: float = 60.0, chunk_tokens: int = 100, max_turns: int = 3, max_len: int = 150, distill: Any = None
+) -> RlRecipe:
     return RlRecipe.model_validate(
         {
+            "distill": distill,
             "sources": {"toy": {"kind": "strings"}},
             "rollout": {"max_tokens": 1, "chunk_tokens": chunk_tokens, "max_turns": max_turns},
             "optim": {"lr": 1e-3},

@@ -21,6 +21,7 @@ from stretto.rl.rollout import EngineRole
 from stretto.rl.samples import load_group
 from stretto.sandbox.outcome import ToolResult
 from stretto.text.chat import CHATML, render, tokenise_chat
+from stretto.text.tokenizer import train_tokenizer
 from tests.engine.engines import FULL, full_routes, network
 from tests.rl.agents import (
     CALL,
@@ -402,3 +403,40 @@ def test_reads_turns() -> None:
     broken = np.array(made.encode_rendered("<tool_call>{oops}</tool_call>"))
     assert dialogue.calls(broken) == () and dialogue.text(broken) == "<tool_call>{oops}</tool_call>"
     assert dialogue.message(broken) == {"role": "assistant", "content": "<tool_call>{oops}</tool_call>"}
+
+
+# Teachers
+
+
+def teacher(folder: Path, template: str) -> dict[str, Any]:
+    tokenizer(template).save(folder)
+    (folder / "config.json").write_text("{}")
+    return {"teachers": {"toy": {"checkpoint": str(folder)}}}
+
+
+def test_a_teacher_is_asked_by_its_own_template(tmp_path: Path) -> None:
+    """With the group lies the problem as the teacher would have been told it; nothing where that is the student's way."""
+    own = "Q: {{ messages[0].content }}\nA:"
+    for name, template, expected in (("other", own, "Q: the cat 7\nA:"), ("same", CHATML, None)):
+        distill = teacher(tmp_path / name, template)
+        subject = agent(tmp_path / f"run-{name}", [Spoken([spoken_turn("5")])], distill=distill, **LONG)
+        ref = asyncio.run(subject.run_group(ONE, 0))
+        group = load_group(ref.location)
+        prompts = {name: tokenizer().decode(tokens.tolist()) for name, tokens in group.prompts.items()}
+        assert prompts == ({} if expected is None else {"toy": expected})
+        assert len(group.trajectories) == 1, "nothing to compare it with is needed"
+    distill["teachers"]["toy"]["template"] = "student"
+    assert agent(tmp_path, [Spoken([])], distill=distill)._teachers == {}
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    train_tokenizer(iter(["quite different words in here " * 20]), 288, CHATML).save(folder)
+    distill = {"teachers": {"toy": {"checkpoint": str(folder)}}}
+    with pytest.raises(UserError, match=r"^distill\.teachers\.toy\.checkpoint: .*config\.json: no such file"):
+        agent(tmp_path, [Spoken([])], distill=distill)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"^distill\.teachers\.toy: .*: its tokenizer gives other ids than the student's"
+    ):
+        agent(tmp_path, [Spoken([])], distill=distill)

@@ -149,3 +149,62 @@ def test_teachers_need_somebody_who_asks_them() -> None:
         recipe(teachers={"maths": "runs/maths"})
     with pytest.raises(ValidationError, match=r"teachers\.policy: the name is taken"):
         recipe(teachers={"policy": "runs/maths"}, loss__advantage="mine.py:distilled")
+
+
+TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("distill", "changes", "said"),
+    [
+        ({"teachers": {}}, {}, "teachers"),
+        ({"teachers": {"digits": {}}}, {}, "name a checkpoint, or the url of a server"),
+        ({"teachers": {**TEACHERS, "maths": {"checkpoint": "c"}}}, {}, "distill.teachers.maths: no source 'maths'; name some of"),
+        (
+            {"teachers": {"a": {"checkpoint": "a", "domains": ["digits", "leters"]}}},
+            {},
+            r"distill.teachers.a: no source 'leters' \(did you mean 'letters'\?\)",
+        ),
+        ({"teachers": {"digits": {"checkpoint": "a"}}}, {}, "distill: source 'letters' has no teacher; name it in"),
+        (
+            {"teachers": {**TEACHERS, "both": {"checkpoint": "c", "domains": ["digits"]}}},
+            {},
+            "distill: source 'digits' is named by digits and both; one must be responsible",
+        ),
+        ({"untaught": ["digits"]}, {}, "'digits' is named by digits and distill.untaught"),
+        ({"teachers": {"digits": {"checkpoint": "a"}}, "untaught": ["letters"]}, {}, "without distill.outcome_weight"),
+        ({"untaught": ["x"], "outcome_weight": 1.0}, {}, "distill.untaught: no source 'x'"),
+        ({"teachers": {**TEACHERS, "digits": {"url": "http://x"}}}, {}, 'set distill.form = "sampled"'),
+        ({"teachers": {"digits": {"url": "http://x", "subnet": "half"}}}, {}, "url: subnet and residence are of"),
+        ({"form": "sampled", "entropy_aware": 1.0}, {}, "distill.entropy_aware: form 'sampled' does not know"),
+        ({}, {"rollout__temperature": 0.7}, "rollout.temperature 0.7: distillation compares distributions at 1"),
+        ({}, {"loss__normaliser": "sequence"}, "loss.normaliser would change nothing: distill.balance"),
+        ({}, {"loss__clip_high": 0.3}, "loss.clip_high would change nothing: form 'full'"),
+        ({"form": "sampled"}, {"loss__advantage": "rloo"}, "loss.advantage would change nothing: distill.outcome_weight"),
+        ({"outcome_weight": 1.0}, {"rollout__group": 1}, "rollout.group 1: a reward is compared"),
+        ({}, {"rollout__group": 1, "loss__drop_uniform": True}, "rollout.group 1: a reward is compared"),
+    ],
+)  # fmt: skip
+def test_what_distillation_cannot_do_is_one_line(distill: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    sources = {"digits": {"kind": "strings"}, "letters": {"kind": "strings"}}
+    with pytest.raises(ValidationError, match=said) as error:
+        recipe(sources=sources, distill={"teachers": TEACHERS, **distill}, **changes)
+    assert error.value.error_count() == 1
+
+
+def test_a_teacher_has_something_to_say_of_every_group() -> None:
+    sources = {"digits": {"kind": "strings"}, "letters": {"kind": "strings"}}
+    made = recipe(sources=sources, distill={"teachers": TEACHERS}, rollout__group=1)
+    assert not made.loss.drop_uniform and made.distill is not None
+    assert made.distill.teacher_of() == {"digits": "digits", "letters": "letters"}
+    assert RlRecipe.model_validate(made.model_dump(mode="json")) == made, "as it is read again from a run's folder"
+    assert recipe(sources=sources, distill={"teachers": TEACHERS}, loss__drop_uniform=True).loss.drop_uniform
+    for preset in PRESETS:
+        recipe(
+            sources=sources,
+            distill={"teachers": TEACHERS, "form": "sampled"},
+            loss__preset=preset,
+            train__minibatches=2,
+        )
+    with pytest.raises(ValidationError, match=r"rollout\.group 1"):
+        recipe(rollout__group=1)

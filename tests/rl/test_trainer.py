@@ -25,12 +25,13 @@ from stretto.rl.algorithms import Streams, give_credit, unroll
 from stretto.rl.batch import pack
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch
+from stretto.rl.passes import Pass, place, score
 from stretto.rl.recipe import PRESETS, LossConfig
 from stretto.rl.samples import load_group, pack_routes, store_group
-from stretto.rl.trainer import Pass, TrainerRole, give_pass_credit, micro_batch, place, recompute, score
+from stretto.rl.trainer import TrainerRole, give_pass_credit, micro_batch, recompute
 from stretto.rl.weights import fetch
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
-from tests.rl.policies import SHAPE, checkpoint, groups, network, recipe
+from tests.rl.policies import SHAPE, Catch, checkpoint, groups, network, recipe
 
 
 @pytest.fixture
@@ -299,19 +300,6 @@ CENTRED = LossConfig(policy="ppo", proximal="recompute", correction="tis")
 """Decoupled: its first update stands at the centre, which is what it is asked about here."""
 SAME = 1e-6
 """Relative difference that another order of summation may make: a few dozen fp32 roundings of 6e-8."""
-
-
-class Catch(torch.optim.SGD):
-    """Keeps the gradients that a step would have applied, and applies nothing."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__(model.parameters(), lr=0.0)
-        self.model = model
-        self.caught: dict[str, Tensor] = {}
-
-    def step(self, closure: Any = None) -> None:
-        grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        self.caught = {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
 def passes(
