@@ -22,3 +22,29 @@ def sft(recipe: Recipe, out: RunOut = None, settings: Settings = []) -> None:  #
     from stretto.apps.rl import made_start
 
     sys.stdout.write(f"checkpoint: {made_start(parsed, out or Path('runs') / recipe.stem)}\n")
+
+
+def merge(
+    method: Annotated[
+        str, typer.Argument(help="average, task-arithmetic, ties, dare, dare-ties or slerp.", show_default=False)
+    ],
+    models: Annotated[list[Path], typer.Argument(help="Runs or checkpoints of one network.", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Checkpoint to write.")],
+    base: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint that all began with; average and slerp do without.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="One a model, by commas; 1 each by default.")] = None,
+    scale: Annotated[float, typer.Option(help="Of what is added to the base (λ).")] = 1.0,
+    density: Annotated[float, typer.Option(help="Of ties and dare: share of each difference that is kept.")] = 0.5,
+    t: Annotated[float, typer.Option(help="Of slerp: from 0, the first model, to 1, the second.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of what dare keeps.")] = 0,
+) -> None:
+    """Merge checkpoints that began with the same one: mergekit's methods, a layer in memory at a time."""
+    from stretto.base.config import validate
+    from stretto.post.merge import MergeOptions
+    from stretto.post.merge import merge as merge_checkpoints
+
+    each = [part.strip() for part in weights.split(",")] if weights is not None else []
+    told = {"method": method, "weights": each, "scale": scale, "density": density, "t": t, "seed": seed}
+    made = merge_checkpoints(models, base, out, validate(MergeOptions, told, "stretto merge"))
+    sys.stdout.write(f"checkpoint: {made}\n")

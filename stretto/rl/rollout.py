@@ -17,6 +17,7 @@ from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
+from stretto.model.spec import Subnet
 from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble, Unavailable
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.weights import fetch
@@ -59,12 +60,14 @@ class EngineRole:
         *,
         name: str = "engine",
         waits: bool = False,
+        subnet: Subnet | None = None,
     ):
         """``open_engine`` is called once, here; its engine must keep routes if they will be asked for. ``waits``: sample nothing
-        before the first `activate`, as one that is restarted opens with weights that are too old."""
+        before the first `activate`, as one that is restarted opens with weights that are too old. ``subnet``: which part of
+        the network samples; None: all."""
         self.name, self._fetch = name, fetch
         engine = open_engine()
-        self._phases, self._page_size = Phases(engine.model.config.full()), engine.config.page_size
+        self._phases, self._page_size = Phases(subnet or engine.model.config.full()), engine.config.page_size
         self.version = engine.weight_version
         """Of the weights that serve."""
         self._service = AsyncEngine(engine).start()

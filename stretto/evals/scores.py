@@ -1,0 +1,166 @@
+"""Scores of sampled answers: pass@k, maj@k, intervals by resampling problems, and how much of its teachers a student has.
+
+A model is measured by S samples of each of P problems. What is uncertain is which problems were asked, so problems are
+resampled, with all of their samples, and the same ones for every model: differences between models are paired.
+
+Shape letters: M models, P problems of a domain, S samples, R resamplings behind the estimate itself, which is row 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from zlib import crc32
+
+import numpy as np
+
+from stretto.base.errors import UserError
+
+RESAMPLINGS = 2000
+LEVEL = 0.95
+"""Of every interval."""
+_MOST_SUBSETS = 256
+"""Of the samples, for one problem's maj@k: more than that are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate, and the range that holds its true value `LEVEL` of the times."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_above_zero(self) -> bool:
+        return self.low > 0
+
+
+def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
+    """By problem, the chance that one of ``k`` samples is right: 1 − C(n − c, k) / C(n, k), unbiased (2107.03374).
+
+    Args:
+        right_PS: 1 or 0; NaN for a sample that nobody could judge, which is none.
+
+    Returns: float64 [P], NaN where fewer than ``k`` samples were judged.
+    """
+    num_P = (~np.isnan(right_PS)).sum(1)
+    wrong_P = num_P - np.nansum(right_PS, 1)
+    pairs = zip(num_P.tolist(), wrong_P.astype(int).tolist(), strict=True)
+    return np.array([1 - comb(wrong, k) / comb(num, k) if num >= k else np.nan for num, wrong in pairs])
+
+
+def majority_at_k(
+    right_PS: np.ndarray, answers_PS: Sequence[Sequence[str | None]], k: int, seed: int = 0
+) -> np.ndarray:
+    """By problem, the chance that the most frequent answer of ``k`` samples is right (self-consistency, 2203.11171).
+
+    The mean over all choices of ``k`` samples, or over some of them where they are too many. Of answers that are equally
+    frequent, each counts for its share; an answer that cannot be read (None) has no vote.
+
+    Returns: float64 [P], NaN where fewer than ``k`` samples were judged.
+    """
+    found = np.full(len(right_PS), np.nan)
+    for place, (right_S, answers) in enumerate(zip(right_PS, answers_PS, strict=True)):
+        judged = np.flatnonzero(~np.isnan(right_S))
+        if len(judged) < k:
+            continue
+        if comb(len(judged), k) <= _MOST_SUBSETS:
+            subsets = [list(subset) for subset in combinations(judged.tolist(), k)]
+        else:
+            draw = np.random.default_rng((seed, place))
+            subsets = [draw.choice(judged, k, replace=False).tolist() for _ in range(_MOST_SUBSETS)]
+        found[place] = np.mean([_majority(right_S, answers, subset) for subset in subsets])
+    return found
+
+
+def _majority(right_S: np.ndarray, answers: Sequence[str | None], subset: Sequence[int]) -> float:
+    votes: dict[str, list[float]] = {}
+    for sample in subset:
+        if (answer := answers[sample]) is not None:
+            votes.setdefault(answer, []).append(float(right_S[sample]))
+    most = max(map(len, votes.values()), default=0)
+    return float(np.mean([np.mean(each) for each in votes.values() if len(each) == most])) if votes else 0.0
+
+
+def resampled(values: Mapping[str, np.ndarray], num: int = RESAMPLINGS, seed: int = 0) -> dict[str, np.ndarray]:
+    """Means of each domain's ``values`` [M, P] over problems, [R + 1, M]: as measured, then of problems drawn anew.
+
+    A domain's draws come from ``seed`` and its name alone, whatever other domains there are. A problem that is NaN for any
+    model is left out for all.
+
+    Raises:
+        UserError: a domain has no problem that all models answered.
+    """
+    means = {}
+    for name, values_MP in values.items():
+        kept_MP = np.asarray(values_MP, np.float64)
+        kept_MP = kept_MP[:, ~np.isnan(kept_MP).any(0)]
+        num_problems = kept_MP.shape[1]
+        if not num_problems:
+            raise UserError(f"{name}: no problem has enough samples that could be judged; draw more samples")
+        draw = np.random.default_rng((seed, crc32(name.encode())))
+        counts_RP = draw.multinomial(num_problems, np.full(num_problems, 1 / num_problems), num)
+        weights_RP = np.concatenate([np.ones((1, num_problems)), counts_RP])
+        means[name] = weights_RP @ kept_MP.T / num_problems
+    return means
+
+
+def interval(draws_R: np.ndarray) -> Interval:
+    """Of a statistic of `resampled` means: its value, and percentiles of its draws. A draw that is NaN is undetermined: it
+    might lie anywhere, so it counts at both ends."""
+    tail = (1 - LEVEL) / 2
+    low = np.quantile(np.where(np.isnan(draws_R[1:]), -np.inf, draws_R[1:]), tail, method="lower")
+    high = np.quantile(np.where(np.isnan(draws_R[1:]), np.inf, draws_R[1:]), 1 - tail, method="higher")
+    return Interval(float(draws_R[0]), float(low), float(high))
+
+
+def share_interval(draws_R: np.ndarray, num_problems: int) -> Interval:
+    """`interval` of a share. Where all problems came out alike resampling sees no spread at all; the end is then that of
+    Clopper and Pearson: 0 of 50 says that less than 7 % are right, not that none is."""
+    found = interval(draws_R)
+    slack = 1 - ((1 - LEVEL) / 2) ** (1 / num_problems)
+    low, high = found.low, found.high
+    if low == high and found.value in (0.0, 1.0):
+        low, high = (0.0, slack) if found.value == 0.0 else (1.0 - slack, 1.0)
+    return Interval(found.value, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """How much of its teachers' lead a student has."""
+
+    mean: Interval
+    """Over domains."""
+    domains: dict[str, Interval]
+    worst: str
+    """The domain with the least."""
+
+
+def norm(means: Mapping[str, np.ndarray], student: int, start: int, teachers: Mapping[str, int]) -> Norm:
+    """The mean over domains of (student − start) / (teacher − start), MOPD's measure (2606.30406).
+
+    Args:
+        means: `resampled` scores; a model is named by its place among the M.
+        start: where student and teachers began.
+        teachers: by domain.
+
+    Raises:
+        UserError: a teacher does not lead: there is nothing of it that the student could have.
+    """
+    draws = {}
+    for name, teacher in teachers.items():
+        start_R, lead_R = means[name][:, start], means[name][:, teacher] - means[name][:, start]
+        if lead_R[0] <= 0:
+            raise UserError(
+                f"{name}: its teacher scores {means[name][0, teacher]:.3f} and the start {start_R[0]:.3f}: there is no lead to "
+                "take over; leave the domain out, or train its teacher further"
+            )
+        # of problems on which the teacher happens not to lead, the share is undetermined
+        gain_R = means[name][:, student] - start_R
+        draws[name] = np.divide(gain_R, lead_R, out=np.full_like(gain_R, np.nan), where=lead_R > 0)
+    domains = {name: interval(draws_R) for name, draws_R in draws.items()}
+    worst = min(domains, key=lambda name: domains[name].value)
+    return Norm(interval(np.mean(list(draws.values()), axis=0)), domains, worst)
