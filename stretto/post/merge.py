@@ -113,7 +113,7 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
         merged = MergedState([opened.get(folder, first) for folder in folders], first, options)
         counts = count(first.config, first.config.full())
 
-        def lineage() -> Lineage:
+        def lineage(_: Mapping[Path, str]) -> Lineage:
             num = len(folders)
             # a multiply-add an element and parent: what every method does at least
             meter.add(flops=2 * num * counts.total_params, bytes_read=_size([origin, *folders]))
