@@ -437,6 +437,10 @@ def main() -> None:
         code = app(prog_name="stretto", standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
         _fail(str(error), 2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{os.fsdecode(error.filename)[:200]}: {error.strerror}; check the path and its permissions", 2)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):

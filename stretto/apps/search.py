@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from stretto.apps.run import RunInfo, read_info
 from stretto.apps.train import EVAL_BATCH_ROWS, held_out, open_loader
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json, write_json
+from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, require_apart, write_json
 from stretto.base.records import Meter, Receipt
 from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate
@@ -95,41 +96,43 @@ def search_command(
             f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
         )
     checkpoint = _load(run, ranks)
-    if data:
-        info = _on_other_data(run, info, data, text, checkpoint)
-    batches = held_out(info, info.train, ranks)
-    table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
-    meter = Meter("search", device_name(ranks.device), ranks.world)
-    numbers = itertools.count()
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(claimed(run / "search")))  # where text is tokenised and candidates heal
+        if data:
+            info = ranks.first(lambda: _on_other_data(run, info, data, text, checkpoint))
+        batches = held_out(info, info.train, ranks)
+        table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
+        meter = Meter("search", device_name(ranks.device), ranks.world)
+        numbers = itertools.count()
 
-    def healed_nll(subnet: Subnet) -> float:
-        """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
-        assert heal_recipe is not None and info.data_hash is not None
-        seen = meter.receipt().flops
-        loader = open_loader(info, heal_recipe.train, ranks)
-        job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
-        healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), lambda: checkpoint.model)
-        # what the search's meter saw of it already are the teacher's passes through the maximum network
-        spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
-        meter.add(flops=spent.flops - seen, tokens=spent.tokens)
-        return evaluate(healed.model, healed.model.config.full(), batches).nll
+        def healed_nll(subnet: Subnet) -> float:
+            """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+            assert heal_recipe is not None and info.data_hash is not None
+            seen = meter.receipt().flops
+            loader = open_loader(info, heal_recipe.train, ranks)
+            job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+            healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), lambda: checkpoint.model)
+            # what the search's meter saw of it already are the teacher's passes through the maximum network
+            spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
+            meter.add(flops=spent.flops - seen, tokens=spent.tokens)
+            return evaluate(healed.model, healed.model.config.full(), batches).nll
 
-    with meter, metered(checkpoint.model, meter):
-        result = search(
-            checkpoint.model,
-            batches,
-            limits,
-            space=SearchSpace.of(
-                checkpoint.config,
-                layers="nested" if nested else "free",
-                widths="per_layer" if per_layer else "uniform",
-            ),
-            options=options,
-            presets=named_subnets(checkpoint.config, checkpoint.presets),
-            table=table,
-            heal=healed_nll if heal_recipe is not None else None,
-        )
-    write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
+        with meter, metered(checkpoint.model, meter):
+            result = search(
+                checkpoint.model,
+                batches,
+                limits,
+                space=SearchSpace.of(
+                    checkpoint.config,
+                    layers="nested" if nested else "free",
+                    widths="per_layer" if per_layer else "uniform",
+                ),
+                options=options,
+                presets=named_subnets(checkpoint.config, checkpoint.presets),
+                table=table,
+                heal=healed_nll if heal_recipe is not None else None,
+            )
+        write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
     return result
 
 
@@ -163,6 +166,7 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
     Args:
         subnet_name: a preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``.
     """
+    require_apart(out, checkpoint_folder(source))
     ranks = join(device)
     checkpoint = _load(source, ranks)
     if subnet_name == "best":
@@ -205,6 +209,7 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
+    require_apart(out, folder)
     checkpoint = read_checkpoint(folder)
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
     with progress(f"write {chosen}", None) as advance:

@@ -14,7 +14,7 @@ from stretto.apps.data import AS_IT_IS, TextOptions, check_enough, prepare_data,
 from stretto.apps.run import ADOPTED, RunInfo, read_info
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, require_apart, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
@@ -157,6 +157,8 @@ def heal_command(
     """
     run = out.with_name(out.name + ".run")
     folder = checkpoint_folder(source)
+    for kept in (folder, *([checkpoint_folder(teacher)] if teacher is not None else [])):
+        require_apart(out, kept)
     student = read_checkpoint(folder, dtype=torch.float32)
     ranks = join(device, recipe.train.ep)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -82,13 +83,13 @@ def replacing(path: Path | str) -> Iterator[Path]:
         assert temporary.exists(), f"nothing was written at {temporary}"
         _put(temporary, path)
     except OSError as error:
-        named = Path(str(error.filename or path))
+        named = Path(str(error.filename2 or error.filename or path))  # of a copy the second is the target
         if not (named in path.parents or named.is_relative_to(path) or named.is_relative_to(temporary)):
             raise  # about a file that the caller reads
         problem = error.strerror or error
         raise UserError(f"{path}: cannot be written: {problem}; free some space or choose another folder") from error
     finally:
-        if temporary.parent.is_dir():
+        if os.path.lexists(temporary):  # where nothing can be written, nothing can be removed
             remove(temporary)
 
 
@@ -103,10 +104,20 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def require_apart(out: Path, source: Path) -> None:
+    """Raises `UserError` where the folder ``out`` is, or holds, the checkpoint ``source`` that its content is made from: that would be
+    replaced.
+    """
+    if source.resolve().is_relative_to(out.resolve()):
+        raise UserError(f"{out}: holds the network that this is made from, which stays; choose another folder")
+
+
 def _put(temporary: Path, path: Path) -> None:
     if not path.is_dir() or path.is_symlink():
         temporary.replace(path)
         return
+    if not temporary.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder, with what it holds, is not replaced by a file", str(path))
     old = temporary.with_suffix(".old")  # rename cannot replace a folder that is not empty
     path.rename(old)
     try:

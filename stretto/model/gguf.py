@@ -122,6 +122,8 @@ def write_gguf(
     folder, path = Path(folder), Path(path)
     if dtype not in _TYPES:
         raise UserError(f"--dtype {dtype}: not a type of GGUF weights written here; choose {', '.join(_TYPES)}")
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; name the file to write: {path / 'model.gguf'}")
     checkpoint = read_checkpoint(folder)
     config, family = checkpoint.config, checkpoint.family
     reason = why_not_gguf(config, family)

@@ -171,6 +171,89 @@ def test_commands_on_folders_that_are_not_runs(stretto: Run, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def network(served_run: Path, tmp_path: Path) -> Path:
+    """A run that was adopted without text."""
+    shutil.copytree(served_run / "checkpoint", tmp_path / "run" / "checkpoint")
+    told = {"stage": "adopt", "tokenizer": str(tmp_path / "run" / "checkpoint")}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(told))
+    return tmp_path / "run"
+
+
+def test_what_a_network_is_made_from_is_not_replaced_by_it(
+    stretto: Run, network: Path, text: Path, tmp_path: Path
+) -> None:
+    run, part = network, tmp_path / "part"
+    assert stretto("extract", run, "--subnet", "half", "-o", part).code == 0
+    before = {path: path.read_bytes() for path in (*(run / "checkpoint").iterdir(), *part.iterdir())}
+    linked = tmp_path / "linked"
+    linked.symlink_to(run, target_is_directory=True)
+    for command in (
+        ("extract", run, "--subnet", "half", "-o", run / "checkpoint"),
+        ("extract", run / "checkpoint", "--subnet", "half", "-o", linked / "checkpoint"),
+        ("extract", run / "checkpoint", "--subnet", "half", "-o", run),
+        ("export", run, "--dtype", "bfloat16", "-o", run / "checkpoint"),
+        ("heal", part, "--data", text, "-o", part),
+        ("heal", part, "--data", text, "--teacher", run, "-o", run / "checkpoint"),
+    ):
+        refused(stretto(*command), f"{command[-1]}: holds the network that this is made from", "choose another folder")
+    assert {path: path.read_bytes() for path in before} == before and not (tmp_path / "part.run").exists()
+
+
+def test_a_folder_is_not_replaced_by_a_file(stretto: Run, network: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "notes.txt").write_text("mine")
+    told = stretto("export", network, "--gguf", "-o", tmp_path / "precious")
+    refused(told, "precious: a folder; name the file to write", "precious/model.gguf")
+    assert (tmp_path / "precious" / "notes.txt").read_text() == "mine"
+
+
+def test_a_place_that_is_read_only(stretto: Run, network: Path, text: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        for command in (
+            ("extract", network, "--subnet", "half", "-o", place / "out"),
+            ("export", network, "--gguf", "-o", place / "out.gguf"),
+            ("tokenize", "--data", text, "-o", place / "out"),
+            ("adopt", network, "-o", place / "out"),
+        ):
+            refused(stretto(*command), str(place), "Read-only file system")
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_while_extracting(stretto: Run, network: Path, tmp_path: Path) -> None:
+    """At any file: descriptions, weights, the tokenizer's, the record."""
+    whole = tmp_path / "whole"
+    assert stretto("extract", network, "--subnet", "half", "-o", whole).code == 0
+    pages = sum(-(-path.stat().st_size // 4096) for path in whole.iterdir())
+    place = tmp_path / "place"
+    place.mkdir()
+    for free in (1, 2, pages // 2, *range(pages - 12, pages)):
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * free}k", "none", str(place)]
+        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a small file system is not permitted here")
+        try:
+            told = stretto("extract", network, "--subnet", "half", "-o", place / "out")
+            refused(told, str(place), "cannot be written", "No space left on device")
+            assert list(place.iterdir()) == []
+        finally:
+            subprocess.run(["umount", str(place)], check=True)
+
+
+def test_two_searches_in_one_folder(stretto: Run, network: Path, text: Path) -> None:
+    with claimed(network / "search"):
+        refused(stretto("search", network, "--data", text), "running in it")
+
+
+def test_a_path_that_no_system_takes(stretto: Run, tmp_path: Path) -> None:
+    refused(stretto("adopt", "x" * 5000, "-o", tmp_path / "run"), "xxx: File name too long")
+
+
 @pytest.mark.parametrize(
     ("limit", "words"),
     [

@@ -52,6 +52,15 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
         write_json(tmp_path / "file" / "a.json", 1)
 
 
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match="a: cannot be written: a folder, with what it holds, is not replaced by a file"
+    ):
+        write_text(tmp_path / "a", "x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"]
+
+
 def test_a_missing_input_is_not_reported_as_the_output(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "out") as temporary:
         temporary.write_text((tmp_path / "input").read_text())
