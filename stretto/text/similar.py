@@ -1,0 +1,108 @@
+"""How alike texts are, and how much they repeat: by their words and letters alone, with no network.
+
+What rewards go by and what reports measure is the same here. Letters are folded to lower case; a Chinese or Japanese
+character is a word. Two texts of one meaning in other words count as different: where that matters, ask a judge.
+
+Shape letters: N texts, G different n-grams of all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Similarity = Literal["words", "characters"]
+"""``words``: Jaccard of the sets of words and word pairs. ``characters``: cosine of the counts of three letters in a row,
+white space as one blank: for short answers, and for small differences in many words."""
+
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+_LETTERS = 3
+_AT_ONCE = 4096
+"""N-grams that are counted at once, so that many long texts need little memory."""
+
+
+def words(text: str) -> list[str]:
+    """Its words in order, without punctuation."""
+    return _WORD.findall(text.casefold())
+
+
+def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """All runs of ``n`` items, in order."""
+    return list(zip(*(items[start:] for start in range(n)), strict=False))
+
+
+def distinct(*texts: str, n: int = 2) -> float:
+    """Different n-grams of words over all of them, in all texts together (distinct-n, 1510.03055); 1 where there is none."""
+    found = [run for text in texts for run in ngrams(words(text), n)]
+    return len(set(found)) / len(found) if found else 1.0
+
+
+def compression(text: str) -> float:
+    """Bytes that zlib makes of the text over its own, at most 1: the less a text repeats, the more. Short texts have 1."""
+    content = text.encode(errors="replace")
+    return min(1.0, len(zlib.compress(content, 9)) / len(content)) if content else 1.0
+
+
+def copied(text: str, of: str, n: int = 4) -> float:
+    """Share of the words of ``text`` that stand in runs of at least ``n`` words of ``of``. A text of fewer words is copied
+    if it is the whole of ``of``, and not at all otherwise: a short answer may well name what it was asked about."""
+    own, other = words(text), words(of)
+    if len(own) < n:
+        return float(own == other and bool(own))
+    known = set(ngrams(other, n))
+    is_copied = np.zeros(len(own), bool)
+    for start, run in enumerate(ngrams(own, n)):
+        if run in known:
+            is_copied[start : start + n] = True
+    return float(is_copied.mean())
+
+
+def similarity_NN(texts: Sequence[str], kind: Similarity = "words") -> NDArray[np.float64]:
+    """How alike each two are: 1 for texts with the same n-grams, 0 where they have none in common. Symmetric."""
+    if kind == "words":
+        found = [words(text) for text in texts]
+        counts = [Counter({run: 1 for n in (1, 2) for run in ngrams(each, n)}) for each in found]
+    else:
+        letters = [list(" ".join(text.casefold().split())) for text in texts]
+        counts = [Counter(ngrams(each, _LETTERS) or [tuple(each)] * bool(each)) for each in letters]
+    numbers = {run: number for number, run in enumerate(dict.fromkeys(run for each in counts for run in each))}
+    rows = np.repeat(np.arange(len(texts)), [len(each) for each in counts])
+    columns = np.array([numbers[run] for each in counts for run in each], np.int64)
+    values = np.array([num for each in counts for num in each.values()], np.float64)
+    common_NN = np.zeros((len(texts), len(texts)))
+    for start in range(0, len(numbers), _AT_ONCE):
+        part = (start <= columns) & (columns < start + _AT_ONCE)
+        counts_NG = np.zeros((len(texts), _AT_ONCE))
+        counts_NG[rows[part], columns[part] - start] = values[part]
+        common_NN += counts_NG @ counts_NG.T
+    sizes_N = common_NN.diagonal()
+    if kind == "words":
+        whole_NN = sizes_N[:, None] + sizes_N - common_NN
+    else:
+        whole_NN = np.sqrt(sizes_N[:, None] * sizes_N)
+    # two texts without any n-gram are alike; a text and itself exactly, whatever roots round to
+    alike_NN = np.divide(common_NN, whole_NN, out=np.zeros_like(common_NN), where=whole_NN > 0)
+    alike_NN[(sizes_N[:, None] == 0) & (sizes_N == 0)] = 1.0
+    np.fill_diagonal(alike_NN, 1.0)
+    return np.minimum(alike_NN, 1.0)
+
+
+def clusters_N(alike_NN: NDArray[np.float64], same_at: float) -> NDArray[np.int32]:
+    """The cluster of each text, numbered from 0 in order: two texts are in one if they are alike by at least ``same_at``, or
+    if a chain of such pairs joins them (single linkage)."""
+    is_joined_NN, labels_N = alike_NN >= same_at, np.arange(len(alike_NN))
+    while len(labels_N):
+        least_N = np.where(is_joined_NN, labels_N, len(labels_N)).min(
+            1
+        )  # everybody takes the least label of its neighbours
+        if (least_N == labels_N).all():
+            break
+        labels_N = least_N
+    return np.unique(labels_N, return_inverse=True)[1].astype(np.int32)
