@@ -25,6 +25,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.trajectory import Group, Outcome, Task, Verdict
 from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
+from stretto.rl.group_reward import Written, group_rewards
 from stretto.rl.ledger import GroupRef
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
@@ -43,6 +44,8 @@ Trees = Sequence[Mapping[str, Any]]
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
 _PROBLEM_S = 60.0
+_NOT_YET = Verdict(0.0, Outcome.WRONG, 0.0, detail="its group is judged once all of it is there")
+"""In a log, of a sample that is judged beside the others of its group; never in a stored group."""
 
 
 class GroupFailed(RuntimeError):  # noqa: N818 - data, not a fault
@@ -218,6 +221,8 @@ class AgentRole:
                 async with asyncio.TaskGroup() as tasks:
                     runs = [tasks.create_task(self._tried(group, sample)) for sample in group.samples]
                 trouble = next(filter(None, [run.result() for run in runs]), None)
+                if trouble is None:
+                    return await self._rewarded(group, group.samples)
         except TimeoutError as error:
             if not lease.expired():
                 raise
@@ -232,12 +237,11 @@ class AgentRole:
             del self._in_flight[key]
         ended = [sample for sample in group.samples if sample.verdict is not None]
         is_further = _progress(group.samples) > num_before
-        if trouble is None or (is_last and not is_further and len(ended) > 1):
-            prompts = {
-                name: dialogue.prompt(group.problem.messages, group.schemas)
-                for name, dialogue in self._teachers.get(task.source, {}).items()
-            }
-            return Group(task, tuple(sample.trajectory() for sample in ended), prompts)
+        if is_last and not is_further and 1 < len(ended) < len(group.samples):
+            try:
+                return await self._rewarded(group, ended)
+            except Trouble as error:
+                trouble = error
         kind = GroupUnfinished if is_further else GroupFailed
         raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
@@ -410,25 +414,73 @@ class AgentRole:
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
         _wait(sample, "a verdict")
-        dialogue, task, turns = self._dialogue, sample.task, sample.turns()
-        text, messages = dialogue.text(turns[-1]), self._messages(sample)
-        request = RewardRequest(task.source, task.item, text, messages, _seed(sample))
+        task, messages = sample.task, self._messages(sample)
+        request = RewardRequest(task.source, task.item, self._text(sample), messages, _seed(sample))
 
         async def ask() -> Verdict:
-            verdict = await self._rewards.score(request)
-            if verdict.outcome is Outcome.INFRA:
-                raise Trouble(verdict.detail)
-            if absent := [step.turn for step in verdict.steps if not 0 <= step.turn < len(turns)]:
-                raise Trouble(f"sources.{task.source}: score() rewards turn {absent[0]}, and there are {len(turns)}")
-            return verdict
+            return self._taken(sample, await self._rewards.score(request))
 
-        verdict = await self._patiently("verifier", ask, most=3)
+        if _is_compared(group, sample):
+            verdict = _NOT_YET
+        else:
+            verdict = await self._patiently("verifier", ask, most=3)
+        sample.close(reason, replace(verdict, latency_s=time.time() - sample.since_s))
+        _wait(sample, "its group")
+
+    async def _rewarded(self, group: _InFlight, samples: Sequence[Sample]) -> Group:
+        """The finished group, with what its answers earn beside each other."""
+        task, config = group.task, self._recipe.rewards.get(group.task.source)
+        trajectories, texts = [each.trajectory() for each in samples], [self._text(each) for each in samples]
+        if _is_compared(group, samples[0]):
+            requests = [
+                RewardRequest(task.source, task.item, text, self._messages(each), _seed(each))
+                for each, text in zip(samples, texts, strict=True)
+            ]
+
+            async def ask() -> list[Verdict]:
+                said = await self._rewards.compare(requests)
+                return [self._taken(each, verdict) for each, verdict in zip(samples, said, strict=True)]
+
+            for sample in samples:
+                _wait(sample, "a verdict on its group")
+            verdicts = await self._patiently("verifier", ask, most=3)
+            latency_s = time.time() - samples[0].since_s
+            trajectories = [
+                replace(each, verdict=replace(verdict, latency_s=latency_s))
+                for each, verdict in zip(trajectories, verdicts, strict=True)
+            ]
+        if config is not None:
+            answers = [
+                Written(text, each.num_sampled, each.verdict) for text, each in zip(texts, trajectories, strict=True)
+            ]
+            prompt = "\n".join(str(message.get("content") or "") for message in group.problem.messages)
+            # where answers are right or wrong, the gold answer is what is asked for
+            reference = "" if group.source.is_verifiable else group.problem.gold
+            verdicts = list(group_rewards(config, prompt, reference, answers))
+            trajectories = [replace(each, verdict=new) for each, new in zip(trajectories, verdicts, strict=True)]
+        prompts = {
+            name: dialogue.prompt(group.problem.messages, group.schemas)
+            for name, dialogue in self._teachers.get(task.source, {}).items()
+        }
+        return Group(task, tuple(trajectories), prompts)
+
+    def _text(self, sample: Sample) -> str:
+        """The model's last turn."""
+        return self._dialogue.text(sample.turns()[-1])
+
+    def _taken(self, sample: Sample, verdict: Verdict) -> Verdict:
+        """A verifier's verdict, ends of its steps in tokens. Raises Trouble: it is none, or of turns that are not there."""
+        turns = sample.turns()
+        if verdict.outcome is Outcome.INFRA:
+            raise Trouble(verdict.detail)
+        if absent := [step.turn for step in verdict.steps if not 0 <= step.turn < len(turns)]:
+            source = f"sources.{sample.task.source}"
+            raise Trouble(f"{source}: score() rewards turn {absent[0]}, and there are {len(turns)}")
         steps = tuple(
-            step if step.end is None else replace(step, end=dialogue.num_tokens(turns[step.turn], step.end))
+            step if step.end is None else replace(step, end=self._dialogue.num_tokens(turns[step.turn], step.end))
             for step in verdict.steps
         )
-        sample.close(reason, replace(verdict, steps=steps, latency_s=time.time() - sample.since_s))
-        _wait(sample, "its group")
+        return replace(verdict, steps=steps)
 
     async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], most: int | None = None) -> T:
         """Await ``work()`` until it succeeds, or its last attempt is a `Trouble`; anything else is raised at once. Who is
@@ -461,6 +513,11 @@ def _seed(sample: Sample) -> int:
     """63 bits that no two samples share but by accident."""
     digest = blake2b(f"{sample.task.seed}/{sample.number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _is_compared(group: _InFlight, sample: Sample) -> bool:
+    """Whether it is judged beside the others of its group: not alone, nor where it is of no run."""
+    return group.source.compares and group.task.group > 1 and sample.log is not None
 
 
 def _progress(samples: Sequence[Sample]) -> int:

@@ -113,6 +113,10 @@ class RewardClient(Protocol):
 
     async def score(self, request: RewardRequest) -> Verdict: ...
 
+    async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
+        """Of one problem's answers, judged beside each other."""
+        ...
+
 
 _TROUBLES = {each.__name__: each for each in (Unavailable, Forgotten)}
 
@@ -145,13 +149,19 @@ class RemoteRewards:
         self._loads = [0] * len(handles)
 
     async def score(self, request: RewardRequest) -> Verdict:
+        return (await self._verdicts("score", request, [request]))[0]
+
+    async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
+        return await self._verdicts("compare", requests, requests)
+
+    async def _verdicts(self, method: str, argument: Any, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
         place = self._loads.index(min(self._loads))
         self._loads[place] += 1
         deadline_s = self._deadline_s * self._loads[place] + _SLACK_S  # those before it may each take all of theirs
         try:
-            return await self._caller.call(self._handles[place], "score", request, deadline_s=deadline_s)
+            return _all(await self._caller.call(self._handles[place], method, argument, deadline_s=deadline_s))
         except RuntimeFailure as failure:
-            return infra(request, str(failure))
+            return tuple(infra(request, str(failure)) for request in requests)
         finally:
             self._loads[place] -= 1
 
@@ -163,10 +173,21 @@ class PooledRewards:
         self._pools, self._deadline_s = pools, deadline_s
 
     async def score(self, request: RewardRequest) -> Verdict:
+        return (await self._verdicts("score", request, [request]))[0]
+
+    async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
+        return await self._verdicts("compare", requests, requests)
+
+    async def _verdicts(self, method: str, argument: Any, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
         try:
-            return await self._pools[request.source].call("score", request, deadline_s=self._deadline_s + _SLACK_S)
+            pool, deadline_s = self._pools[requests[0].source], self._deadline_s + _SLACK_S
+            return _all(await pool.call(method, argument, deadline_s=deadline_s))
         except RuntimeFailure as failure:
-            return infra(request, str(failure))
+            return tuple(infra(request, str(failure)) for request in requests)
+
+
+def _all(said: Verdict | Sequence[Verdict]) -> tuple[Verdict, ...]:
+    return (said,) if isinstance(said, Verdict) else tuple(said)
 
 
 @dataclass(frozen=True, slots=True)

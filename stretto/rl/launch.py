@@ -38,6 +38,8 @@ from stretto.text.tokenizer import Tokenizer
 
 _NEED_SANDBOX = ("code", "tools")
 """Kinds that run programs; one of somebody else's may, too."""
+_MAY_WAIT = (*_NEED_SANDBOX, "judged")
+"""Kinds whose verdicts may take longer than sampling."""
 _TRIED_PROMPTS = 32
 """Of the run, and as many held-out ones: whether they leave room for an answer. A later one that does not stops the run."""
 _START_S = 300.0
@@ -82,6 +84,11 @@ class SourceTables:
     def run_programs(self) -> bool:
         """Whether any of them does, or may."""
         return any(source.kind in _NEED_SANDBOX or ":" in source.kind for source in self.sources.values())
+
+    @property
+    def are_slow(self) -> bool:
+        """Whether groups may stand outside of the engines for long, for tools and verdicts."""
+        return any(source.kind in _MAY_WAIT or ":" in source.kind for source in self.sources.values())
 
     def __call__(self) -> dict[str, TaskSource]:
         """Raises UserError: a source refuses, or the isolation that is asked for is not to be had."""

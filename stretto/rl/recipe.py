@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
@@ -19,6 +20,7 @@ from stretto.data.loader import key_of, permute
 from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
 from stretto.rl.controller import Limits
+from stretto.text.similar import Similarity
 
 Precision = Literal["fp32", "bf16", "fp8"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
@@ -285,6 +287,40 @@ class DistillConfig(Config):
             raise ValueError("distill.entropy_aware: form 'sampled' does not know the teacher's entropy; leave it out")
 
 
+class RewardConfig(Config):
+    """What a group's answers earn beside each other, instead of what the task says of each (`stretto.rl.group_reward`):
+    quality × length × diversity, quality being the task's reward. What is left out does nothing."""
+
+    diversity: Similarity | None = None
+    """Times the share of the group's other answers that say something else (DARLING, 2509.02534), by their likeness in
+    ``words`` or ``characters`` (`stretto.text.similar`)."""
+    same_at: float = Field(default=0.5, gt=0, le=1)
+    """Likeness from which two answers say the same; a chain of such pairs is one cluster."""
+    floor: float = Field(default=0.1, ge=0, le=1)
+    """Least diversity: where all answers say the same, the better ones still earn more."""
+    length_budget: float | None = Field(default=None, gt=0)
+    """Answers longer than this many times the median right one lose reward, all of it at twice that."""
+    length_control: bool = False
+    """Take off what the judge gave longer answers of the group for their length."""
+    copy_at: float | None = Field(default=None, gt=0, le=1)
+    """An answer earns nothing where this share of its words, in runs of four, is the prompt's or the reference's."""
+    distinct_at: float | None = Field(default=None, gt=0, le=1)
+    """Or where less than this share of its word pairs are different ones."""
+    format: str | None = None
+    """Or where this regular expression is not found in it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.format is not None:
+            try:
+                re.compile(self.format)
+            except re.error as error:
+                raise ValueError(f"format {self.format!r} is no regular expression: {error}") from None
+        if self.model_fields_set <= {"same_at", "floor"}:
+            raise ValueError("the table changes nothing; give diversity, a length or a guard, or leave it out")
+        return self
+
+
 class PrecisionConfig(Config):
     """What each side computes in."""
 
@@ -383,6 +419,8 @@ class RlRecipe(Config):
     """None: the run needs ``--model``."""
     sources: dict[str, SourceConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict)
+    """By source; those that have none keep their tasks' own rewards."""
     loss: LossConfig = LossConfig()
     optim: OptimConfig
     train: RlTrainConfig
@@ -434,6 +472,9 @@ class RlRecipe(Config):
             raise ValueError(
                 f"teachers: {self.loss.advantage!r} asks none; set loss.advantage to a function of your own, or leave them out"
             )
+        if strange := sorted(self.rewards.keys() - self.sources.keys()):
+            known = f"{nearest(strange[0], self.sources)}; there are {', '.join(self.sources)}"
+            raise ValueError(f"rewards.{strange[0]}: no such source{known}")
         if taken := sorted({"policy", "reference"} & self.teachers.keys()):
             raise ValueError(f"teachers.{taken[0]}: the name is taken; choose another")
         return self

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
-from stretto.tasks.task import Answer, TaskSource, score_fault
+from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
 
+Judge = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
 _MAX_DETAIL = 300
 """Characters."""
 
@@ -46,19 +47,29 @@ class RewardRole:
     async def score(self, request: RewardRequest) -> Verdict:
         """The verdict on a sample; INFRA, with the reason, for an unknown source, a task that raises or hangs, and a
         reward that is no finite number."""
-        source, stats = self._sources.get(request.source), self._stats
+        return (await self._verdicts([request], _score))[0]
+
+    async def compare(self, requests: Sequence[RewardRequest]) -> tuple[Verdict, ...]:
+        """The verdicts on the samples of a group, which its task judges beside each other; INFRA as `score`."""
+        return await self._verdicts(requests, _compare)
+
+    async def _verdicts(self, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
+        name, stats = requests[0].source, self._stats
+        source = self._sources.get(name)
         if source is None:
-            verdict = infra(request, f"no such source here; there are {', '.join(sorted(self._sources))}")
+            why = f"no such source here; there are {', '.join(sorted(self._sources))}"
+            verdicts = tuple(infra(request, why) for request in requests)
         else:
             stats.num_waiting += 1
             try:
-                async with self._turns[request.source]:
-                    verdict = await self._judge(source, request)
+                async with self._turns[name]:
+                    verdicts = await self._judge(source, requests, judge)
             finally:
                 stats.num_waiting -= 1
-        outcome = verdict.outcome.value
-        stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + 1
-        return verdict
+        for verdict in verdicts:
+            outcome = verdict.outcome.value
+            stats.outcomes[outcome] = stats.outcomes.get(outcome, 0) + 1
+        return verdicts
 
     async def stats(self) -> RewardStats:
         return replace(self._stats, outcomes=dict(self._stats.outcomes))
@@ -66,26 +77,41 @@ class RewardRole:
     async def close(self) -> None:
         self._threads.close()
 
-    async def _judge(self, source: TaskSource, request: RewardRequest) -> Verdict:
+    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
         started_s = time.perf_counter()
         self._stats.num_judged += 1
         try:
-            return await self._threads.run(lambda: _verdict(source, request), self._deadline_s, "score")
+            return await self._threads.run(lambda: _verdicts(source, requests, judge), self._deadline_s, "score")
         except Trouble as trouble:
             self._stats.num_stuck += 1
-            return infra(request, str(trouble))
+            return tuple(infra(request, str(trouble)) for request in requests)
         finally:
             self._stats.num_judged -= 1
             self._stats.busy_s += time.perf_counter() - started_s
 
 
-def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
+def _score(source: TaskSource, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
+    return [source.score(problem, answer) for answer in answers]
+
+
+def _compare(source: TaskSource, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
+    return source.compare(problem, answers)
+
+
+def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
     started_s = time.perf_counter()
     try:
-        problem = source.problem(request.item)
-        score = source.score(problem, Answer(request.text, request.messages, request.seed))
+        problem = source.problem(requests[0].item)
+        scores = list(judge(source, problem, [Answer(each.text, each.messages, each.seed) for each in requests]))
+        if len(scores) != len(requests):
+            raise ValueError(f"compare() gave {len(scores)} scores for {len(requests)} answers")
     except Exception as error:  # a task is code of others: whatever it raises is no verdict
-        return infra(request, _short(f"raised {type(error).__name__}: {error}"))
+        return tuple(infra(request, _short(f"raised {type(error).__name__}: {error}")) for request in requests)
+    seconds = time.perf_counter() - started_s
+    return tuple(_verdict(request, score, seconds) for request, score in zip(requests, scores, strict=True))
+
+
+def _verdict(request: RewardRequest, score: Score, seconds: float) -> Verdict:
     if fault := score_fault(score):
         return infra(request, _short(fault))
     if score.outcome is Outcome.INFRA:
@@ -93,7 +119,7 @@ def _verdict(source: TaskSource, request: RewardRequest) -> Verdict:
     return Verdict(
         reward=float(score.reward),
         outcome=score.outcome,
-        seconds=time.perf_counter() - started_s,
+        seconds=seconds,
         sandbox_s=float(score.sandbox_s),
         detail=_short(score.detail),
         parts={name: float(value) for name, value in score.parts.items()},

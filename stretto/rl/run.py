@@ -133,7 +133,7 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
 def _limits(recipe: RlRecipe) -> Limits:
     rollout, train = recipe.rollout, recipe.train
     # Slow tools and verifiers hold groups up outside of the engines: then none of them may wait for its turn.
-    is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).run_programs
+    is_fast = rollout.max_turns == 1 and not SourceTables(recipe.sources, recipe.sandbox).are_slow
     capacity = max(1, rollout.engines * rollout.max_batch // rollout.group) if is_fast else None
     return Limits(
         prompts=train.prompts,

@@ -108,6 +108,8 @@ class TaskSource(ABC):
 
     args_kind: ClassVar[type[Config]] = Config
     """What the recipe's ``args`` are validated as."""
+    is_verifiable: ClassVar[bool] = True
+    """Answers are right or wrong. False: they are better or worse, and a problem need not have a gold answer (empty then)."""
 
     def __init__(self, name: str, args: Config, sandbox: Sandbox | None = None) -> None:
         """
@@ -131,6 +133,16 @@ class TaskSource(ABC):
     @abstractmethod
     def score(self, problem: Problem, answer: Answer) -> Score:
         """Judge an answer. Blocks. A verifier that could not do its work raises, or says INFRA; it never says 0."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the answers of a group are judged by `compare`, once all are there, and none by `score` before."""
+        return False
+
+    def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
+        """Judge two or more answers beside each other: a score for each. Otherwise as `score`, which judges an answer alone,
+        held-out ones say."""
+        raise NotImplementedError
 
     @property
     def at_once(self) -> int:
@@ -158,7 +170,8 @@ class TaskSource(ABC):
     def validate(self, num: int = 8) -> None:
         """Try ``num`` problems: own gold answers are right, an empty one, rubbish and others' gold answers are not.
 
-        Others' gold answers may be right now and then (yes or no; a puzzle with many solutions): it is an error where
+        Where answers are not right or wrong, a judge is only tried once: rubbish earns less than a gold answer, if there is
+        one, and an empty answer nothing. Others' gold answers may be right now and then (yes or no; a puzzle with many solutions): it is an error where
         none of them is ever refused.
 
         Raises:
@@ -173,6 +186,9 @@ class TaskSource(ABC):
         else:
             items = sorted({index * self.num_items // num for index in range(num)})
         problems = [self.tried(item) for item in items]
+        if not self.is_verifiable:
+            self._check_judge(next((problem for problem in problems if problem.gold), problems[0]))
+            return
         for problem in problems:
             own = self._scored(problem, problem.gold)
             if not own.ok:
@@ -188,6 +204,14 @@ class TaskSource(ABC):
             problem, other = others[0]
             raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
 
+    def _check_judge(self, problem: Problem) -> None:
+        empty, rubbish = self._scored(problem, ""), self._scored(problem, _GARBAGE)
+        if empty.ok or empty.reward > 0:
+            raise self._bad(problem.item, f"an empty answer earns {empty.reward:g}")
+        if problem.gold and (own := self._scored(problem, problem.gold)).reward <= rubbish.reward:
+            said = f"earns {rubbish.reward:g}, its own gold answer {own.reward:g}"
+            raise self._bad(problem.item, f"the answer {_short(_GARBAGE)} {said}")
+
     def tried(self, item: int) -> Problem:
         """The problem, looked at.
 
@@ -197,7 +221,7 @@ class TaskSource(ABC):
         problem = self._attributed(item, "problem", lambda: self.problem(item))
         if not isinstance(problem, Problem) or not problem.messages:
             raise self._bad(item, f"problem() gave {_short(problem)}, not a Problem with messages")
-        if not isinstance(problem.gold, str) or not problem.gold.strip():
+        if not isinstance(problem.gold, str) or (self.is_verifiable and not problem.gold.strip()):
             raise self._bad(item, f"its gold answer is {problem.gold!r}")
         if problem.item != item:
             raise self._bad(item, f"problem() gave item {problem.item}")

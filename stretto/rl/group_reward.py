@@ -1,0 +1,128 @@
+"""What the answers to one prompt earn beside each other: quality × diversity, lengths, guards against reward hacking.
+
+Pure functions of a whole group, applied where its last verdict has come and before it is stored: whatever attempt or
+resumed run makes them computes the same, and whoever reads a stored group finds final rewards. The task's own reward is
+kept as the part ``quality``. Imports no torch.
+
+Shape letters: G answers of a group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.base.trajectory import Outcome, Verdict
+from stretto.rl.recipe import RewardConfig
+from stretto.text.similar import clusters_N, copied, distinct, similarity_NN
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An answer as `group_rewards` looks at it. Written by the agent loop."""
+
+    text: str
+    """The model's last turn."""
+    num_tokens: int
+    """The model wrote, over all turns."""
+    verdict: Verdict
+    """The task's."""
+
+
+def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Sequence[Written]) -> tuple[Verdict, ...]:
+    """The verdicts on a group with what ``config`` makes of them; ``prompt``: the text of its messages, ``reference``: the
+    answer that nobody is to copy, or empty.
+
+    reward = quality × length × diversity. A factor makes no negative reward better; an answer that a guard refuses is
+    wrong, and earns nothing. One answer alone has no others to be compared with: only the guards apply.
+    """
+    texts = [_said(each.text) for each in answers]
+    quality_G = np.array([each.verdict.parts.get("quality", each.verdict.reward) for each in answers], np.float64)
+    lengths_G = np.array([each.num_tokens for each in answers], np.float64)
+    refusals = [refusal(config, text, prompt, reference) for text in texts]
+    is_refused_G = np.array([bool(why) for why in refusals])
+    is_right_G = ~is_refused_G & np.array([each.verdict.outcome is Outcome.OK for each in answers])
+    parts_G = {"quality": quality_G, "refused": is_refused_G.astype(np.float64)}
+    earned_G = quality_G
+    if config.length_control:
+        earned_G = parts_G["controlled"] = length_controlled(quality_G, lengths_G, ~is_refused_G)
+    factor_G = np.ones(len(answers))
+    if config.length_budget is not None:
+        parts_G["length"] = within_budget(lengths_G, is_right_G, config.length_budget)
+        factor_G = factor_G * parts_G["length"]
+    if config.diversity is not None:
+        clusters_G = clusters_N(similarity_NN(texts, config.diversity), config.same_at)
+        parts_G["cluster"] = clusters_G.astype(np.float64)
+        parts_G["diversity"] = diversity(clusters_G, config.floor)
+        factor_G = factor_G * parts_G["diversity"]
+    earned_G = np.minimum(earned_G, 0.0) + np.maximum(earned_G, 0.0) * factor_G
+    earned_G = np.where(is_refused_G, np.minimum(earned_G, 0.0), earned_G)
+    return tuple(
+        replace(
+            each.verdict,
+            reward=float(earned_G[place]),
+            outcome=Outcome.WRONG if why and each.verdict.outcome is Outcome.OK else each.verdict.outcome,
+            detail=why or each.verdict.detail,
+            parts={**each.verdict.parts, **{name: float(value_G[place]) for name, value_G in parts_G.items()}},
+        )
+        for place, (each, why) in enumerate(zip(answers, refusals, strict=True))
+    )
+
+
+def refusal(config: RewardConfig, text: str, prompt: str, reference: str) -> str:
+    """Why a guard refuses an answer; empty: none does."""
+    if not text.strip():
+        return "an empty answer"
+    if config.format is not None and not re.search(config.format, text):
+        return f"not of the form {config.format}"
+    if config.distinct_at is not None and (found := distinct(text)) < config.distinct_at:
+        return f"repeats itself: {found:.0%} of its word pairs are different ones"
+    if config.copy_at is not None:
+        for of, name in ((prompt, "prompt"), (reference, "reference")):
+            if (share := copied(text, of)) >= config.copy_at:
+                return f"{share:.0%} of it is copied from the {name}"
+    return ""
+
+
+def length_controlled(
+    quality_G: NDArray[np.float64], lengths_G: NDArray[np.float64], counts_G: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Quality less what the group's own trend by length gives an answer for being longer than the median one.
+
+    The trend is the least-squares line of quality over log length, of those that count; where longer answers are not
+    judged better there is none. Length-controlled win rates (2404.04475) take it off over a whole test set and in both
+    directions; here nobody gains by it, and a long answer that is better for another reason loses too.
+    """
+    logs_G = np.log(np.maximum(lengths_G, 1.0))
+    x, y = logs_G[counts_G], quality_G[counts_G]
+    if len(x) < 2 or np.ptp(x) == 0:
+        return quality_G
+    centred = x - x.mean()
+    slope = max(0.0, float(centred @ y / (centred @ centred)))
+    return quality_G - slope * np.maximum(0.0, logs_G - np.median(x))
+
+
+def within_budget(lengths_G: NDArray[np.float64], is_right_G: NDArray[np.bool_], share: float) -> NDArray[np.float64]:
+    """1 up to ``share`` times the median length of the right answers, 0 from twice that, a straight line between. 1 where no
+    answer is right: nobody knows then how long one is."""
+    if not is_right_G.any():
+        return np.ones(len(lengths_G))
+    return np.clip(2.0 - lengths_G / (share * float(np.median(lengths_G[is_right_G]))), 0.0, 1.0)
+
+
+def diversity(clusters_G: NDArray[np.int32], floor: float) -> NDArray[np.float64]:
+    """Share of the other answers that are outside of one's own cluster, at least ``floor`` (DARLING, 2509.02534, whose
+    clusters come from a trained classifier); 1 for an answer alone."""
+    num = len(clusters_G)
+    if num == 1:
+        return np.ones(1)
+    return np.maximum(floor, (num - np.bincount(clusters_G)[clusters_G]) / (num - 1))
+
+
+def _said(text: str) -> str:
+    """Without thoughts: what is before the answer is not what a reader gets."""
+    return text.rpartition("</think>")[2].strip()
