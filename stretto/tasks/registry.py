@@ -11,6 +11,7 @@ from stretto.base.plugin import error_line, load_named
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.code import CodeSource
 from stretto.tasks.gym import GymSource
+from stretto.tasks.judge import JudgedSource
 from stretto.tasks.math import ArithmeticSource, MathSource
 from stretto.tasks.strings import StringsSource
 from stretto.tasks.task import TaskSource
@@ -21,6 +22,7 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
     "code": CodeSource,
     "gym": GymSource,
+    "judged": JudgedSource,
     "math": MathSource,
     "strings": StringsSource,
     "tools": ToolsSource,
