@@ -208,3 +208,21 @@ def test_a_teacher_has_something_to_say_of_every_group() -> None:
         )
     with pytest.raises(ValidationError, match=r"rollout\.group 1"):
         recipe(rollout__group=1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        (
+            {"digit": {"diversity": "words"}},
+            r"rewards\.digit: no such source; did you mean 'digits'\?|rewards\.digit: no such",
+        ),
+        ({"digits": {}}, "the table changes nothing"),
+        ({"digits": {"same_at": 0.3}}, "the table changes nothing"),
+        ({"digits": {"format": "("}}, r"format '\(' is no regular expression"),
+        ({"digits": {"diversity": "meaning"}}, "'words' or 'characters'"),
+    ],
+)
+def test_rewards_that_cannot_be_are_refused(rewards: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        recipe(rewards=rewards)
