@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stretto.base.errors import UserError, nearest
+from stretto.base.paths import read_json
 
 _LONGEST_NAME = 80
 """Characters of a name that a message repeats."""
@@ -39,22 +40,31 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 def read_recipe(
     path: Path | str, kind: type[ConfigT], overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
 ) -> ConfigT:
-    """Read a TOML recipe, put tables that are ``given`` in the place of its own, apply ``key.path=value`` overrides, and
-    validate it as ``kind``. Raises `UserError`: the file is missing or not TOML, a key is unknown, or a value is impossible.
+    """Read a recipe, put tables that are ``given`` in the place of its own, apply ``key.path=value`` overrides, and validate it as
+    ``kind``. It is in TOML, or in JSON as runs keep theirs. Raises `UserError`: the file is missing or is neither, a key is
+    unknown, or a value is impossible.
     """
     path = Path(path)
+    tree = {**_tree(path), **(given or {})}
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate(kind, tree, source=str(path))
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json":
+        tree = read_json(path)
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: (whole file): not a JSON object; name a recipe")
+        return tree
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe; the shipped ones are in recipes/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
-    tree |= given or {}
-    for override in overrides:
-        _apply_override(tree, override)
-    return validate(kind, tree, source=str(path))
 
 
 def validate(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> ConfigT:

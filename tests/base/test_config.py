@@ -51,6 +51,15 @@ def test_an_override_may_open_a_table(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "empty.toml", Recipe, ["train.steps=2"]).train.steps == 2
 
 
+def test_a_recipe_that_a_run_kept_is_one(tmp_path: Path) -> None:
+    kept = tmp_path / "recipe.json"
+    kept.write_text(Recipe(seed=4).model_dump_json())
+    assert read_recipe(kept, Recipe, ["train.steps=2"]) == Recipe(seed=4, train=Inner(steps=2))
+    kept.write_text("[]")
+    with pytest.raises(UserError, match="not a JSON object; name a recipe"):
+        read_recipe(kept, Recipe)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
