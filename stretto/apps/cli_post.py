@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from stretto.apps.cli_serve import Device
+
 Recipe = Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)]
 Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
 RunOut = Annotated[Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")]
@@ -48,3 +50,62 @@ def merge(
     told = {"method": method, "weights": each, "scale": scale, "density": density, "t": t, "seed": seed}
     made = merge_checkpoints(models, base, out, validate(MergeOptions, told, "stretto merge"))
     sys.stdout.write(f"checkpoint: {made}\n")
+
+
+Suites = Annotated[
+    list[str],
+    typer.Option(
+        "--suite",
+        help="By commas: gym, math=JSONL, code, writing, tools (docs/EVAL.md), FILE.toml with such tables, or an RL recipe.",
+        show_default=False,
+    ),
+]
+Samples = Annotated[int, typer.Option(help="Of each problem.")]
+Limit = Annotated[int | None, typer.Option(help="Problems of each domain, instead of the suite's number.")]
+
+
+def evaluate(
+    source: Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)],
+    suite: Suites,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write; called again, it goes on there.")],
+    samples: Samples = 4,
+    limit: Limit = None,
+    subnet: Annotated[str | None, typer.Option(help="A preset, best, or layers=…,experts=…,top_k=….")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Instead of the suite's; 0 is greedy.")] = None,
+    baselines: Annotated[bool, typer.Option(help="Score answers that know nothing of the problem, too.")] = True,
+    embed: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint whose hidden states say which answers are alike; their letters by default."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
+    from stretto.apps.evaluate import eval_command, options
+
+    told = options(samples=samples, limit=limit, temperature=temperature, seed=seed, baselines=baselines, embed=embed)
+    eval_command(source, suite, out, told, subnet, device)
+
+
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Evaluations, runs or checkpoints, PATH or PATH:SUBNET; the first is the reference.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write, missing evaluations included.")],
+    teacher: Annotated[
+        list[str], typer.Option(help="DOMAIN=PATH, for the share of its lead that each model has.", show_default=False)
+    ] = [],  # noqa: B006
+    suite: Suites = [],  # noqa: B006
+    samples: Samples = 4,
+    limit: Limit = None,
+    device: Device = "auto",
+) -> None:
+    """The seesaw: every domain of every model, with paired differences to the first and to the teachers."""
+    from stretto.apps.evaluate import compare_command, options
+
+    told = options(samples=samples, limit=limit)
+    compare_command(models, teacher, suite, out, told, device)

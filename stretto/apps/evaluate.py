@@ -1,0 +1,113 @@
+"""`stretto eval` and `stretto compare`: from names of models and suites to scores, tables and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import rich
+import torch
+
+from stretto.apps.search import best_subnet
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_text
+from stretto.model.checkpoint import read_config, read_presets
+from stretto.model.parallel import join
+from stretto.model.spec import parse_subnet
+from stretto.post.suite import RESULT_FILE, EvalOptions, Evaluation, evaluate, parse_suites, read_evaluation
+from stretto.report.evals import (
+    Comparison,
+    answers_table,
+    compare,
+    comparison_page,
+    comparison_table,
+    cost_table,
+    evaluation_page,
+    score_table,
+)
+from stretto.report.page import write_page
+
+COMPARISON_FILE = "comparison.json"
+
+
+def options(**told: Any) -> EvalOptions:
+    """What the flags of these names ask for. Raises `UserError`: a value that is impossible."""
+    if told.get("embed") is not None:
+        told["embed"] = checkpoint_folder(told["embed"])
+    return validate(EvalOptions, told | {"threads": torch.get_num_threads()}, "stretto eval")
+
+
+def eval_command(
+    source: Path,
+    suites: Sequence[str],
+    out: Path,
+    options: EvalOptions,
+    subnet: str | None = None,
+    device: str = "auto",
+) -> Evaluation:
+    """Evaluate the run or checkpoint ``source`` into ``out``, print what came of it and draw it. Raises `UserError`: as `evaluate`,
+    or a Subnet that is not its."""
+    folder = checkpoint_folder(source)
+    chosen = None
+    if subnet is not None:
+        config = read_config(folder)
+        chosen = best_subnet(source, config) if subnet == "best" else parse_subnet(subnet, config, read_presets(folder))
+    name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
+    place = str(join(device).device)
+    found = evaluate(folder, parse_suites(suites), out, options, name=name, subnet=chosen, device=place)
+    console = rich.get_console()
+    for table in (score_table(found), answers_table(found), cost_table(found)):
+        console.print(table)
+    console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
+    return found
+
+
+def _name(source: Path) -> str:
+    resolved = source.resolve()
+    return resolved.parent.name if resolved.name == CHECKPOINT else resolved.name
+
+
+def compare_command(
+    models: Sequence[str],
+    teachers: Sequence[str],
+    suites: Sequence[str],
+    out: Path,
+    options: EvalOptions,
+    device: str = "auto",
+) -> Comparison:
+    """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation is made, in
+    a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each. Raises `UserError`: as `eval_command` and `compare`."""
+    taught = {}
+    for text in teachers:
+        domain, equals, path = text.partition("=")
+        if not equals:
+            raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
+        taught[domain] = path
+    found: dict[str, Evaluation] = {}
+    for text in dict.fromkeys([*models, *taught.values()]):
+        found[text] = _found(text, suites, out / "evals", options, device)
+    done = compare(
+        [found[text] for text in models], {domain: found[path] for domain, path in taught.items()}, options.seed
+    )
+    write_text(out / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(asdict(done)), indent=1).decode() + "\n")
+    console = rich.get_console()
+    console.print(comparison_table(done))
+    console.print(f"{out / COMPARISON_FILE}; report: {write_page(comparison_page(done), out)}", soft_wrap=True)
+    return done
+
+
+def _found(text: str, suites: Sequence[str], folder: Path, options: EvalOptions, device: str) -> Evaluation:
+    """What ``text`` names, if need be made."""
+    if (Path(text) / RESULT_FILE).is_file():
+        return read_evaluation(Path(text))
+    path, _, subnet = (text, "", "") if Path(text).exists() else text.rpartition(":")
+    if not suites:
+        raise UserError(
+            f"{text}: holds no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
+        )
+    place = "-".join(part for part in (*Path(path).parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
+    return eval_command(Path(path), suites, folder / place, options, subnet or None, device)

@@ -1,0 +1,582 @@
+"""Evaluation: an engine answers problems of task sources, several times each, and what came of it is counted beside its cost.
+
+Answers are written and judged as in reinforcement learning, by the same agent loop and the same verifiers, tools and further
+turns included. Each finished sample is a line of `SAMPLES_FILE`; called again, an evaluation goes on from there, and ends as if
+it had never been stopped: a sample's draws come from its own seed. A sample that nobody could judge is not one, and asked for
+again; where that happens too often there is no score at all.
+
+Shape letters: P problems, S samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import torch
+from pydantic import Field
+
+from stretto.base.config import Config, check_unchanged, read_recipe, validate
+from stretto.base.errors import UserError, nearest
+from stretto.base.paths import claimed, read_json, replacing, write_json, write_text, writing
+from stretto.base.track import progress, say
+from stretto.base.trajectory import Outcome, Task
+from stretto.data.loader import key_of
+from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
+from stretto.evals.scores import Interval, interval, majority_at_k, pass_at_k, resampled, share_interval
+from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
+from stretto.model.spec import ModelConfig, Subnet, count
+from stretto.rl.agent import AgentRole, Dialogue, GroupFailed
+from stretto.rl.clients import Clients, RewardRequest
+from stretto.rl.launch import SourceTables
+from stretto.rl.recipe import RlRecipe, SandboxConfig, SourceConfig
+from stretto.rl.reward import RewardRole
+from stretto.rl.rollout import EngineRole, open_rollout_engine
+from stretto.tasks.math import as_number
+from stretto.tasks.task import AnswerFormat, TaskSource, find_answer
+from stretto.text.similar import similarity_NN
+from stretto.text.tokenizer import load_tokenizer
+
+ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"
+SUITES = Path(__file__).with_name("suites.toml")
+MOST_INFRA: Final = 0.05
+"""Share of a domain's samples that may go unjudged (ours): 1 in 20 hides in the interval of a hundred problems."""
+_FIRST_ITEM: Final = 3 << 22
+"""Of a source without end: beyond what runs train on, and beyond the first held-out ones, by which they are chosen."""
+_DONORS, _DRAW = 200, 7
+"""Problems whose answers a baseline gives; and what its draws come from a seed for."""
+_LEASE_S = 7200.0
+"""For a sample: a slow engine is no failure."""
+_CACHE_BYTES = 1 << 29
+_LONGEST_VOTE = 200
+"""Characters of an answer that may be another's equal; prose is never."""
+_KS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""For pass@k and maj@k, beside the number of samples."""
+BASELINES: Final = ("empty", "constant", "frequent", "another")
+"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those."""
+
+
+class SuiteConfig(Config):
+    """A table of a suite file."""
+
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    """Each is a domain."""
+    data: str = ""
+    """Where the suite needs a file (``--suite NAME=PATH``): what must be in it."""
+    problems: int = Field(default=100, gt=0)
+    """Of each source; all where it has fewer."""
+    max_tokens: int = Field(default=512, gt=0)
+    """That the model may write, over all turns."""
+    max_turns: int = Field(default=1, gt=0)
+    temperature: float = Field(default=1.0, ge=0)
+    sandbox: SandboxConfig = SandboxConfig()
+
+
+class EvalOptions(Config):
+    """What `evaluate` is told beside model and suites."""
+
+    samples: int = Field(default=4, gt=0)
+    """Of each problem."""
+    limit: int | None = Field(default=None, gt=0)
+    """Problems of each source, instead of the suite's number."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Instead of the suite's."""
+    seed: int = 0
+    baselines: bool = True
+    embed: Path | None = None
+    """Checkpoint by whose hidden states answers are alike; None: their letters."""
+    threads: int = Field(default=1, gt=0)
+    max_batch: int = Field(default=64, gt=0)
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One answer. Written by `evaluate`, a line each."""
+
+    domain: str
+    item: int
+    number: int
+    outcome: Outcome
+    reward: float
+    text: str
+    """The last turn."""
+    vote: str | None
+    """What equal answers have in common; None: it has no equals."""
+    finish: str
+    num_prompt: int
+    """Tokens before the first that was sampled."""
+    num_sampled: int
+    num_turns: int
+    entropy: float
+    """Mean of −log p of the sampled tokens, nats: an unbiased estimate where they are sampled at temperature 1."""
+    seconds: float
+    """On the clock since the sample before it ended, so that they add up to the whole, also over several sittings."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainResult:
+    """What a domain came to. Intervals are over its problems."""
+
+    suite: str
+    is_graded: bool
+    """The score is the mean reward, because nothing is right or wrong; else the share of right answers."""
+    items: list[int]
+    values: list[float | None]
+    """By problem, the mean over its samples: what comparisons are made of. None: not judged."""
+    score: Interval
+    pass_at: dict[int, Interval]
+    majority_at: dict[int, Interval]
+    baselines: dict[str, Interval]
+    diversity: dict[str, Interval]
+    entropy: float
+    num_tokens: float
+    """Sampled, a sample."""
+    finishes: dict[str, int]
+    num_infra: int
+    """Samples that could not be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the scores cost."""
+
+    total_params: int
+    active_params: int
+    flops_per_token: float
+    """Forward, computed from the shape and the samples' lengths."""
+    num_prompt: int
+    num_sampled: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """All of an evaluation; what `RESULT_FILE` holds."""
+
+    name: str
+    asked: dict[str, Any]
+    """What makes two of them comparable, and whose this is."""
+    mean: Interval
+    """Of the domains' scores."""
+    domains: dict[str, DomainResult]
+    cost: Cost
+
+
+def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
+    """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, ``FILE.toml`` with tables of that form, or an RL recipe:
+    its sources, and as many problems as it holds out. Several may be joined by commas.
+    Raises `UserError`: no such suite or file, a suite without its data, or two domains of one name."""
+    found: dict[str, SuiteConfig] = {}
+    for text in (part for each in named for part in each.split(",")):
+        name, _, data = text.partition("=")
+        path = Path(name)
+        tree = _tree(path if path.suffix == ".toml" else SUITES)
+        if path.suffix != ".toml":
+            if name not in tree:
+                raise UserError(
+                    f"--suite {name}: no such suite{nearest(name, tree)}; one of {', '.join(tree)}, or FILE.toml"
+                )
+            tree = {name: tree[name]}
+        if "train" in tree:
+            recipe = read_recipe(path, RlRecipe)
+            told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
+            num = -(-recipe.train.eval_prompts // len(recipe.sources))
+            found[path.stem] = SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told)
+            continue
+        for key, table in tree.items():
+            suite = validate(SuiteConfig, table if isinstance(table, dict) else {"table": table}, f"{name}: {key}")
+            sources = (
+                {each: _with_data(source, data) for each, source in suite.sources.items()} if data else suite.sources
+            )
+            if suite.data and not data:
+                raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
+            found[key] = suite.replace(sources=sources)
+    names = Counter(name for suite in found.values() for name in suite.sources)
+    if twice := [name for name, num in names.items() if num > 1]:
+        raise UserError(f"--suite: {twice[0]}: two sources have this name; rename one")
+    return found
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--suite {path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--suite {path}: not valid TOML: {error}") from None
+
+
+def _with_data(source: SourceConfig, data: str) -> SourceConfig:
+    return source.replace(args={**source.args, "path": data})
+
+
+def evaluate(
+    folder: Path,
+    suites: Mapping[str, SuiteConfig],
+    out: Path,
+    options: EvalOptions,
+    *,
+    name: str,
+    subnet: Subnet | None = None,
+    device: str = "cpu",
+) -> Evaluation:
+    """Have the checkpoint ``folder`` answer ``suites``, write ``out`` and return what it came to; what ``out`` holds of the same
+    evaluation is not done again. ``subnet``: which part of the network; None: all.
+
+    Raises:
+        UserError: a source refuses, ``out`` holds another evaluation, or more than `MOST_INFRA` of a domain could not be judged.
+    """
+    config = read_config(folder)
+    suites = {key: _told(suite, options, config.max_positions) for key, suite in suites.items()}
+    asked = options.model_dump(mode="json", exclude={"limit", "temperature", "threads", "max_batch"}) | {
+        "weights": weights_hash(folder),
+        "subnet": None if subnet is None else subnet.model_dump(mode="json"),
+        "suites": {key: suite.model_dump(mode="json") for key, suite in suites.items()},
+    }
+    with claimed(out):
+        if (out / ASKED_FILE).is_file():
+            check_unchanged(read_json(out / ASKED_FILE), asked, out, free=("baselines", "embed"))
+        if (out / RESULT_FILE).is_file() and (found := read_evaluation(out)).asked == asked:
+            return found
+        write_json(out / ASKED_FILE, asked)
+        sitting = _Sitting(folder, out, options, suites, config.max_positions)
+        asyncio.run(sitting.answer(subnet, device))
+        domains, mean = results(sitting.domains, sitting.samples, options)
+        cost = _cost(config, config.full() if subnet is None else subnet, list(sitting.samples.values()))
+        found = Evaluation(name, asked, mean, domains, cost)
+        write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+    return found
+
+
+def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
+    """``suite`` as it is asked of a network of so many positions."""
+    temperature = suite.temperature if options.temperature is None else options.temperature
+    if temperature == 0 and options.samples > 1:
+        raise UserError(f"--samples {options.samples}: at temperature 0 all of them are the same; give --samples 1")
+    num = options.limit or suite.problems
+    return suite.replace(problems=num, temperature=temperature, max_tokens=min(suite.max_tokens, most - 1))
+
+
+def _cost(config: ModelConfig, subnet: Subnet, samples: Sequence[Sample]) -> Cost:
+    counts = count(config, subnet)
+    lengths = [sample.num_prompt + sample.num_sampled for sample in samples]
+    flops = sum(
+        counts.forward_flops(length, (length + 1) / 2) for length in lengths
+    )  # keys that a token sees, on average
+    sums = (sum(getattr(one, field) for one in samples) for field in ("num_prompt", "num_sampled", "seconds"))
+    return Cost(counts.total_params, counts.active_params, flops / max(1, sum(lengths)), *sums)
+
+
+def read_evaluation(out: Path) -> Evaluation:
+    """What lies in ``out``. Raises `UserError`: no finished evaluation does."""
+    path = out / RESULT_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; `stretto eval … -o {out}` makes or finishes it") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{path}: not readable as an evaluation: {error}; evaluate again into another folder") from None
+
+
+@dataclass(slots=True)
+class Domain:
+    """What is asked of a source. Written by `_Sitting`."""
+
+    suite: str
+    items: range
+    donors: range
+    """Problems that are not asked."""
+    is_graded: bool
+    """Nothing is right or wrong, but better or worse."""
+    form: AnswerFormat
+    """Where an answer is in a text."""
+    prompts: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By item: its last message, and its tokens."""
+    baselines: dict[str, np.ndarray] = field(default_factory=dict)
+    """Scores [P] of each kind of `BASELINES`."""
+    failures: list[str] = field(default_factory=list)
+    """Why samples could not be judged."""
+
+    def value(self, outcome: Outcome, reward: float) -> float:
+        """A sample's part of the score; NaN where nobody could judge it."""
+        if outcome is Outcome.INFRA:
+            return math.nan
+        return reward if self.is_graded else float(outcome is Outcome.OK)
+
+
+Key = tuple[str, int, int]
+"""A sample: domain, item, number."""
+
+
+class _Sitting:
+    """What is there of an evaluation, and the drawing of what is missing."""
+
+    def __init__(self, folder: Path, out: Path, options: EvalOptions, suites: Mapping[str, SuiteConfig], most: int):
+        self._folder, self._options, self._suites, self._most = folder, options, suites, most
+        self._dialogue = Dialogue(load_tokenizer(folder))
+        self._path, self._ended_s = out / SAMPLES_FILE, time.perf_counter()
+        self._ordinals = itertools.count()
+        self.domains: dict[str, Domain] = {}
+        self.samples = _read_samples(self._path)
+
+    async def answer(self, subnet: Subnet | None, device: str) -> None:
+        """Draw and judge what is missing, one suite after the other, on one engine."""
+        any_recipe = self._recipe(next(iter(self._suites.values())))
+        engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
+        try:
+            for name, suite in self._suites.items():
+                await self._answer_suite(name, suite, engine)
+        finally:
+            engine.close()
+
+    def _recipe(self, suite: SuiteConfig) -> RlRecipe:
+        """What the agent loop reads of a run."""
+        tokens, options = suite.max_tokens, self._options
+        rollout = {
+            "max_tokens": tokens,
+            "chunk_tokens": tokens,
+            "max_turns": suite.max_turns,
+            "cache_bytes": _CACHE_BYTES,
+        }
+        told = {
+            "sources": suite.sources,
+            "sandbox": suite.sandbox,
+            "rollout": rollout | {"max_batch": options.max_batch, "threads": options.threads},
+            "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
+            "replay": "off",
+            "train": {"steps": 1, "prompts": 1, "seq_len": self._most},  # a run trains; of this, it reads the length
+            "optim": {"lr": 1.0},
+        }
+        return validate(RlRecipe, told, "suite")
+
+    async def _answer_suite(self, suite_name: str, suite: SuiteConfig, engine: EngineRole) -> None:
+        recipe, tables = self._recipe(suite), SourceTables(suite.sources, suite.sandbox)
+        with (
+            tables.opened() as sources,
+            tables.opened() as judging,
+        ):  # agent and verifier ask theirs from threads of their own
+            for name, source in sources.items():
+                source.validate()
+                self.domains[name] = self._planned(suite_name, suite, source)
+            rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
+            clients = Clients([engine], rewards)
+            agent = AgentRole(
+                recipe, self._path.parent, self._dialogue.tokenizer, lambda: sources, lambda caller: clients
+            )
+            try:
+                await self._draw(agent, suite_name, suite)
+                if self._options.baselines:
+                    for name in sources:
+                        self.domains[name].baselines = await self._baselines(name, judging[name], rewards)
+            finally:
+                await agent.close()
+                await rewards.close()
+
+    def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
+        size, num = source.num_items, suite.problems
+        items = range(_FIRST_ITEM, _FIRST_ITEM + num) if size is None else range(max(0, size - num), size)
+        if len(items) < num:
+            say(f"sources.{source.name}: {len(items)} problems, all it has, where {num} are asked for")
+        donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
+        form: AnswerFormat = getattr(source.args, "format", "plain")
+        domain = Domain(suite_name, items, donors or items, not source.is_verifiable, form)
+        schemas = [tool.schema() for tool in source.tools()]
+        for item in items:
+            messages = source.problem(item).messages
+            domain.prompts[item] = str(messages[-1]["content"]), len(self._dialogue.prompt(messages, schemas))
+        return domain
+
+    async def _draw(self, agent: AgentRole, suite_name: str, suite: SuiteConfig) -> None:
+        numbers = range(self._options.samples)
+        work: list[Key] = [
+            (name, item, number) for name in suite.sources for item in self.domains[name].items for number in numbers
+        ]
+        missing = [key for key in work if key not in self.samples]
+        slots = asyncio.Semaphore(2 * self._options.max_batch)
+        with progress(f"evaluate {suite_name}", len(work)) as advance:
+            advance(len(work) - len(missing))
+
+            async def one(key: Key) -> None:
+                async with slots:
+                    if (sample := await self._sampled(agent, suite, key)) is not None:
+                        self._keep(sample)
+                advance(1)
+
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for key in missing:
+                        tasks.create_task(one(key))
+            except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
+                raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
+
+    async def _sampled(self, agent: AgentRole, suite: SuiteConfig, key: Key) -> Sample | None:
+        """None: nobody could judge it."""
+        name, item, number = key
+        domain = self.domains[name]
+        num_prompt = domain.prompts[item][1]
+        if num_prompt >= self._most:  # a network that cannot read a problem does not solve it
+            return Sample(*key, Outcome.WRONG, 0.0, "", None, "prompt", num_prompt, 0, 0, 0.0, self._lap())
+        seed = key_of(self._options.seed, crc32(name.encode()), item, number) >> 1
+        task = Task(next(self._ordinals), name, item, 1, seed, suite.max_tokens)
+        try:
+            group = await agent.evaluate(task, suite.temperature)
+        except GroupFailed as failed:
+            domain.failures.append(str(failed))
+            num, num_failed = len(domain.items) * self._options.samples, len(domain.failures)
+            if num_failed > MOST_INFRA * num:
+                raise UserError(
+                    f"sources.{name}: {num_failed} of {num} samples could not be judged, the last one of item {item}: {failed}; "
+                    "mend that and call again: what is done is kept"
+                ) from failed
+            return None
+        done = group.trajectories[0]
+        sampled = [segment for segment in done.segments if segment.is_sampled]
+        text = self._dialogue.text(sampled[-1].tokens)
+        surprise = -np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)
+        return Sample(
+            *key,
+            done.verdict.outcome,
+            done.verdict.reward,
+            text,
+            _vote(text, domain.form),
+            done.finish_reason,
+            num_prompt,
+            done.num_sampled,
+            done.num_turns,
+            float(surprise),
+            self._lap(),
+        )
+
+    def _lap(self) -> float:
+        before, self._ended_s = self._ended_s, time.perf_counter()
+        return self._ended_s - before
+
+    def _keep(self, sample: Sample) -> None:
+        with writing(self._path), self._path.open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(sample) + b"\n")
+        self.samples[sample.domain, sample.item, sample.number] = sample
+
+    async def _baselines(self, name: str, source: TaskSource, rewards: RewardRole) -> dict[str, np.ndarray]:
+        domain = self.domains[name]
+        golds = [source.problem(item).gold for item in domain.donors]
+        draw = np.random.default_rng(key_of(self._options.seed, _DRAW, crc32(name.encode())))
+        others = [golds[int(place)] for place in draw.integers(len(golds), size=len(domain.items))]
+        fixed = {"empty": "", "constant": "0", "frequent": Counter(golds).most_common(1)[0][0]}
+        found = {}
+        for kind in BASELINES if any(golds) else BASELINES[:2]:
+            answers = others if kind == "another" else [fixed[kind]] * len(others)
+            asked = [RewardRequest(name, item, text) for item, text in zip(domain.items, answers, strict=True)]
+            verdicts = await asyncio.gather(*map(rewards.score, asked))
+            found[kind] = np.array([domain.value(verdict.outcome, verdict.reward) for verdict in verdicts])
+        return found
+
+
+def _vote(text: str, form: AnswerFormat) -> str | None:
+    answer = " ".join(find_answer(text, form).text.casefold().split())
+    if not answer or len(answer) > _LONGEST_VOTE:
+        return None
+    number = as_number(answer)
+    return answer if number is None else str(number)
+
+
+def _read_samples(path: Path) -> dict[Key, Sample]:
+    """What earlier sittings have left; a line that a kill has torn is taken off the file. Raises `UserError`: it is damaged."""
+    if not path.is_file():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with replacing(path) as partial:
+            partial.write_bytes(whole)
+    try:
+        samples = [msgspec.json.decode(line, type=Sample) for line in whole.splitlines()]
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: damaged: {error}; evaluate again into another folder") from None
+    return {(sample.domain, sample.item, sample.number): sample for sample in samples}
+
+
+# From samples to scores
+
+
+def results(
+    domains: Mapping[str, Domain], samples: Mapping[Key, Sample], options: EvalOptions
+) -> tuple[dict[str, DomainResult], Interval]:
+    """What ``samples`` come to by domain, and the mean of the domains' scores."""
+    alike = _alike(domains, samples, options.embed)
+    found = {name: _result(name, domain, samples, options, alike) for name, domain in domains.items()}
+    values = {name: np.array([result.values], np.float64) for name, result in found.items()}
+    means = resampled(values, seed=options.seed)
+    return found, interval(np.mean([mean[:, 0] for mean in means.values()], axis=0))
+
+
+Alike = Callable[[Sequence[Sample]], np.ndarray]
+
+
+def _result(
+    name: str, domain: Domain, samples: Mapping[Key, Sample], options: EvalOptions, alike: Alike
+) -> DomainResult:
+    num = options.samples
+    table = [[samples.get((name, item, number)) for number in range(num)] for item in domain.items]
+    groups = [[one for one in row if one is not None] for row in table]
+    own = [one for group in groups for one in group]
+    value_PS = np.array(
+        [[math.nan if one is None else domain.value(one.outcome, one.reward) for one in row] for row in table]
+    )
+    votes_PS = [[None if one is None else one.vote for one in row] for row in table]
+    means_P = np.array(
+        [np.mean([domain.value(one.outcome, one.reward) for one in group] or [math.nan]) for group in groups]
+    )
+    ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
+
+    def spread(values_P: Sequence[float] | np.ndarray) -> Interval:
+        kept_P = np.asarray(values_P, np.float64)
+        draws_R = resampled({name: kept_P[None]}, seed=options.seed)[name][:, 0]
+        return share_interval(draws_R, int((~np.isnan(kept_P)).sum()))
+
+    kinds = [
+        diversity([one.text for one in group], alike(group), SAME_AT["hidden" if options.embed else "characters"])
+        for group in groups
+        if len(group) > 1
+    ]
+    measured = {measure: [each[measure] for each in kinds] for measure in MEASURES}
+    return DomainResult(
+        suite=domain.suite,
+        is_graded=domain.is_graded,
+        items=list(domain.items),
+        values=[None if math.isnan(value) else value for value in means_P.tolist()],
+        score=spread(means_P),
+        pass_at={k: spread(pass_at_k(value_PS, k)) for k in ks},
+        majority_at={k: spread(majority_at_k(value_PS, votes_PS, k, options.seed)) for k in ks if k > 2},
+        baselines={kind: spread(values_P) for kind, values_P in domain.baselines.items()},
+        diversity={name: spread(values) for name, values in measured.items() if not np.isnan(values).all()},
+        entropy=float(np.mean([one.entropy for one in own])),
+        num_tokens=float(np.mean([one.num_sampled for one in own])),
+        finishes=dict(Counter(one.finish for one in own)),
+        num_infra=len(domain.failures),
+    )
+
+
+def _alike(domains: Mapping[str, Domain], samples: Mapping[Key, Sample], folder: Path | None) -> Alike:
+    """How alike the answers to one problem are."""
+    if folder is None:
+        return lambda group: similarity_NN([one.text for one in group], "characters")
+    model, tokenizer = read_checkpoint(folder, dtype=torch.float32).model, load_tokenizer(folder)
+    # seen from where the problems are, which are the same for every model
+    centres = {
+        name: embed(model, tokenizer.encode_batch([text for text, _ in domain.prompts.values()])).mean(0)
+        for name, domain in domains.items()
+    }
+    return lambda group: cosines(
+        embed(model, tokenizer.encode_batch([one.text for one in group])), centres[group[0].domain]
+    )

@@ -1,0 +1,72 @@
+"""`stretto eval` and `stretto compare` as a user calls them, on a network with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.apps.conftest import Run, refused
+
+SUITE = """
+[small]
+problems = 6
+max_tokens = 5
+[small.sources.sort]
+kind = "strings"
+args = { operation = "sort", length = 2 }
+[small.sources.flip]
+kind = "strings"
+args = { operation = "complement", length = 2 }
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SUITE)
+    return path
+
+
+def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
+    out = tmp_path / "full"
+    done = stretto("eval", served_run, "--suite", suite, "--samples", 2, "-o", out)
+    assert done.code == 0, done.err
+    for words in ("Scores", "Knowing", "Answers", "What the scores cost", "report.html"):
+        assert words in done.out, words
+    found = json.loads((out / "eval.json").read_text())
+    assert found["name"] == "tiny"
+    assert list(found["domains"]) == ["sort", "flip"]
+    assert (out / "report/report.html").is_file()
+    # the smaller size has not been evaluated: it is, the other one is read
+    both = tmp_path / "both"
+    done = stretto("compare", out, f"{served_run}:corner", "--suite", suite, "--samples", 2, "-o", both)
+    assert done.code == 0, done.err
+    assert "Every domain, every stage" in done.out
+    compared = json.loads((both / "comparison.json").read_text())
+    assert compared["models"] == ["tiny", "tiny:corner"]
+    assert compared["flops_per_token"][1] < compared["flops_per_token"][0]
+    assert len(list((both / "evals").iterdir())) == 1
+    taught = stretto(
+        "compare", out, both / "evals" / next((both / "evals").iterdir()).name, "-o", both, "--teacher", f"sort={out}"
+    )
+    assert taught.code == 0
+    assert "there is no lead" in " ".join(taught.out.split())
+
+
+def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
+    arguments = ("--suite", suite, "-o", tmp_path / "out")
+    refused(stretto("eval", tmp_path / "nobody", *arguments), "nobody", "config.json")
+    refused(stretto("eval", served_run, "--suite", "gim", "-o", tmp_path / "out"), "--suite gim", "gym")
+    refused(stretto("eval", served_run, *arguments, "--subnet", "cornr"), "--subnet cornr", "corner")
+    refused(stretto("eval", served_run, *arguments, "--samples", "0"), "samples")
+    refused(stretto("eval", served_run, *arguments, "--temperature", "0"), "--samples 4")
+    refused(stretto("eval", served_run, *arguments, "--embed", tmp_path), "config.json")
+    refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
+    refused(
+        stretto("compare", served_run, "-o", tmp_path / "out", "--suite", suite, "--teacher", "x"),
+        "--teacher x",
+        "DOMAIN=",
+    )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,89 @@
+"""Measures of diversity against known answers, nltk's BLEU, and a network's own padding."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.evals.diversity import MEASURES, cosines, diversity, embed, self_bleu, vendi
+from stretto.model.transformer import Context
+from tests.engine.engines import network
+
+EQUAL = ["the cat sat on the mat today"] * 4
+APART = ["abcd efgh", "ijkl mnop", "qrst uvwx", "1234 5678"]
+
+
+def test_equal_texts_are_one() -> None:
+    found = diversity(EQUAL)
+    assert tuple(found) == MEASURES
+    assert found == pytest.approx(
+        {"distinct_1": 6 / 28, "distinct_2": 6 / 24, "self_bleu": 1.0, "vendi": 1.0, "clusters": 1.0}
+    )
+
+
+def test_texts_with_nothing_in_common_are_as_many_as_they_are() -> None:
+    found = diversity(APART)
+    assert found["self_bleu"] < 0.1  # not 0: it is smoothed
+    assert {name: found[name] for name in MEASURES if name != "self_bleu"} == pytest.approx(
+        {"distinct_1": 1.0, "distinct_2": 1.0, "vendi": 4.0, "clusters": 4.0}
+    )
+
+
+def test_two_of_each_are_two() -> None:
+    found = diversity([APART[0], APART[0], APART[1], APART[1]])
+    assert (found["vendi"], found["clusters"], found["distinct_1"]) == pytest.approx((2, 2, 0.5))
+
+
+def test_vendi_is_the_exponential_of_the_entropy_of_eigenvalues() -> None:
+    # two texts alike by s: eigenvalues (1 ± s) / 2
+    for s in (0.0, 0.3, 0.9):
+        shares = [(1 + s) / 2, (1 - s) / 2]
+        assert vendi(np.array([[1, s], [s, 1]])) == pytest.approx(math.exp(-sum(p * math.log(p) for p in shares)))
+
+
+def test_short_and_empty_answers() -> None:
+    assert diversity(["7", "7"])["self_bleu"] == 1.0
+    assert diversity(["", ""])["self_bleu"] == 1.0
+    assert diversity(["", "7"])["self_bleu"] < 0.1
+    assert diversity(["7", "8"])["distinct_2"] == 1.0
+    assert math.isnan(diversity(["7"])["self_bleu"])
+    assert diversity(["7"])["vendi"] == 1.0
+
+
+@pytest.mark.slow  # nltk takes seconds to import
+def test_self_bleu_is_nltks() -> None:
+    bleu = pytest.importorskip("nltk.translate.bleu_score", reason="nltk is not installed")
+    rng = np.random.default_rng(0)
+    texts = [[f"w{word}" for word in rng.zipf(1.5, size) % 20] for size in (9, 12, 4, 15, 12)]
+    smoothing = bleu.SmoothingFunction().method1
+    expected = [
+        bleu.sentence_bleu([*texts[:place], *texts[place + 1 :]], text, smoothing_function=smoothing)
+        for place, text in enumerate(texts)
+    ]
+    assert self_bleu(texts) == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+def test_an_embedding_does_not_depend_on_what_else_is_embedded() -> None:
+    model = network().eval()
+    tokens = [[5, 9, 2], [], [7], [3, 3, 8, 1, 4, 6]]
+    found_ND = embed(model, tokens, tokens_at_once=14)
+    for place, row in enumerate(tokens):
+        if not row:
+            np.testing.assert_array_equal(found_ND[place], 0)
+            continue
+        ids_BT = torch.tensor([row])
+        alone_D = model(ids_BT, model.config.full(), Context.plain(ids_BT)).hidden_BTD[0].double().mean(0)
+        np.testing.assert_allclose(found_ND[place], alone_D.detach().numpy(), atol=1e-5)  # sums in another order, fp32
+
+
+def test_a_network_tells_texts_apart_by_more_than_their_common_part() -> None:
+    common_D = np.full(8, 100.0)
+    embedded_ND = common_D + np.eye(8)[[0, 0, 1, 2, 3]]
+    alike_NN = cosines(embedded_ND, common_D)
+    np.testing.assert_allclose(alike_NN, np.eye(8)[[0, 0, 1, 2, 3]] @ np.eye(8)[[0, 0, 1, 2, 3]].T, atol=1e-12)
+    assert vendi(alike_NN) == pytest.approx(math.exp(-0.4 * math.log(0.4) - 3 * 0.2 * math.log(0.2)))
+    assert cosines(embedded_ND, np.zeros(8)).min() > 0.99  # all the same, from nowhere in particular
+    np.testing.assert_array_equal(cosines(np.ones((2, 3)), np.ones(3)), 1.0)

@@ -1,0 +1,308 @@
+"""Evaluations by a random network, of problems whose answers it now and then gets right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
+from stretto.evals.scores import pass_at_k
+from stretto.model.checkpoint import write_checkpoint
+from stretto.model.spec import SubnetChoice
+from stretto.post import suite as suite_module
+from stretto.post.suite import (
+    RESULT_FILE,
+    SAMPLES_FILE,
+    EvalOptions,
+    Evaluation,
+    Sample,
+    SuiteConfig,
+    evaluate,
+    parse_suites,
+    read_evaluation,
+)
+from tests.engine.engines import CONFIG, network
+from tests.rl.agents import tokenizer
+
+OWN = '''
+from stretto.base.config import Config
+from stretto.base.trajectory import Outcome
+from stretto.tasks.task import Problem, Score, TaskSource
+
+class Args(Config):
+    size: int = 40
+    broken: int = 0
+    turns: bool = False
+    long: int = -1
+    path: str = ""
+
+class Own(TaskSource):
+    """Right is what has an even number of letters, and any at all."""
+    args_kind = Args
+
+    @property
+    def num_items(self):
+        return self.args.size
+
+    def problem(self, item):
+        words = "the cat sat " * (200 if item == self.args.long else 1)
+        return Problem(item, ({"role": "user", "content": f"{words}{item % 10}"},), "dogs" if item % 3 else "cats")
+
+    def score(self, problem, answer):
+        if self.args.broken and problem.item % self.args.broken == 0 and answer.text not in ("", " \\n", "dogs", "cats"):
+            if "no such answer" not in answer.text:
+                raise OSError("the judge is out")
+        text = answer.text.strip()
+        return Score.of("no such" not in text and bool(text) and len(text) % 2 == 0 and (text not in ("dogs", "cats") or text == problem.gold))
+
+    def reply(self, problem, messages):
+        return "again" if self.args.turns and len(messages) < 3 else None
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer().save(folder / "tokenizer")
+    write_checkpoint(
+        folder / "checkpoint", network(), CONFIG, tokenizer_dir=folder / "tokenizer",
+        presets={"small": SubnetChoice(layers=CONFIG.num_layers - 1)},
+    )  # fmt: skip
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return f"{path}:Own"
+
+
+def suite(own: str, **args: Any) -> dict[str, SuiteConfig]:
+    told = {"max_tokens": 6, "problems": 12, "max_turns": args.pop("max_turns", 1)}
+    return {"mine": SuiteConfig(sources={"even": {"kind": own, "args": args}}, **told)}
+
+
+OPTIONS = EvalOptions(samples=3, max_batch=8)
+
+
+def run(model: Path, suites: dict[str, SuiteConfig], out: Path, **changes: Any) -> Evaluation:
+    subnet = changes.pop("subnet", None)
+    return evaluate(model, suites, out, OPTIONS.replace(**changes), name="tiny", subnet=subnet)
+
+
+def read(out: Path) -> dict[Any, Sample]:
+    lines = (out / SAMPLES_FILE).read_bytes().splitlines()
+    samples = [msgspec.json.decode(line, type=Sample) for line in lines]
+    return {(one.domain, one.item, one.number): msgspec.structs.replace(one, seconds=0.0) for one in samples}
+
+
+def untimed(found: Evaluation) -> Evaluation:
+    return replace(found, cost=replace(found.cost, seconds=0.0))
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, own: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished evaluation. Not to be changed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(model, suite(own), out)
+    return out
+
+
+def test_scores_are_those_of_the_samples(whole: Path) -> None:
+    found, samples = read_evaluation(whole), read(whole)
+    result = found.domains["even"]
+    assert result.items == list(range(28, 40))  # the last ones
+    right_PS = np.array(
+        [[samples["even", item, number].outcome is Outcome.OK for number in range(3)] for item in result.items], float
+    )
+    assert 0 < right_PS.mean() < 1
+    assert [len(one.text.strip()) % 2 == 0 and bool(one.text.strip()) for one in samples.values()] == [
+        one.outcome is Outcome.OK for one in samples.values()
+    ]
+    assert result.score.value == pytest.approx(right_PS.mean())
+    assert result.score.low < result.score.value < result.score.high
+    assert result.pass_at[3].value == pytest.approx(pass_at_k(right_PS, 3).mean())
+    assert result.values == pytest.approx(right_PS.mean(1))
+    assert list(result.majority_at) == [3]
+    assert found.mean == result.score
+    assert found.cost.num_sampled == sum(one.num_sampled for one in samples.values())
+    assert found.cost.active_params < found.cost.total_params
+    assert result.entropy > 3  # of 320 tokens, near random: up to ln 320 = 5.8
+    assert sum(result.finishes.values()) == 36
+
+
+def test_what_knows_nothing_is_scored_too(whole: Path) -> None:
+    found = read_evaluation(whole).domains["even"].baselines
+    assert (found["empty"].value, found["constant"].value) == (0, 0)
+    # two of three problems have the gold answer "dogs"
+    assert found["frequent"].value == pytest.approx(np.mean([item % 3 > 0 for item in range(28, 40)]))
+    assert 0 < found["another"].value < 1
+
+
+class Killed(Exception):  # noqa: N818
+    """A test's own."""
+
+
+def test_an_evaluation_that_was_killed_goes_on(
+    model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, keep, left = tmp_path / "out", suite_module._Sitting._keep, iter(range(7))
+
+    def killed(self: Any, sample: Sample) -> None:
+        if next(left, None) is None:
+            raise Killed
+        keep(self, sample)
+
+    monkeypatch.setattr(suite_module._Sitting, "_keep", killed)
+    with pytest.raises(Killed):
+        run(model, suite(own), out)
+    monkeypatch.undo()
+    assert len(read(out)) == 7
+    with (out / SAMPLES_FILE).open("ab") as file:
+        file.write(b'{"domain": "even", "it')  # torn
+    before = set(read_lines(out)[:7])
+    found = run(model, suite(own), out)
+    assert before <= set(read_lines(out))
+    assert read(out) == read(whole)
+    assert untimed(found) == untimed(read_evaluation(whole))
+
+
+def read_lines(out: Path) -> list[bytes]:
+    return (out / SAMPLES_FILE).read_bytes().splitlines()
+
+
+def test_a_finished_one_is_not_done_again(model: Path, own: str, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite_module, "EngineRole", None)
+    assert run(model, suite(own), whole) == read_evaluation(whole)
+
+
+def test_another_evaluation_is_refused(model: Path, own: str, whole: Path) -> None:
+    for changes in (
+        {"samples": 2},
+        {"seed": 1},
+        {"limit": 3},
+        {"temperature": 0.5},
+        {"subnet": CONFIG.subnet(depth=2)},
+    ):
+        with pytest.raises(UserError, match=f"{next(iter(changes))}|problems"):
+            run(model, suite(own), whole, **changes)
+    with pytest.raises(UserError, match="at temperature 0 all of them are the same"):
+        run(model, suite(own), whole, temperature=0.0)
+
+
+def test_a_smaller_size_answers_otherwise_and_costs_less(model: Path, own: str, whole: Path, tmp_path: Path) -> None:
+    found = run(model, suite(own), tmp_path / "out", subnet=CONFIG.subnet(depth=2))
+    assert found.cost.flops_per_token < read_evaluation(whole).cost.flops_per_token
+    texts = [[one.text for one in read(out).values()] for out in (whole, tmp_path / "out")]
+    assert texts[0] != texts[1]
+
+
+def test_greedy_samples_repeat(model: Path, own: str, tmp_path: Path) -> None:
+    found = [run(model, suite(own), tmp_path / str(seed), samples=1, temperature=0.0, seed=seed) for seed in (0, 1)]
+    assert found[0].domains["even"].values == found[1].domains["even"].values
+    assert found[0].domains["even"].diversity == {}
+
+
+def test_a_judge_that_fails_is_no_wrong_answer(model: Path, own: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"sources\.even: \d of 36 samples could not be judged.*the judge is out"
+    ) as caught:
+        run(model, suite(own, broken=2), tmp_path / "out")
+    assert "what is done is kept" in str(caught.value)
+    assert not (tmp_path / "out" / RESULT_FILE).exists()
+    assert 0 < len(read(tmp_path / "out")) < 36
+
+
+def test_few_failures_are_told(
+    model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_module, "MOST_INFRA", 0.1)
+    found = run(model, suite(own, broken=39), tmp_path / "out").domains["even"]
+    judged = read_evaluation(whole).domains["even"]
+    assert found.num_infra == 3
+    assert found.values == [*judged.values[:-1], None]
+    assert found.score.value == pytest.approx(np.mean(judged.values[:-1]))
+
+
+def test_further_turns_are_the_agents(model: Path, own: str, tmp_path: Path) -> None:
+    run(model, suite(own, turns=True, max_turns=2), tmp_path / "out", limit=4)
+    turns = {one.num_turns for one in read(tmp_path / "out").values()}
+    assert max(turns) == 2 or all(one.finish == "length" for one in read(tmp_path / "out").values())
+
+
+def test_what_the_network_cannot_read_it_does_not_solve(model: Path, own: str, tmp_path: Path) -> None:
+    found = run(model, suite(own, long=39), tmp_path / "out", limit=2)
+    assert found.domains["even"].finishes["prompt"] == 3
+    assert found.domains["even"].values[1] == 0
+
+
+def test_answers_are_alike_by_hidden_states_if_asked(model: Path, own: str, whole: Path, tmp_path: Path) -> None:
+    letters = read_evaluation(whole).domains["even"]
+    (tmp_path / "out").mkdir()
+    for name in (SAMPLES_FILE, "asked.json"):
+        (tmp_path / "out" / name).write_bytes((whole / name).read_bytes())
+    hidden = run(model, suite(own), tmp_path / "out", embed=model).domains["even"]
+    assert hidden.values == letters.values
+    assert hidden.diversity["distinct_1"] == letters.diversity["distinct_1"]
+    assert hidden.diversity["vendi"] != letters.diversity["vendi"]
+    assert 1 <= hidden.diversity["vendi"].value <= 3
+
+
+def test_suites_by_name(tmp_path: Path) -> None:
+    found = parse_suites(["gym,math=some.jsonl", "tools"])
+    assert list(found) == ["gym", "math", "tools"]
+    assert found["math"].sources["math"].args["path"] == "some.jsonl"
+    path = tmp_path / "mine.toml"
+    path.write_text('[a.sources.x]\nkind = "strings"\nargs = { operation = "sort" }\n[b.sources.y]\nkind = "tools"\n')
+    assert list(parse_suites([str(path)])) == ["a", "b"]
+
+
+def test_a_recipe_is_a_suite() -> None:
+    root = Path(__file__).resolve().parents[2]
+    found = parse_suites([str(root / "recipes/rl_gym.toml")])["rl_gym"]
+    assert (list(found.sources), found.problems, found.max_tokens) == (["backward"], 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("gim", "no such suite; did you mean 'gym'|gim"),
+        ("math", "--suite math: needs its data: math=PATH, JSONL in the layout of GSM8K"),
+        ("nothing.toml", "nothing.toml: cannot be read"),
+        ("gym,gym", None),
+    ],
+)
+def test_suites_that_are_none(named: str, words: str | None) -> None:
+    if words is None:
+        assert list(parse_suites([named])) == ["gym"]
+        return
+    with pytest.raises(UserError, match=words):
+        parse_suites([named])
+
+
+def test_tables_that_are_no_suite(tmp_path: Path) -> None:
+    for text, words in (
+        ('[a]\nproblem = 3\n[a.sources.x]\nkind = "strings"\n', "a: problem: unknown key"),
+        ("a = 3\n", "a: table: unknown key|sources"),
+        ('[a.sources.x]\nkind="strings"\n[b.sources.x]\nkind="strings"\n', "x: two sources have this name"),
+        ("[", "not valid TOML"),
+    ):
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(UserError, match=words):
+            parse_suites([str(tmp_path / "mine.toml")])
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge that is out is asked again after 0.3 s in all: here at once."""
+    role = suite_module.AgentRole
+    monkeypatch.setattr(
+        suite_module, "AgentRole", lambda *given, **named: role(*given, pauses_s=(0.001, 0.001), **named)
+    )

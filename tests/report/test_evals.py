@@ -1,0 +1,166 @@
+"""What evaluations show, and comparisons of models whose differences are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from stretto.base.errors import UserError
+from stretto.evals.scores import Interval
+from stretto.post.suite import Cost, DomainResult, Evaluation
+from stretto.report.evals import (
+    Comparison,
+    answers_table,
+    compare,
+    comparison_page,
+    comparison_table,
+    cost_table,
+    evaluation_page,
+    score_table,
+    seesaw,
+)
+from stretto.report.page import Table, write_page
+
+SOME = Interval(0.25, 0.125, 0.5)
+
+
+def domain(values: list[float | None], first: int = 0) -> DomainResult:
+    mean = float(np.mean([value for value in values if value is not None]))
+    return DomainResult(
+        suite="s",
+        is_graded=False,
+        items=list(range(first, first + len(values))),
+        values=values,
+        score=Interval(mean, mean - 0.1, mean + 0.1),
+        pass_at={1: SOME, 4: Interval(0.75, 0.5, 0.875)},
+        majority_at={4: SOME},
+        baselines={"empty": Interval(0.38, 0.3, 0.5), "frequent": SOME},
+        diversity={"vendi": Interval(2.5, 2.0, 3.0)},
+        entropy=1.5,
+        num_tokens=31.0,
+        finishes={"stop": 3, "length": 1},
+        num_infra=2,
+    )
+
+
+def evaluation(name: str, scores: dict[str, list[float | None]], flops: float = 1e6, **suite: object) -> Evaluation:
+    sources = {each: {"kind": "strings"} for each in scores}
+    asked = {"suites": {"s": {"sources": sources, "problems": 9, "max_tokens": 4, **suite}}, "samples": 4}
+    cost = Cost(9_000_000, 3_000_000, flops, 1000, 2000, 65.0)
+    return Evaluation(
+        name, asked, Interval(0.3, 0.2, 0.4), {key: domain(values) for key, values in scores.items()}, cost
+    )
+
+
+START = {"sums": [0.0, 0.5, 0.25, 0.25] * 5, "words": [0.5, 1.0] * 10}
+BETTER = {"sums": [0.5, 1.0, 0.75, 0.75] * 5, "words": [0.25, 0.75] * 10}
+TEACHER = {"sums": [1.0, 1.0, 1.0, 1.0] * 5}
+
+
+def printed(table: Table) -> str:
+    console = Console(width=220, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
+    found = evaluation("tiny", START)
+    scores = printed(score_table(found))
+    for words in (
+        "sums",
+        "25 %",
+        "75 %",
+        "38 %",
+        "2 samples unjudged",
+        "nothing 38 %, most frequent 25 %",
+        "maj@4",
+        "pass@4",
+    ):
+        assert words in scores, words
+    assert "always 0" not in scores  # it was not measured
+    answers = printed(answers_table(found))
+    assert "2.50" in answers
+    assert "length 1, stop 3" in answers
+    assert "three letters" in answers
+    cost = printed(cost_table(found))
+    assert "9.00M" in cost
+    assert "1 min 05 s" in cost
+    headline = evaluation_page(found).headline
+    assert "Not clearly above answers that know nothing of the problem: sums." in headline
+
+
+def compared() -> Comparison:
+    models = [evaluation("sft", START), evaluation("rl", BETTER, 2e6)]
+    return compare(models, {"sums": evaluation("expert", TEACHER)})
+
+
+def test_differences_are_to_the_first_and_paired() -> None:
+    found = compared()
+    assert [each.value for each in found.scores["sums"]] == [0.25, 0.75]
+    # by the same amount on every problem: no doubt about the difference, whatever of the scores
+    for name, change in (("sums", 0.5), ("words", -0.25)):
+        each = found.differences[name][1]
+        assert (each.value, each.low, each.high) == pytest.approx((change, change, change))
+    assert found.scores["sums"][1].low < 0.7
+    assert found.worst[1] == "words"
+    assert found.teachers["sums"][0] == "expert"
+    norm = found.norms[1]
+    assert norm is not None
+    assert norm.mean.value == pytest.approx(0.5 / 0.75)
+    assert [each.value for each in found.means] == pytest.approx([0.5, 0.625])
+
+
+def test_the_seesaw(tmp_path: Path) -> None:
+    found = compared()
+    text = printed(comparison_table(found))
+    for words in ("+50.0 (+50.0 … +50.0)", "−25.0", "expert", "Norm", "0.667", "Worst domain", "words"):
+        assert words in text, words
+    page = write_page(comparison_page(found), tmp_path)
+    assert {path.name for path in page.parent.iterdir()} == {"report.html", "seesaw.png", "cost.png"}
+    assert "its worst domain is words" in page.read_text()
+    labels = {text.get_text() for text in seesaw(found).axes[0].texts}
+    assert {"sums", "words"} <= labels
+
+
+def test_a_page_of_one_evaluation(tmp_path: Path) -> None:
+    page = write_page(evaluation_page(evaluation("tiny", START)), tmp_path)
+    assert (page.parent / "scores.png").stat().st_size > 5000
+
+
+def test_only_common_problems_and_domains_are_compared() -> None:
+    first, other = evaluation("a", START), evaluation("b", {**BETTER, "more": [1.0, 0.0]})
+    other = replace(other, domains={**other.domains, "sums": domain([1.0, None, 1.0], first=1)})
+    found = compare([first, other], {})
+    assert list(found.scores) == ["sums", "words"]
+    assert [each.value for each in found.scores["sums"]] == [0.375, 1.0]  # of items 1 and 3
+    assert found.norms == [None, None]
+
+
+def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
+    found = compare(
+        [evaluation("sft", START), evaluation("rl", BETTER)], {"words": evaluation("bad", {"words": [0.0, 0.5] * 10})}
+    )
+    assert found.norms == [None, None]
+    assert "words: its teacher scores 0.250 and the start 0.750" in comparison_table(found).note
+    assert "no lead" in comparison_page(found).sections[0].text
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    first = evaluation("a", START)
+    with pytest.raises(UserError, match=r"b: sums: max_tokens was 8, of a 4"):
+        compare([first, evaluation("b", START, max_tokens=8)], {})
+    with pytest.raises(UserError, match=r"--teacher algebra: no such domain in all evaluations; they have sums, words"):
+        compare([first, first], {"algebra": first})
+    with pytest.raises(UserError, match=r"t: words: not evaluated"):
+        compare([first, first], {"words": evaluation("t", TEACHER)})
+    far = replace(
+        first,
+        domains={name: replace(each, items=[item + 99 for item in each.items]) for name, each in first.domains.items()},
+    )
+    with pytest.raises(UserError, match="sums: no problem"):
+        compare([first, far], {})
