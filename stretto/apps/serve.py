@@ -260,8 +260,8 @@ def least_trained(opened: OpenedEngine) -> Least:
     drawn = max(elastic.get("min_depth", 1), len(fixed_layers(config.num_layers)))
     return Least(
         layers=min([drawn, *(len(subnet.layers) for subnet in anchors)]),
-        experts=min([*config.widths, *(min(subnet.experts) for subnet in anchors)]),
-        top_k=min([elastic.get("min_top_k", 1), *(min(subnet.top_k) for subnet in anchors)]),
+        experts=min([*config.widths, *(experts for subnet in anchors for experts in subnet.experts)]),
+        top_k=min([elastic.get("min_top_k", 1), *(top_k for subnet in anchors for top_k in subnet.top_k)]),
     )
 
 

@@ -20,7 +20,7 @@ from stretto.base.track import Tracker
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family, read_presets
-from stretto.model.families import Family
+from stretto.model.families import Family, default_family
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
@@ -49,6 +49,7 @@ def pretrain_command(
     Args:
         origin: run or checkpoint to go on from, of the recipe's shape; its tokenizer is the run's.
     """
+    default_family(recipe.network())  # refused now, and not when it has been trained
     ranks = join(device, recipe.train.ep)
     folder = checkpoint_folder(origin).resolve() if origin is not None else None
 

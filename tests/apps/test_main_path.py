@@ -10,8 +10,8 @@ import torch
 
 from stretto.base import numbers
 from stretto.base.records import read_lineage
-from stretto.model.checkpoint import read_checkpoint
-from tests.apps.conftest import Run
+from stretto.model.checkpoint import read_checkpoint, read_family
+from tests.apps.conftest import Run, refused
 
 
 @pytest.mark.slow
@@ -59,6 +59,38 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
     assert f"after {numbers.si(trained)} tokens of pre-training" in page.read_text()  # the ledger's count
     assert "All 3 together" in page.read_text()  # the best was cut out into a folder beside the run
     assert json.loads((run / "search.json").read_text())["result"]["candidates"]
+
+
+@pytest.mark.slow
+def test_a_dense_network_with_windows_goes_the_same_way(
+    stretto: Run, recipe: Path, healing: Path, text: Path, tmp_path: Path
+) -> None:
+    """Depth is all that is elastic, and one family alone can hold it."""
+    run, part, healed = (tmp_path / name for name in ("run", "part", "healed"))
+    network = ("dense_layers=[0,1,2,3,4]", "dense_intermediate_size=24", "num_experts=1", "top_k=1")
+    windows = ("selection_bias=false", "sliding_window=7", "sliding_layers=[1,3]")
+    settings = [f"model.{each}" for each in (*network, *windows)]
+    settings += ["elastic.anchors={small={layers=4}}", "elastic.width_share=0", "train.steps=2"]
+    told = ("pretrain", recipe, "--data", text, *(word for each in settings for word in ("--set", each)))
+    refused(stretto(*told, "-o", run, "--set", "model.attention_sinks=true"), "no supported family", "has sinks")
+    assert not run.exists(), "refused before, and not after the training"
+
+    def ok(*arguments: object) -> str:
+        result = stretto(*arguments)
+        assert result.code == 0, result.err
+        return result.out
+
+    ok(*told, "-o", run)
+    assert "chosen: 4 layers" in ok("search", run, "--max-total", 0.9)
+    refused(stretto("extract", run, "--subnet", "experts=2", "-o", part), "--subnet experts=2", "name layers alone")
+    assert "logits differ by" in ok("extract", run, "--subnet", "best", "-o", part)
+    ok("heal", part, "-o", healed, "--data", text, "--recipe", healing, "--steps", 1)
+    assert read_family(healed) == "qwen2"
+    ok("export", healed, "-o", tmp_path / "hf")
+    refused(stretto("export", healed, "--family", "mistral", "-o", tmp_path / "no"), "sliding window", "use qwen2")
+    refused(stretto("export", healed, "--gguf", "-o", tmp_path / "a.gguf"), "sliding_layers")
+    for source, size in ((run, "small"), (run, "layers=3"), (healed, "full")):
+        ok("generate", source, "--prompt", "line 1", "--subnet", size, "--max-tokens", 2)
 
 
 def _ancestry(folder: Path) -> list:

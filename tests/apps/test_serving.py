@@ -25,12 +25,14 @@ from stretto.base.records import Lineage, Receipt, new_lineage, write_lineage
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.model.spec import Subnet
+from stretto.model.checkpoint import write_checkpoint
+from stretto.model.spec import Subnet, SubnetChoice
 from stretto.serve.elastic import Least, ServedModel
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.server import ServeSettings
 from stretto.text.chat import CHATML, render
 from tests.apps.conftest import PRESETS, SERVED, Result, Run, refused
+from tests.engine.engines import network
 from tests.serve.live import live
 
 LONGEST = 100
@@ -212,6 +214,35 @@ def test_a_size_below_what_was_trained_is_served_with_a_warning(
             body = {"prompt": "x", "max_tokens": 1, "elastic": {"layers": layers}}
             told = httpx.post(f"{url}/v1/completions", json=body, trust_env=False).json()["usage"]["elastic"]
             assert len(told.get("warnings", [])) == num
+
+
+def test_a_trained_dense_network_is_served_at_its_sizes(
+    stretto: Run, served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no experts of which a size could keep too few."""
+    dense = SERVED.replace(
+        dense_layers=(0, 1, 2, 3), dense_intermediate_size=16, num_experts=1, top_k=1, widths=(1,), selection_bias=False
+    )
+    lineage = new_lineage(
+        name="dense",
+        stage="pretrain",
+        total_params=1,
+        active_params=1,
+        receipt=Receipt(stage="pretrain", device="test"),
+        config={"recipe": {"elastic": {"min_depth": 3}}},
+    )
+    presets = {"small": SubnetChoice(layers=3)}
+    write_checkpoint(
+        tmp_path / "dense",
+        network(3, dense),
+        dense,
+        tokenizer_dir=served_run / "checkpoint",
+        presets=presets,
+        lineage=lineage,
+    )
+    for size in ("full", "small", "layers=2"):
+        told = stretto("generate", tmp_path / "dense", "--prompt", "line 1", "--subnet", size, "--max-tokens", 2)
+        assert told.code == 0 and ("layers 2: fewer than" in told.out + told.err) == (size == "layers=2"), told
 
 
 @pytest.mark.parametrize(
