@@ -109,3 +109,29 @@ def compare(
 
     told = options(samples=samples, limit=limit)
     compare_command(models, teacher, suite, out, told, device)
+
+
+def online(
+    recipe: Recipe,
+    model: Annotated[Path | None, typer.Option(help="Run or checkpoint to begin with.")] = None,
+    self_teacher: Annotated[
+        bool,
+        typer.Option(
+            "--self-teacher", help="Let the start teach the verifiable sources, so that they are not unlearnt."
+        ),
+    ] = False,
+    out: RunOut = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+) -> None:
+    """Reinforcement learning on open-ended prompts, by a judge and by rewards of whole groups."""
+    from stretto.base.config import read_recipe
+    from stretto.rl.recipe import RlRecipe
+
+    parsed = read_recipe(recipe, RlRecipe, settings)
+    from stretto.apps.online import online_command
+
+    folder = out or Path("runs") / recipe.stem
+    online_command(parsed, folder, model, self_teacher=self_teacher, resume=resume, device=device, wandb_project=wandb)

@@ -24,8 +24,9 @@ def rl_command(
     resume: bool = False,
     device: str = "auto",
     wandb_project: str | None = None,
+    stage: str = "rl",
 ) -> Result:
-    """Run ``recipe`` in ``folder``, from ``model`` or from the start that the recipe describes.
+    """Run ``recipe`` in ``folder``, from ``model`` or from the start that the recipe describes, as a stage of that name.
 
     Raises:
         UserError: bad input, or a run that cannot go on.
@@ -38,10 +39,9 @@ def rl_command(
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
     start = start or made_start(recipe, folder)
     devices = _devices(device)
-    with progress("rl", recipe.train.steps) as advance:
-        result = run_rl(
-            Job(recipe, folder, start, resume, devices, wandb_project), advance, lambda text: console.print(text)
-        )
+    job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
+    with progress(stage, recipe.train.steps) as advance:
+        result = run_rl(job, advance, lambda text: console.print(text))
     console.print(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}\ncheckpoint: {result.checkpoint}\n"
         f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"

@@ -57,8 +57,8 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
     if config.diversity is not None:
         clusters_G = clusters_N(similarity_NN(texts, config.diversity), config.same_at)
         parts_G["cluster"] = clusters_G.astype(np.float64)
-        parts_G["diversity"] = diversity(clusters_G, config.floor)
-        factor_G = factor_G * parts_G["diversity"]
+        parts_G["diversity"] = diversity(clusters_G)
+        factor_G = factor_G * np.maximum(config.floor, parts_G["diversity"])
     earned_G = np.minimum(earned_G, 0.0) + np.maximum(earned_G, 0.0) * factor_G
     earned_G = np.where(is_refused_G, np.minimum(earned_G, 0.0), earned_G)
     return tuple(
@@ -114,13 +114,13 @@ def within_budget(lengths_G: NDArray[np.float64], is_right_G: NDArray[np.bool_],
     return np.clip(2.0 - lengths_G / (share * float(np.median(lengths_G[is_right_G]))), 0.0, 1.0)
 
 
-def diversity(clusters_G: NDArray[np.int32], floor: float) -> NDArray[np.float64]:
-    """Share of the other answers that are outside of one's own cluster, at least ``floor`` (DARLING, 2509.02534, whose
-    clusters come from a trained classifier); 1 for an answer alone."""
+def diversity(clusters_G: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Share of the other answers that are outside of one's own cluster (DARLING, 2509.02534, whose clusters come from a
+    trained classifier); 1 for an answer alone."""
     num = len(clusters_G)
     if num == 1:
         return np.ones(1)
-    return np.maximum(floor, (num - np.bincount(clusters_G)[clusters_G]) / (num - 1))
+    return (num - np.bincount(clusters_G)[clusters_G]) / (num - 1)
 
 
 def _said(text: str) -> str:

@@ -297,7 +297,7 @@ class RewardConfig(Config):
     same_at: float = Field(default=0.5, gt=0, le=1)
     """Likeness from which two answers say the same; a chain of such pairs is one cluster."""
     floor: float = Field(default=0.1, ge=0, le=1)
-    """Least diversity: where all answers say the same, the better ones still earn more."""
+    """What diversity counts at least: where all answers say the same, the better ones still earn more. 1: it is only measured."""
     length_budget: float | None = Field(default=None, gt=0)
     """Answers longer than this many times the median right one lose reward, all of it at twice that."""
     length_control: bool = False

@@ -8,7 +8,7 @@ import pytest
 
 from bench.extend import EXAMPLES, PARTS, Part, run
 from stretto.base.config import validate
-from stretto.rl.recipe import PRESETS, RlRecipe, SourceConfig
+from stretto.rl.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.task import Answer
 
@@ -35,6 +35,13 @@ def test_what_the_recipe_calls_the_default_is() -> None:
     assert (recipe.staleness, recipe.replay, recipe.precision, recipe.failures) == (
         bare.staleness, bare.replay, bare.precision, bare.failures,
     )  # fmt: skip
+
+
+def test_the_rewards_of_the_guide_are_some() -> None:
+    (table,) = (each for each in re.findall(r"```ini\n(.*?)```", TEXT, re.DOTALL) if "[rewards" in each)
+    told = RewardConfig.model_validate(tomllib.loads(table)["rewards"]["writing"])
+    assert told.model_fields_set == RewardConfig.model_fields.keys()
+    assert (told.same_at, told.floor) == (RewardConfig(format=".").same_at, RewardConfig(format=".").floor)
 
 
 def test_the_task_of_the_guide_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,17 @@ def rewards(config: RewardConfig, *answers: Written) -> list[float]:
 
 
 def test_diversity_is_the_share_of_others_outside() -> None:
-    assert diversity(np.array([0, 0, 1, 2], np.int32), 0.1).tolist() == [2 / 3, 2 / 3, 1.0, 1.0]
-    assert diversity(np.zeros(5, np.int32), 0.1).tolist() == [0.1] * 5
-    assert diversity(np.zeros(1, np.int32), 0.1).tolist() == [1.0]
+    assert diversity(np.array([0, 0, 1, 2], np.int32)).tolist() == [2 / 3, 2 / 3, 1.0, 1.0]
+    assert diversity(np.zeros(5, np.int32)).tolist() == [0.0] * 5
+    assert diversity(np.zeros(1, np.int32)).tolist() == [1.0]
+
+
+def test_where_all_say_the_same_the_floor_counts() -> None:
+    for floor in (0.0, 0.1, 1.0):
+        config = RewardConfig(diversity="words", floor=floor)
+        found = group_rewards(config, PROMPT, "", [written(HONEST, 0.5), written(HONEST, 1.0)])
+        assert [each.reward for each in found] == [0.5 * floor, floor]
+        assert [each.parts["diversity"] for each in found] == [0.0, 0.0]
 
 
 def test_budget_is_of_the_right_ones_median() -> None:
