@@ -82,9 +82,10 @@ def evaluate(
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
     from stretto.apps.evaluate import eval_command, options
+    from stretto.post.suite import parse_suites
 
     told = options(samples=samples, limit=limit, temperature=temperature, seed=seed, baselines=baselines, embed=embed)
-    eval_command(source, suite, out, told, subnet, device)
+    eval_command(source, parse_suites(suite), out, told, subnet, device)
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,15 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_text
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
-from stretto.post.suite import RESULT_FILE, EvalOptions, Evaluation, evaluate, parse_suites, read_evaluation
+from stretto.post.suite import (
+    RESULT_FILE,
+    EvalOptions,
+    Evaluation,
+    SuiteConfig,
+    evaluate,
+    parse_suites,
+    read_evaluation,
+)
 from stretto.report.evals import (
     Comparison,
     answers_table,
@@ -43,7 +51,7 @@ def options(**told: Any) -> EvalOptions:
 
 def eval_command(
     source: Path,
-    suites: Sequence[str],
+    suites: Mapping[str, SuiteConfig],
     out: Path,
     options: EvalOptions,
     subnet: str | None = None,
@@ -58,7 +66,7 @@ def eval_command(
         chosen = best_subnet(source, config) if subnet == "best" else parse_subnet(subnet, config, read_presets(folder))
     name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
     place = str(join(device).device)
-    found = evaluate(folder, parse_suites(suites), out, options, name=name, subnet=chosen, device=place)
+    found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
     console = rich.get_console()
     for table in (score_table(found), answers_table(found), cost_table(found)):
         console.print(table)
@@ -74,22 +82,29 @@ def _name(source: Path) -> str:
 def compare_command(
     models: Sequence[str],
     teachers: Sequence[str],
-    suites: Sequence[str],
+    named: Sequence[str],
     out: Path,
     options: EvalOptions,
     device: str = "auto",
 ) -> Comparison:
-    """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation is made, in
-    a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each. Raises `UserError`: as `eval_command` and `compare`."""
+    """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation by the suites
+    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each. Raises `UserError`: as `eval_command` and `compare`."""
     taught = {}
     for text in teachers:
         domain, equals, path = text.partition("=")
         if not equals:
             raise UserError(f"--teacher {text}: say whose it is: DOMAIN={text}")
         taught[domain] = path
+    suites = parse_suites(named)
+    if unknown := [domain for domain in taught if suites and not _only(suites, {domain})]:
+        raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     found: dict[str, Evaluation] = {}
     for text in dict.fromkeys([*models, *taught.values()]):
-        found[text] = _found(text, suites, out / "evals", options, device)
+        own = {
+            domain for domain, path in taught.items() if path == text
+        }  # of a teacher that is no model beside, what it teaches
+        asked = suites if text in models else _only(suites, own)
+        found[text] = _found(text, asked, out / "evals", options, device)
     done = compare(
         [found[text] for text in models], {domain: found[path] for domain, path in taught.items()}, options.seed
     )
@@ -100,7 +115,14 @@ def compare_command(
     return done
 
 
-def _found(text: str, suites: Sequence[str], folder: Path, options: EvalOptions, device: str) -> Evaluation:
+def _only(suites: Mapping[str, SuiteConfig], domains: Collection[str]) -> dict[str, SuiteConfig]:
+    kept = {
+        name: {key: suite.sources[key] for key in suite.sources if key in domains} for name, suite in suites.items()
+    }
+    return {name: suites[name].replace(sources=sources) for name, sources in kept.items() if sources}
+
+
+def _found(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Evaluation:
     """What ``text`` names, if need be made."""
     if (Path(text) / RESULT_FILE).is_file():
         return read_evaluation(Path(text))

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from stretto.base.config import Config, check_unchanged, read_recipe, validate
+from stretto.base.config import Config, check_unchanged, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import claimed, read_json, replacing, write_json, write_text, writing
 from stretto.base.track import progress, say
@@ -174,33 +174,31 @@ class Evaluation:
 
 
 def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
-    """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, ``FILE.toml`` with tables of that form, or an RL recipe:
+    """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, a TOML or JSON file with tables of that form, or an RL recipe:
     its sources, and as many problems as it holds out. Several may be joined by commas.
     Raises `UserError`: no such suite or file, a suite without its data, or two domains of one name."""
     found: dict[str, SuiteConfig] = {}
     for text in (part for each in named for part in each.split(",")):
         name, _, data = text.partition("=")
         path = Path(name)
-        tree = _tree(path if path.suffix == ".toml" else SUITES)
-        if path.suffix != ".toml":
+        tree = _tree(path if path.suffix in (".toml", ".json") else SUITES)
+        if path.suffix not in (".toml", ".json"):
             if name not in tree:
-                raise UserError(
-                    f"--suite {name}: no such suite{nearest(name, tree)}; one of {', '.join(tree)}, or FILE.toml"
-                )
+                known = ", ".join(tree)
+                raise UserError(f"--suite {name}: no such suite{nearest(name, tree)}; one of {known}, or FILE.toml")
             tree = {name: tree[name]}
         if "train" in tree:
-            recipe = read_recipe(path, RlRecipe)
+            recipe = validate(RlRecipe, tree, str(path))
             told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
             num = -(-recipe.train.eval_prompts // len(recipe.sources))
             found[path.stem] = SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told)
             continue
         for key, table in tree.items():
             suite = validate(SuiteConfig, table if isinstance(table, dict) else {"table": table}, f"{name}: {key}")
-            sources = (
-                {each: _with_data(source, data) for each, source in suite.sources.items()} if data else suite.sources
-            )
             if suite.data and not data:
                 raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
+            given = {"path": data} if data else {}
+            sources = {each: source.replace(args=source.args | given) for each, source in suite.sources.items()}
             found[key] = suite.replace(sources=sources)
     names = Counter(name for suite in found.values() for name in suite.sources)
     if twice := [name for name, num in names.items() if num > 1]:
@@ -210,15 +208,14 @@ def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
 
 def _tree(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8")) if path.suffix == ".toml" else read_json(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--suite {path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"--suite {path}: not valid TOML: {error}") from None
-
-
-def _with_data(source: SourceConfig, data: str) -> SourceConfig:
-    return source.replace(args={**source.args, "path": data})
+    if not isinstance(tree, dict):
+        raise UserError(f"--suite {path}: (whole file): not a table of suites")
+    return tree
 
 
 def evaluate(
@@ -271,9 +268,8 @@ def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
 def _cost(config: ModelConfig, subnet: Subnet, samples: Sequence[Sample]) -> Cost:
     counts = count(config, subnet)
     lengths = [sample.num_prompt + sample.num_sampled for sample in samples]
-    flops = sum(
-        counts.forward_flops(length, (length + 1) / 2) for length in lengths
-    )  # keys that a token sees, on average
+    # of the keys before it a token sees half, on average
+    flops = sum(counts.forward_flops(length, (length + 1) / 2) for length in lengths)
     sums = (sum(getattr(one, field) for one in samples) for field in ("num_prompt", "num_sampled", "seconds"))
     return Cost(counts.total_params, counts.active_params, flops / max(1, sum(lengths)), *sums)
 
@@ -343,16 +339,12 @@ class _Sitting:
     def _recipe(self, suite: SuiteConfig) -> RlRecipe:
         """What the agent loop reads of a run."""
         tokens, options = suite.max_tokens, self._options
-        rollout = {
-            "max_tokens": tokens,
-            "chunk_tokens": tokens,
-            "max_turns": suite.max_turns,
-            "cache_bytes": _CACHE_BYTES,
-        }
+        rollout = {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
         told = {
             "sources": suite.sources,
             "sandbox": suite.sandbox,
-            "rollout": rollout | {"max_batch": options.max_batch, "threads": options.threads},
+            "rollout": rollout
+            | {"max_batch": options.max_batch, "threads": options.threads, "cache_bytes": _CACHE_BYTES},
             "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
             "train": {"steps": 1, "prompts": 1, "seq_len": self._most},  # a run trains; of this, it reads the length
@@ -362,10 +354,8 @@ class _Sitting:
 
     async def _answer_suite(self, suite_name: str, suite: SuiteConfig, engine: EngineRole) -> None:
         recipe, tables = self._recipe(suite), SourceTables(suite.sources, suite.sandbox)
-        with (
-            tables.opened() as sources,
-            tables.opened() as judging,
-        ):  # agent and verifier ask theirs from threads of their own
+        # agent and verifier ask theirs from threads of their own
+        with tables.opened() as sources, tables.opened() as judging:
             for name, source in sources.items():
                 source.validate()
                 self.domains[name] = self._planned(suite_name, suite, source)
@@ -534,9 +524,7 @@ def _result(
         [[math.nan if one is None else domain.value(one.outcome, one.reward) for one in row] for row in table]
     )
     votes_PS = [[None if one is None else one.vote for one in row] for row in table]
-    means_P = np.array(
-        [np.mean([domain.value(one.outcome, one.reward) for one in group] or [math.nan]) for group in groups]
-    )
+    means_P = np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
 
     def spread(values_P: Sequence[float] | np.ndarray) -> Interval:

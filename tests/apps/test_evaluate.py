@@ -53,6 +53,11 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     )
     assert taught.code == 0
     assert "there is no lead" in " ".join(taught.out.split())
+    # a teacher answers what it teaches, no more
+    done = stretto("compare", out, "-o", both, "--teacher", f"sort={served_run}", "--suite", suite, "--samples", 2)
+    assert done.code == 0, done.err
+    folder = next(path for path in (both / "evals").iterdir() if not path.name.endswith("corner"))
+    assert list(json.loads((folder / "eval.json").read_text())["domains"]) == ["sort"]
 
 
 def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
@@ -69,4 +74,6 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
         "--teacher x",
         "DOMAIN=",
     )
+    wrong = ("--suite", suite, "--teacher", f"sums={served_run}")
+    refused(stretto("compare", served_run, "-o", tmp_path / "out", *wrong), "--teacher sums", "no such domain")
     assert not (tmp_path / "out").exists()

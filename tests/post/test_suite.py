@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.paths import write_json
 from stretto.base.trajectory import Outcome
 from stretto.evals.scores import pass_at_k
 from stretto.model.checkpoint import write_checkpoint
@@ -27,6 +29,7 @@ from stretto.post.suite import (
     parse_suites,
     read_evaluation,
 )
+from stretto.rl.recipe import RlRecipe
 from tests.engine.engines import CONFIG, network
 from tests.rl.agents import tokenizer
 
@@ -264,10 +267,13 @@ def test_suites_by_name(tmp_path: Path) -> None:
     assert list(parse_suites([str(path)])) == ["a", "b"]
 
 
-def test_a_recipe_is_a_suite() -> None:
+def test_a_recipe_is_a_suite(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     found = parse_suites([str(root / "recipes/rl_gym.toml")])["rl_gym"]
     assert (list(found.sources), found.problems, found.max_tokens) == (["backward"], 64, 16)
+    tree = read_recipe(root / "recipes/rl_gym.toml", RlRecipe).model_dump(mode="json")
+    write_json(tmp_path / "rl_gym.json", tree)
+    assert parse_suites([str(tmp_path / "rl_gym.json")]) == {"rl_gym": found}
 
 
 @pytest.mark.parametrize(
