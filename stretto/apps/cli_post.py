@@ -136,3 +136,39 @@ def online(
 
     folder = out or Path("runs") / recipe.stem
     online_command(parsed, folder, model, self_teacher=self_teacher, resume=resume, device=device, wandb_project=wandb)
+
+
+def distill(
+    recipe: Recipe,
+    model: Annotated[Path | None, typer.Option(help="Run or checkpoint of the student.")] = None,
+    subnet: Annotated[
+        str | None,
+        typer.Option(
+            help="Cut this size out of --model for a student; without --teacher, all of --model teaches it everything."
+        ),
+    ] = None,
+    teacher: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME=DIR, NAME=DIR:SUBNET (part of a checkpoint) or NAME=URL (a server); NAME is the source that it teaches, "
+            "unless the recipe's [distill.teachers.NAME] says which."
+        ),
+    ] = [],  # noqa: B006 - typer reads it once, as below
+    out: RunOut = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
+    device: Device = "auto",
+    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+) -> None:
+    """Distil teachers into a student on what the student itself samples."""
+    from stretto.base.config import read_recipe
+    from stretto.post.distill import parent_settings, teacher_settings
+    from stretto.rl.recipe import RlRecipe
+
+    parents = parent_settings(model) if subnet is not None and model is not None and not teacher else []
+    parsed = read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(teacher), *settings])
+
+    from stretto.apps.distill import distill_command
+
+    folder = out or Path("runs") / recipe.stem
+    distill_command(parsed, folder, model, subnet=subnet, resume=resume, device=device, wandb_project=wandb)

@@ -142,6 +142,7 @@ def rl_page(data: RlData) -> Page:
         Section("summary", "In numbers", tables=(summary(data),)),
         section("reward", "Reward", "reward/mean", reward),
         who,
+        *(section("teachers", "Teachers", f"distill/kl/{name}", teachers) for name in data.named("distill/kl/")[:1]),
         section("staleness", "Staleness", "staleness/max", staleness),
         section("mismatch", "Mismatch", "mismatch/same_share", mismatch),
         section("policy", "Off-policy", "policy/ess", policy),
@@ -387,6 +388,20 @@ def staleness(data: RlData) -> Picture:
         [
             Panel("Staleness, versions", ages, notes=notes, top=max(data.bound * 1.12, 1.0), bound=data.bound),
             Panel("Versions a sample", versions, notes=["weights may change while it is written"], top=1.2),
+        ],
+    )
+
+
+def teachers(data: RlData) -> Picture:
+    """How near the student comes to its teachers, and which source the gradient is of."""
+    kls = {name: data.values(f"distill/kl/{name}") for name in data.named("distill/kl/")}
+    parts = [f"{name} from {short(values[0])} to {short(values[-1])}" for name, values in kls.items()]
+    return Picture(
+        f"KL to their teachers, by source, in nats per token: {'; '.join(parts)}.",
+        "KL of the student to its teachers and each source's share of the gradient, over steps.",
+        [
+            Panel("KL to the teacher", _each(data, "distill/kl/"), notes=["nats per token"], log=True),
+            Panel("Share of the gradient", _each(data, "distill/share/"), percent),
         ],
     )
 

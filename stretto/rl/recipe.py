@@ -199,7 +199,7 @@ class TeacherConfig(Config):
     model: str | None = None
     """What the server calls it; None: the first that it lists."""
     domains: tuple[str, ...] | None = None
-    """Sources that it teaches; None: the one of its own name."""
+    """Sources that it teaches, ``["*"]`` all; None: the one of its own name."""
     template: Literal["own", "student"] = "own"
     """Whose chat template renders the prompt that it reads; what the student sampled follows, to the token."""
     residence: Literal["resident", "swapped"] = "resident"
@@ -241,8 +241,8 @@ class DistillConfig(Config):
     for the student itself, a wrong path. 0: whatever it is, as of a student that is to stay where it is."""
     untaught: tuple[str, ...] = ()
     """Sources without a teacher, which learn by ``outcome_weight`` alone."""
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
-    """By name."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """By name; at least one, here or on the command line."""
 
     def teacher_of(self) -> dict[str, str]:
         """Teachers' names by source."""
@@ -254,7 +254,9 @@ class DistillConfig(Config):
         return self.outcome_weight > 0 or self.form == "sampled"
 
     def check(self, sources: Collection[str]) -> None:
-        """Raises ValueError: a teacher without a source or a source with two teachers or none."""
+        """Raises ValueError: no teacher, one without a source, or a source with two teachers or none."""
+        if not self.teachers:
+            raise ValueError("distill: no teachers; name them in [distill.teachers.NAME], or with --teacher NAME=DIR")
         for name, each in self.teachers.items():
             for source in each.domains or (name,):
                 if source not in sources:
@@ -444,10 +446,20 @@ class RlRecipe(Config):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """A teacher has something to say of groups with equal rewards too."""
-        if isinstance(given, Mapping) and given.get("distill") and isinstance(given.get("loss", {}), Mapping):
-            return {**given, "loss": {"drop_uniform": False, **given.get("loss", {})}}
-        return given
+        """A teacher has something to say of groups with equal rewards too; and all sources are named."""
+        if not isinstance(given, Mapping) or not isinstance(given.get("distill"), Mapping):
+            return given
+        loss, distill = given.get("loss", {}), given["distill"]
+        if isinstance(loss, Mapping):
+            loss = {"drop_uniform": False, **loss}
+        teachers = distill.get("teachers", {})
+        if isinstance(teachers, Mapping) and isinstance(given.get("sources"), Mapping):
+            everywhere = {"domains": list(given["sources"])}
+            is_all = {
+                name: isinstance(each, Mapping) and each.get("domains") == ["*"] for name, each in teachers.items()
+            }
+            teachers = {name: {**each, **everywhere} if is_all[name] else each for name, each in teachers.items()}
+        return {**given, "loss": loss, "distill": {**distill, "teachers": teachers}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

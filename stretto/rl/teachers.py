@@ -27,10 +27,9 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
-from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
+from stretto.model.checkpoint import Checkpoint, describe, read_checkpoint, weights_hash
 from stretto.model.parallel import Ranks, spread
 from stretto.model.spec import count, executed, parse_subnet
-from stretto.model.transformer import Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.rl.algorithms import Streams
@@ -77,32 +76,46 @@ class Scorer(Protocol):
         """Of samples as `as_read` gives them. Raises UserError: it cannot be had any more."""
 
 
-def open_teachers(
-    recipe: RlRecipe, start: Path, start_hash: str, vocab_size: int, ranks: Ranks, arithmetic: Arithmetic
-) -> dict[str, Scorer]:
-    """The teachers of ``recipe.distill``, by name; none without it. ``start_hash`` and ``vocab_size`` are the student's.
-    Raises UserError: one is missing, has no such part or another vocabulary, or is the student itself."""
-    teachers: dict[str, Scorer] = {}
+def check_teachers(recipe: RlRecipe, start: Path) -> None:
+    """Look at the teachers' checkpoints without reading their weights into memory. Raises UserError: one is missing, has no such
+    part or another vocabulary, or is the student itself, which is at ``start``."""
     distill = recipe.distill
-    if distill is None:
+    vocab_size, own_hash = describe(start).config.vocab_size, weights_hash(start)
+    for name, config in sorted({} if distill is None else distill.teachers.items()):
+        if config.checkpoint is None or config.url is not None:
+            continue
+        where = f"distill.teachers.{name}"
+        try:
+            folder = checkpoint_folder(config.checkpoint)
+        except UserError as error:
+            raise UserError(f"{where}.checkpoint: {error}") from None
+        found = describe(folder)
+        subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
+        if found.config.vocab_size != vocab_size:
+            problem = f"a vocabulary of {found.config.vocab_size}, the student's is {vocab_size}"
+            raise UserError(f"{where}: {problem}; choose another")
+        is_whole = subnet == found.config.full()
+        if distill is not None and distill.kl_floor and is_whole and weights_hash(folder) == own_hash:
+            raise UserError(
+                f"{where}: {folder} holds the student's own weights: there is nothing to learn; name another checkpoint or a "
+                "part of this one, or set distill.kl_floor = 0"
+            )
+
+
+def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arithmetic) -> dict[str, Scorer]:
+    """The teachers of ``recipe.distill``, by name, for the student at ``start``; none without it.
+    Raises UserError: as `check_teachers`; one cannot be read, or nobody answers."""
+    teachers: dict[str, Scorer] = {}
+    if recipe.distill is None:
         return teachers
-    for name, config in sorted(distill.teachers.items()):
-        if config.url is not None:
+    check_teachers(recipe, start)
+    for name, config in sorted(recipe.distill.teachers.items()):
+        if config.url is None:
+            teachers[name] = LocalTeacher(config, recipe, ranks, arithmetic)
+        else:
             folder = start if config.checkpoint is None else checkpoint_folder(config.checkpoint)
             tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
             teachers[name] = RemoteTeacher(name, config, recipe, tokenizer, ranks)
-            continue
-        local = LocalTeacher(name, config, recipe, ranks, arithmetic)
-        if local.vocab_size != vocab_size:
-            raise UserError(
-                f"distill.teachers.{name}: a vocabulary of {local.vocab_size}, the student's is {vocab_size}; choose another"
-            )
-        if distill.kl_floor and local.is_whole and weights_hash(local.folder) == start_hash:
-            raise UserError(
-                f"distill.teachers.{name}: {local.folder} holds the student's own weights: there is nothing to learn; name "
-                "another checkpoint or a part of this one, or set distill.kl_floor = 0"
-            )
-        teachers[name] = local
     return teachers
 
 
@@ -170,25 +183,18 @@ def chosen(lesson: Lesson, each: Pass) -> Tensor:
 class LocalTeacher:
     """A checkpoint, or a Subnet of it, in this process."""
 
-    def __init__(self, name: str, config: TeacherConfig, recipe: RlRecipe, ranks: Ranks, arithmetic: Arithmetic):
-        """Raises UserError: no checkpoint there, or no such Subnet of it."""
+    def __init__(self, config: TeacherConfig, recipe: RlRecipe, ranks: Ranks, arithmetic: Arithmetic):
+        """``config`` has passed `check_teachers`. Raises UserError: its weights cannot be read."""
         assert config.checkpoint is not None and recipe.distill is not None
-        where = f"distill.teachers.{name}"
-        try:
-            self.folder = checkpoint_folder(config.checkpoint)
-        except UserError as error:
-            raise UserError(f"{where}.checkpoint: {error}") from None
-        self._config, self._train, self._ranks, self._arithmetic = config, recipe.train, ranks, arithmetic
-        self._tells_hidden = recipe.distill.form != "sampled"
+        self._folder, self._train, self._ranks = checkpoint_folder(config.checkpoint), recipe.train, ranks
+        self._arithmetic, self._tells_hidden = arithmetic, recipe.distill.form != "sampled"
         found = self._read()
-        self.lineage = found.lineage
-        self.vocab_size, self._shape = found.config.vocab_size, found.config
-        self._subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
-        self.is_whole = self._subnet == found.config.full()
+        self.lineage, self._shape = found.lineage, found.config
+        self._subnet = parse_subnet(config.subnet, found.config, found.presets)
         self._model = None if config.residence == "swapped" else found.model
 
     def _read(self) -> Checkpoint:
-        found = read_checkpoint(self.folder, dtype=torch.float32)
+        found = read_checkpoint(self._folder, dtype=torch.float32)
         return replace(found, model=spread(found.model, self._ranks).requires_grad_(False))
 
     @torch.no_grad()
@@ -202,7 +208,7 @@ class LocalTeacher:
         counts, flops = count(self._shape, executed(self._shape, self._subnet)), 0
         for batch in pack(groups, longest, train.micro_rows, share=ranks.world, with_routes=False):
             each = place(batch, ranks, self._arithmetic, replays=False)
-            hidden_BTD = self._hidden(model, each)
+            hidden_BTD = model(each.mine["tokens_BT"], self._subnet, each.ctx).hidden_BTD
             mine_N = target_places(batch, samples)[ranks.rows(len(batch.tokens_BT))].ravel()
             at, to = (
                 torch.from_numpy(some).to(ranks.device) for some in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
@@ -215,9 +221,6 @@ class LocalTeacher:
             flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
         ranks.sum(of_M)
         return Said(Teacher(of_M, model.head_VD.detach()) if self._tells_hidden else of_M, flops)
-
-    def _hidden(self, model: Transformer, each: Pass) -> Tensor:
-        return model(each.mine["tokens_BT"], self._subnet, each.ctx).hidden_BTD
 
 
 class RemoteTeacher:

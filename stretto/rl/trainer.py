@@ -153,9 +153,7 @@ class TrainerRole:
         self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
         self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
         self._data_hash = weights_hash(self._start)
-        self._scorers = open_teachers(
-            recipe, self._start, self._data_hash, self._model.config.vocab_size, self._ranks, self._arithmetic
-        )
+        self._scorers = open_teachers(recipe, self._start, self._ranks, self._arithmetic)
         self._progress: dict[str, Progress] = {}
         """Of the sources that have come up, where there are teachers."""
         self._run_id = new_run_id()

@@ -157,7 +157,7 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
 @pytest.mark.parametrize(
     ("distill", "changes", "said"),
     [
-        ({"teachers": {}}, {}, "teachers"),
+        ({"teachers": {}}, {}, r"distill: no teachers; name them in"),
         ({"teachers": {"digits": {}}}, {}, "name a checkpoint, or the url of a server"),
         ({"teachers": {**TEACHERS, "maths": {"checkpoint": "c"}}}, {}, "distill.teachers.maths: no source 'maths'; name some of"),
         (

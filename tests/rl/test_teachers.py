@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import UserError
+from stretto.engine.async_engine import AsyncEngine
+from stretto.engine.engine import Engine
+from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import Context
@@ -22,11 +28,15 @@ from stretto.rl.batch import pack
 from stretto.rl.passes import place
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.samples import load_group, store_group
-from stretto.rl.teachers import as_read, chosen, give_lessons, open_teachers
+from stretto.rl.teachers import RemoteTeacher, as_read, chosen, give_lessons, open_teachers
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings
+from tests.rl.agents import tokenizer
 from tests.rl.lessons import FORMS, difference, stepped, taught, two_sources
 from tests.rl.policies import checkpoint, network
+from tests.serve.live import live
 
 SAME = 2e-6
 """Of a gradient's largest entry, what another order of summation may make: a few dozen fp32 roundings of 6e-8."""
@@ -49,7 +59,7 @@ def lessons_by_target(plan: RlRecipe, start: Path, made: Any) -> tuple[list[Any]
     samples = unroll(made)
     passes = [place(batch, join("cpu"), PLAIN, replays=False) for batch in pack(samples, 48, 2, with_routes=False)]
     assert plan.distill is not None
-    scorers = open_teachers(plan, start, "", 31, join("cpu"), PLAIN)
+    scorers = open_teachers(plan, start, join("cpu"), PLAIN)
     give_lessons(samples, passes, scorers, plan.distill, join("cpu"))
     flat = [each for group in samples for each in group]
     found = {}
@@ -247,3 +257,92 @@ def test_rewards_are_added_where_they_are_asked_for(tmp_path: Path, start: Path,
         assert difference(grads["both"], halves) < SAME < 1e-2 < difference(grads["both"], grads["alone"])
         assert "distill/kl/digits" not in found["untaught"][0].scalars
         assert difference(grads["untaught"], grads["twice"]) > 1e-2
+
+
+class Odd:
+    """A server that answers as it is told."""
+
+    def __init__(self, *replies: tuple[int, Any]):
+        self._replies = list(replies)
+        self.asked: list[Any] = []
+
+    def __enter__(self) -> str:
+        odd = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, {"data": [{"id": "some-model"}]})
+
+            def do_POST(self) -> None:
+                odd.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self._answer(*(odd._replies.pop(0) if len(odd._replies) > 1 else odd._replies[0]))
+
+            def _answer(self, status: int, tree: Any) -> None:
+                body = json.dumps(tree).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def test_a_server_teaches_as_its_network_here_would(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
+    """Ours, over a socket: the same log-probabilities, the same gradient."""
+    model = read_checkpoint(teachers["digits"]).model
+    service = AsyncEngine(Engine(model, None, EngineConfig(num_pages=64, page_size=8, max_batch=8))).start()
+    served = ServedModel("far", model.config, {}, None, max_len=128)
+    try:
+        with live(service, served, ServeSettings()) as (url, _):
+            tables = {"digits": {"url": url}, "letters": {"checkpoint": str(teachers["letters"])}}
+            far = taught(tables, {"form": "sampled"})
+            samples, values = lessons_by_target(far, start, two_sources())
+            expected = [scored_alone(teachers[each.source], each.tokens, each.mask_S) for each in samples]
+            assert torch.allclose(values, torch.cat(expected), atol=1e-4)
+            _, gradient = stepped(far, start, tmp_path / "far", two_sources())
+    finally:
+        service.close()
+    _, other = stepped(taught(teachers, {"form": "sampled"}), start, tmp_path / "here", two_sources())
+    assert difference(gradient, other) < 1e-4
+
+
+def test_servers_that_cannot_teach_are_refused(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
+    def reply(num: int, **changes: Any) -> Any:
+        """As if ``num`` tokens were asked for."""
+        table = {"tokens": ["x"] * num, "token_logprobs": [None, *[-1.0] * num]} | changes
+        return {"choices": [{"logprobs": table}], "usage": {"prompt_tokens": num}}
+
+    (group, *_) = two_sources()
+    (sample, *_) = unroll([group])[0]
+    num = len(sample.tokens)
+
+    def said(*replies: tuple[int, Any]) -> str:
+        with Odd(*replies) as url:
+            far = {"digits": {"url": url}, "letters": {"checkpoint": str(teachers["letters"])}}
+            plan = taught(far, {"form": "sampled"}, failures__max_attempts=2)
+            teacher = open_teachers(plan, start, join("cpu"), PLAIN)["digits"]
+            assert isinstance(teacher, RemoteTeacher)
+            teacher._tokenizer = tokenizer()
+            with pytest.raises(UserError) as error:
+                teacher.said([[sample]])
+        assert "\n" not in str(error.value)
+        return str(error.value).partition(url)[2]
+
+    assert said((404, {"error": "no such model"})).startswith(': 404: {"error": "no such model"}; correct url, model')
+    assert said((200, {"choices": [{"text": "hello"}]})).startswith(": gives no log-probabilities of a prompt")
+    assert said((200, reply(num, token_logprobs=[None]))).startswith(": gives no log-probabilities of a prompt")
+    assert f"makes {num + 1} tokens of the {num} that it was given" in said((200, reply(num + 1)))
+    assert (
+        said((200, reply(num))) == f": spells {num} of {num} tokens otherwise; a teacher needs the student's tokenizer"
+    )
+    assert said((503, {}), (503, {})).endswith("503: {}; start it again, then continue with --resume")

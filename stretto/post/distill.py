@@ -1,0 +1,63 @@
+"""Distillation as a stage: who teaches, as a command line says it, and how far each source has come.
+
+The run itself is `stretto.rl.run.run_rl`'s, under this name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.errors import UserError
+from stretto.base.track import read_metrics
+from stretto.rl.recipe import DistillConfig
+
+STAGE = "distill"
+
+
+def teacher_settings(teachers: Sequence[str]) -> list[str]:
+    """``--set`` overrides of teachers given as NAME=DIR, NAME=DIR:SUBNET or NAME=URL. Raises UserError: one is neither."""
+    settings = []
+    for each in teachers:
+        name, equals, place = each.partition("=")
+        if not (name and equals and place) or "." in name:
+            raise UserError(f"--teacher {each}: expected NAME=DIR, NAME=DIR:SUBNET or NAME=URL, NAME without dots")
+        if place.startswith(("http://", "https://")):
+            told = {"url": place}
+        else:
+            folder, colon, subnet = ("", "", place) if Path(place).exists() else place.rpartition(":")
+            told = {"checkpoint": folder, "subnet": subnet} if colon else {"checkpoint": place}
+        settings += [f"distill.teachers.{name}.{key}={json.dumps(value)}" for key, value in told.items()]
+    return settings
+
+
+def parent_settings(model: Path) -> list[str]:
+    """``--set`` overrides by which ``model`` teaches every source."""
+    return [f"distill.teachers.parent.checkpoint={json.dumps(str(model))}", 'distill.teachers.parent.domains=["*"]']
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between the student and the teacher of a source. Written by `gaps`."""
+
+    source: str
+    teacher: str
+    first_kl: float
+    """As in the log, in nats a token: of the samples of the step in which the source came up first."""
+    last_kl: float
+    share: float
+    """Of the gradient, mean over the steps."""
+
+
+def gaps(folder: Path, config: DistillConfig) -> list[Gap]:
+    """Of every source that a teacher taught, from the log of a run. Raises UserError: there is no log."""
+    rows, found = read_metrics(folder), []
+    for source, teacher in config.teacher_of().items():
+        kls, shares = (
+            [row[name] for row in rows if (name := f"distill/{kind}/{source}") in row] for kind in ("kl", "share")
+        )
+        if kls:
+            found.append(Gap(source, teacher, kls[0], kls[-1], sum(shares) / len(shares)))
+    return found
