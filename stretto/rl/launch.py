@@ -115,7 +115,12 @@ def check_sources(
     train, dialogue = recipe.train, Dialogue(tokenizer)
     teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
     with tables.opened() as sources:
-        for source in sources.values():
+        for name, source in sources.items():
+            if source.verdict_s >= recipe.runtime.rewards.deadline_s:
+                raise UserError(
+                    f"sources.{name}: a verdict may take {source.verdict_s:g} s, and runtime.rewards.deadline_s is "
+                    f"{recipe.runtime.rewards.deadline_s:g}; raise that"
+                )
             source.validate()
         sizes = {name: source.num_items for name, source in sources.items()}
         said = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())

@@ -285,9 +285,7 @@ def _material(problem: Problem, texts: Mapping[str, str]) -> str:
 
 def _last(said: str, word: str) -> str | None:
     """What stands behind ``word:`` in the last line that has it, thoughts left out."""
-    found = re.findall(
-        rf"^\W*{word}\W*?:[ *]*(.*?)[\s.*]*$", said.rpartition("</think>")[2], re.MULTILINE | re.IGNORECASE
-    )
+    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", said.rpartition("</think>")[2], re.MULTILINE | re.IGNORECASE)
     return found[-1].upper() if found else None
 
 
@@ -318,6 +316,10 @@ class JudgedSource(TaskSource):
     @property
     def at_once(self) -> int:
         return self.args.judge.at_once if isinstance(self.args.judge, EndpointConfig) else 1
+
+    @property
+    def verdict_s(self) -> float:
+        return self.args.judge.verdict_s if isinstance(self.args.judge, EndpointConfig) else 0.0
 
     @property
     def compares(self) -> bool:
@@ -394,8 +396,7 @@ class JudgedSource(TaskSource):
         ]
 
     def _stop_s(self) -> float:
-        judge = self.args.judge
-        return time.monotonic() + (judge.verdict_s if isinstance(judge, EndpointConfig) else math.inf)
+        return time.monotonic() + (self.verdict_s or math.inf)
 
 
 def win_rates(num: int, pairs: Sequence[tuple[int, int]], results: Sequence[float]) -> list[float]:

@@ -150,6 +150,11 @@ class TaskSource(ABC):
         (for a judge over the network, say), and whose methods may be called by several threads."""
         return 1
 
+    @property
+    def verdict_s(self) -> float:
+        """Seconds after which it gives a verdict up by itself: less than whoever asks for it waits. 0: it has no such limit."""
+        return 0.0
+
     def tools(self) -> tuple[Tool, ...]:
         """The same for all of its problems."""
         return ()

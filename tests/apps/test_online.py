@@ -9,10 +9,11 @@ import pytest
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
 from stretto.base.track import read_metrics
-from stretto.model.checkpoint import read_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.rl.launch import SourceTables
 from stretto.rl.recipe import RlRecipe
 from tests.apps.conftest import Run, refused
+from tests.rl.agents import MODEL, tokenizer
 
 SMALL = [
     f"--set={setting}"
@@ -60,7 +61,10 @@ def test_the_start_may_teach_what_can_be_verified(stretto: Run, finished: Path, 
     assert stretto(*told, "--resume").code == 0  # the same start, found by itself
 
 
-def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
+def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    write_checkpoint(start, MODEL, MODEL.config)
+    tokenizer().save(start)
     out = ("--out", tmp_path / "run", "--device", "cpu")
     online = RECIPES / "online.toml"
     refused(stretto("online", tiny, *out), "none is judged, and there is no [rewards]", "stretto rl")
@@ -68,7 +72,7 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, finished: Pat
     refused(stretto("online", online, *out, "--self-teacher", "--set", "train.steps=1"), "--model: missing")
     only = (
         "--model",
-        finished / "sft",
+        start,
         "--set",
         "sources.sums.kind=judged",
         "--set",
@@ -78,8 +82,12 @@ def test_what_is_no_recipe_of_this_stage(stretto: Run, tiny: Path, finished: Pat
         stretto("online", online, *out, *only, "--self-teacher"), "--self-teacher: wants --model, a verifiable source"
     )
     endpoint = "sources.writing.args.judge={url='http://127.0.0.1:9/v1', model='none', retries=0}"
-    dead = ("--model", finished / "sft", "--set", endpoint)
+    dead = ("--model", start, "--set", endpoint)
     refused(
         stretto("online", online, *out, *dead), "sources.writing: item 0: score() raised JudgeFailed", "ConnectError"
+    )
+    slow = ("--set", "sources.writing.args.judge={url='http://127.0.0.1:9/v1', model='none', verdict_s=90}")
+    refused(
+        stretto("online", online, *out, *dead, *slow), "sources.writing: a verdict may take 90 s", "deadline_s is 60"
     )
     assert not (tmp_path / "run").exists()

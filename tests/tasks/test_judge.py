@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -265,7 +264,7 @@ def test_an_answer_cannot_speak_for_the_judge(prompts: Path) -> None:
 )
 def test_no_judgement_is_no_reward(prompts: Path, said: Said, why: str) -> None:
     with judging(said) as (url, asked):
-        made = source(prompts, url, {"timeout_s": 0.05, "retries": 1})
+        made = source(prompts, url, {"timeout_s": 0.05 if why == "Timeout" else 30.0, "retries": 1})
         with pytest.raises(judge.JudgeFailed, match=why) as failed:
             scored(made, "A wren.")
         assert len(asked) == 2 and f"the judge m at {url}" in str(failed.value)
@@ -297,30 +296,30 @@ def test_nonsense_is_asked_about_again(prompts: Path) -> None:
 
 
 def test_a_verdict_has_a_deadline_over_all_of_its_requests(prompts: Path) -> None:
-    with judging(lambda body: None) as (url, _):
-        made = source(prompts, url, {"timeout_s": 0.2, "retries": 9, "verdict_s": 0.3, "at_once": 2}, by="group")
-        started_s = time.monotonic()
+    with judging(lambda body: None) as (url, asked):
+        made = source(prompts, url, {"timeout_s": 0.1, "retries": 9, "verdict_s": 0.3, "at_once": 2}, by="group")
         with pytest.raises(judge.JudgeFailed, match="time for a verdict is over"):
             made.compare(made.problem(1), [Answer(text) for text in ("a", "b", "c", "d")])
-        assert time.monotonic() - started_s < 5  # 120 requests of 0.2 s two at a time would take 12
+        assert 0 < len(asked) <= 2 * 3 + 2  # of 120: those that fit, two at a time, and two that had begun
+    assert made.verdict_s == 0.3
 
 
 def test_as_many_requests_at_once_as_told(prompts: Path) -> None:
-    lock, at_once, most = threading.Lock(), [0], [0]
+    crowd, lock, at_once, most = threading.Barrier(3, timeout=20), threading.Lock(), [0], [0]
 
     def said(body: dict[str, Any]) -> str:
         with lock:
             at_once[0] += 1
             most[0] = max(most[0], at_once[0])
-        time.sleep(0.02)
+        crowd.wait()  # broken, and no answer, unless three come at once
         with lock:
             at_once[0] -= 1
         return "VERDICT: TIE"
 
     with judging(said) as (url, asked):
-        made = source(prompts, url, {"at_once": 3}, by="group")
+        made = source(prompts, url, {"at_once": 3, "timeout_s": 30.0}, by="group")
         made.compare(made.problem(1), [Answer(text) for text in "abcd"])
-    assert made.at_once == 3 and len(asked) == 12 and 1 < most[0] <= 3
+    assert made.at_once == most[0] == 3 and len(asked) == 12
 
 
 def test_what_was_judged_is_not_paid_for_again(prompts: Path, tmp_path: Path) -> None:
@@ -369,3 +368,9 @@ def test_a_judge_that_likes_rubbish_is_found_at_the_start(prompts: Path) -> None
         pytest.raises(UserError, match=r"earns 1, its own gold answer 1"),
     ):
         source(prompts, url).validate()
+
+
+def test_a_verdict_in_quotes_is_one(prompts: Path) -> None:
+    with judging(lambda body: '"VERDICT: TIE"') as (url, _):
+        made = source(prompts, url, by="group")
+        assert made.compare(made.problem(1), [Answer("a"), Answer("b")])[0].reward == 0.5
