@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,6 +30,8 @@ from stretto.rl.recipe import DistillConfig
 from stretto.train.step import Measured
 
 _TINY = torch.finfo(torch.float32).tiny
+_CHUNK, _CHUNK_LOGITS = 1024, 1 << 26
+"""Tokens of a chunk, and its logits: 256 MiB in fp32, some six times over."""
 _LEAST_GAP = 0.01
 """Least weight of a source beside one that has not moved: what is learnt is still looked after."""
 TOLD = ("logp", "entropy", "kl", "signal", "teacher_entropy", "slope")
@@ -78,24 +79,6 @@ def form_loss(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> 
         loss_C1 = loss_C1 - is_open_C1 * (taught_CV * gap_CV).sum(-1, keepdim=True)
         grad_CV += is_open_C1 * (probs_CV - taught_CV)
     return loss_C1.squeeze(-1), grad_CV
-
-
-def form_loss_reference(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> Tensor:
-    """The loss of `form_loss`, written down as METHODS has it and left to autograd."""
-    probs_CV, taught_CV = student_CV.exp(), teacher_CV.exp()
-    terms_CV = probs_CV * (student_CV - teacher_CV)
-    loss_C = terms_CV.sum(-1)
-    if config.form != "full":
-        ids_CK = student_CV.topk(min(config.top_k, student_CV.shape[-1])).indices
-        loss_C, probs_C, taught_C = (each.gather(-1, ids_CK).sum(-1) for each in (terms_CV, probs_CV, taught_CV))
-        if config.form == "top_k":
-            loss_C = loss_C - probs_C + taught_C
-        elif ids_CK.shape[-1] < student_CV.shape[-1]:
-            loss_C = loss_C + (1 - probs_C) * ((1 - probs_C) / (1 - taught_C)).log()
-    if config.entropy_aware is not None:
-        is_open_C = -(taught_CV * teacher_CV).sum(-1) > config.entropy_aware
-        loss_C = loss_C + is_open_C * (taught_CV * (teacher_CV - student_CV)).sum(-1)
-    return loss_C
 
 
 def _log_probs(logits_CV: Tensor) -> Tensor:
@@ -171,31 +154,15 @@ def taught_loss(
     lessons: Sequence[Lesson],
     config: DistillConfig,
     operators: Operators = ORDINARY,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum over all lessons' tokens of their weight times the loss of ``config.form``, which is not ``sampled``.
 
     Returns: the loss (a scalar, differentiable in ``hidden_ND`` and ``head_VD``), and of each position what `TOLD` names
     [S, N], 0 where no teacher said anything.
     """
+    chunk = chunk or max(1, min(_CHUNK, _CHUNK_LOGITS // len(head_VD)))
     return _TaughtLoss.apply(hidden_ND, head_VD, targets_N, weights_N, lessons, config, operators, chunk)
-
-
-def taught_loss_reference(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    weights_N: Tensor,
-    lessons: Sequence[Lesson],
-    config: DistillConfig,
-) -> Tensor:
-    """`taught_loss` by autograd, all logits at once."""
-    loss = hidden_ND.new_zeros(())
-    for lesson in lessons:
-        assert isinstance(lesson.said, Teacher)
-        student_MV = F.linear(hidden_ND[lesson.places_M], head_VD).log_softmax(-1)
-        teacher_MV = F.linear(lesson.said.hidden_ND, lesson.said.head_VD).log_softmax(-1)
-        loss = loss + (weights_N[lesson.places_M] * form_loss_reference(student_MV, teacher_MV, config)).sum()
-    return loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)

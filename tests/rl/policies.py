@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stretto.base.trajectory import Group, Trajectory
 from stretto.model.checkpoint import write_checkpoint
@@ -97,16 +96,3 @@ def groups(
     return [
         replace(each, trajectories=tuple(recorded(model, one, **how) for one in each.trajectories)) for each in made
     ]
-
-
-class Catch(torch.optim.SGD):
-    """Keeps the gradients that a step would have applied, and applies nothing."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__([{"params": list(model.parameters()), "lr_factor": 1.0}], lr=0.0)
-        self.model = model
-        self.caught: dict[str, Tensor] = {}
-
-    def step(self, closure: Any = None) -> None:
-        grads = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        self.caught = {name: grad.clone() for name, grad in grads.items() if grad is not None}

@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.lessons import FORMS, form_loss_reference, sampled_gradient, taught_loss_reference
 from stretto.ops.logprob import Teacher
 from stretto.rl.distillation import (
     TOLD,
     Lesson,
     Progress,
     form_loss,
-    form_loss_reference,
     progressed,
     source_scalars,
     source_weights,
     taught_loss,
-    taught_loss_reference,
 )
 from stretto.rl.recipe import DistillConfig, TeacherConfig
-from tests.rl.lessons import FORMS, sampled_gradient
 
 EXACT = 1e-12
 """Of numbers near one in fp64, added up a few hundred times."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.lessons import FORMS, difference, stepped
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
@@ -34,7 +35,7 @@ from stretto.rl.weights import fetch
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings
 from tests.rl.agents import tokenizer
-from tests.rl.lessons import FORMS, difference, stepped, taught, two_sources
+from tests.rl.lessons import taught, two_sources
 from tests.rl.policies import checkpoint, network
 from tests.serve.live import live
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.common.lessons import Catch
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
@@ -31,7 +32,7 @@ from stretto.rl.samples import load_group, pack_routes, store_group
 from stretto.rl.trainer import TrainerRole, give_pass_credit, micro_batch, recompute
 from stretto.rl.weights import fetch
 from stretto.train.step import NonFiniteError, StepResult, optimisation_step
-from tests.rl.policies import SHAPE, Catch, checkpoint, groups, network, recipe
+from tests.rl.policies import SHAPE, checkpoint, groups, network, recipe
 
 
 @pytest.fixture

@@ -1,0 +1,156 @@
+"""Teachers and students small enough to be looked at whole: what a step of distillation makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.model.checkpoint import write_checkpoint
+from stretto.model.parallel import Ranks, join
+from stretto.model.spec import ModelConfig
+from stretto.model.transformer import Transformer, build
+from stretto.ops.logprob import Teacher
+from stretto.rl.distillation import Lesson
+from stretto.rl.log import StepReport
+from stretto.rl.recipe import DistillConfig, RlRecipe
+from stretto.rl.samples import store_group
+from stretto.rl.trainer import TrainerRole
+
+FORMS = ("full", "top_k", "tail")
+"""Those that see more than the sampled token."""
+SOURCES = ("digits", "letters")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+    "num_experts": 8, "top_k": 2, "expert_intermediate_size": 8, "num_shared_experts": 1,
+}  # fmt: skip
+
+
+def sampled_gradient(student_CV: Tensor, teacher_CV: Tensor, clip: float) -> Tensor:
+    """E over y ~ π of the gradient of −sg[clip(log q(y) − log π(y))]·log π(y) by the logits: every y, weighed by π(y)."""
+    logits_CV = student_CV.clone().requires_grad_()
+    logp_CV = logits_CV.log_softmax(-1)
+    signal_CV = (teacher_CV - logp_CV.detach()).clamp(-clip, clip)
+    (grad_CV,) = torch.autograd.grad(-(logp_CV.detach().exp() * signal_CV * logp_CV).sum(), logits_CV)
+    return grad_CV
+
+
+def form_loss_reference(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> Tensor:
+    """The loss of `form_loss`, written down as METHODS has it and left to autograd."""
+    probs_CV, taught_CV = student_CV.exp(), teacher_CV.exp()
+    terms_CV = probs_CV * (student_CV - teacher_CV)
+    loss_C = terms_CV.sum(-1)
+    if config.form != "full":
+        ids_CK = student_CV.topk(min(config.top_k, student_CV.shape[-1])).indices
+        loss_C, probs_C, taught_C = (each.gather(-1, ids_CK).sum(-1) for each in (terms_CV, probs_CV, taught_CV))
+        if config.form == "top_k":
+            loss_C = loss_C - probs_C + taught_C
+        elif ids_CK.shape[-1] < student_CV.shape[-1]:
+            loss_C = loss_C + (1 - probs_C) * ((1 - probs_C) / (1 - taught_C)).log()
+    if config.entropy_aware is not None:
+        is_open_C = -(taught_CV * teacher_CV).sum(-1) > config.entropy_aware
+        loss_C = loss_C + is_open_C * (taught_CV * (teacher_CV - student_CV)).sum(-1)
+    return loss_C
+
+
+def taught_loss_reference(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    weights_N: Tensor,
+    lessons: Sequence[Lesson],
+    config: DistillConfig,
+) -> Tensor:
+    """`taught_loss` by autograd, all logits at once."""
+    loss = hidden_ND.new_zeros(())
+    for lesson in lessons:
+        assert isinstance(lesson.said, Teacher)
+        student_MV = F.linear(hidden_ND[lesson.places_M], head_VD).log_softmax(-1)
+        teacher_MV = F.linear(lesson.said.hidden_ND, lesson.said.head_VD).log_softmax(-1)
+        loss = loss + (weights_N[lesson.places_M] * form_loss_reference(student_MV, teacher_MV, config)).sum()
+    return loss
+
+
+def network(folder: Path, seed: int) -> Path:
+    """A checkpoint of fresh weights, made as decided as trained ones."""
+    model = build(ModelConfig(**SHAPE), seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+    write_checkpoint(folder, model, model.config)
+    return folder
+
+
+def samples(num: int = 4, size: int = 3, longest: int = 9) -> list[Group]:
+    """Groups of random answers of any length, the sources in turn."""
+    rng = np.random.default_rng(0)
+
+    def segment(length: int, is_sampled: bool) -> Segment:
+        tokens = rng.integers(0, SHAPE["vocab_size"], length).astype(np.int32)
+        logprobs = np.full(length, -np.log(SHAPE["vocab_size"]) * is_sampled, np.float32)
+        return Segment(tokens, is_sampled, logprobs, np.full(length, is_sampled - 1, np.int32))
+
+    groups = []
+    for ordinal in range(num):
+        prompt = segment(int(rng.integers(2, 6)), False)
+        answers = [(prompt, segment(int(rng.integers(1, longest + 1)), True)) for _ in range(size)]
+        verdicts = [Verdict(float(sample == 0), Outcome.OK, 0.0) for sample in range(size)]
+        trajectories = tuple(
+            Trajectory(ordinal, sample, 0, segments, None, "stop", verdict)
+            for sample, (segments, verdict) in enumerate(zip(answers, verdicts, strict=True))
+        )
+        groups.append(Group(Task(ordinal, SOURCES[ordinal % 2], ordinal, size, 7, longest), trajectories))
+    return groups
+
+
+def taught(teachers: dict[str, Any], distill: dict[str, Any] | None = None, **train: Any) -> RlRecipe:
+    """A run on both sources; ``teachers``: their checkpoints, or their tables."""
+    tables = {name: each if isinstance(each, dict) else {"checkpoint": str(each)} for name, each in teachers.items()}
+    return RlRecipe.model_validate({
+        "sources": {name: {"kind": "strings"} for name in SOURCES},
+        "rollout": {"group": 3, "max_tokens": 9},
+        "distill": {"top_k": 7, "kl_floor": 0.0, "teachers": tables, **(distill or {})},
+        "optim": {"lr": 1e-3, "clip_norm": 1e9},
+        "train": {"steps": 6, "prompts": 4, "seq_len": 48, "micro_rows": 2, **train},
+        "replay": "off",
+    })  # fmt: skip
+
+
+class Catch(torch.optim.SGD):
+    """Keeps the gradients that a step would have applied, and applies nothing."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__([{"params": list(model.parameters()), "lr_factor": 1.0}], lr=0.0)
+        self.model = model
+        self.caught: dict[str, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                self.caught[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+
+def stepped(
+    plan: RlRecipe, start: Path, folder: Path, made: Sequence[Group], ranks: Ranks | None = None
+) -> tuple[StepReport, dict[str, Tensor]]:
+    """What the first step on ``made`` reports, and its gradient."""
+    trainer = TrainerRole(plan, folder / "run", start, ranks=ranks or join("cpu"))
+    catch = Catch(trainer._model)
+    trainer._optimizers = [catch]
+    report = trainer.step([store_group(folder / "groups", each) for each in made], 0)
+    return report, catch.caught
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of two gradients: the largest, over the largest of their entries."""
+    assert one.keys() == other.keys()
+    largest = max(float(grad.abs().max()) for grad in one.values())
+    return max(float((grad - other[name]).abs().max()) for name, grad in one.items()) / largest
