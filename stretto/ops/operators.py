@@ -292,7 +292,7 @@ def route(
     scores_NE = operators.router_scores(logits_NE, softmax)
     is_absent_NK = None
     with torch.no_grad():
-        choice_NE = scores_NE if bias_NE is None else scores_NE + bias_NE
+        choice_NE = selection(logits_NE, scores_NE, bias_NE, softmax)
         if allowed_NE is not None:  # a masked sigmoid or softmax score is 0, which a negative bias could fall below
             choice_NE = choice_NE.masked_fill(~allowed_NE, MASKED)
         if groups[0] > 1:
@@ -308,6 +308,17 @@ def route(
     if normalize:
         gates_NK = gates_NK / (operators.gate_sum(gates_NK) + 1e-20)
     return Routes(chosen_NK, gates_NK * scaling if scaling != 1.0 else gates_NK)
+
+
+def selection(logits_NE: Tensor, scores_NE: Tensor, bias_NE: Tensor | None, softmax: bool) -> Tensor:
+    """What experts are chosen by: score + bias; of a sigmoid in fp64.
+
+    The routers of a network that was cut from a dense one (`stretto.model.upcycle`) differ by 1e-5 around a score of ½, where
+    fp32 has a hundred steps for all of that: its ties would fall as the products of this number of experts happen to round.
+    """
+    if not softmax:
+        scores_NE = logits_NE.double().sigmoid_()
+    return scores_NE if bias_NE is None else scores_NE + bias_NE
 
 
 def in_best_groups(choice_NE: Tensor, num_groups: int, num_chosen: int, operators: Operators) -> Tensor:

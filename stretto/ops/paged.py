@@ -18,7 +18,7 @@ from torch import Tensor
 from stretto.ops import exact, matmul
 from stretto.ops.grouped import Clamp, ExpertBiases, grouped_mm, swiglu
 from stretto.ops.matmul import PLAIN, Arithmetic, Weight, rounded
-from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rotate, route
+from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rotate, route, selection
 
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
@@ -293,8 +293,8 @@ def route_tokens(
     if is_exact:
         scores_NE = (exact.softmax if rule.softmax else exact.sigmoid)(logits_NE)
     else:
-        scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid_()
-    choice_NE = scores_NE if rule.bias is None else scores_NE + rule.bias
+        scores_NE = logits_NE.softmax(-1) if rule.softmax else logits_NE.sigmoid()
+    choice_NE = selection(logits_NE, scores_NE, rule.bias, rule.softmax)
     operators = arithmetic.operators
     if rule.groups[0] > 1:
         choice_NE = in_best_groups(choice_NE, *rule.groups, operators)

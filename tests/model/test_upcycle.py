@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from stretto.base.errors import UserError
 from stretto.evals.neurons import plan_layer
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.elastic import extract
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer, build, load_state, skeleton
 from stretto.model.upcycle import ROUTER_SCALE, UpcycledState, Upcycling, upcycled_config, upcycled_presets
@@ -133,6 +134,17 @@ def test_transformers_computes_the_same(how: Upcycling, tmp_path: Path) -> None:
         expected = read.model.logits(ids())
         assert float((theirs(ids()).logits - expected).abs().max()) < 1e-4 * float(expected.abs().max())
     assert read.config == config and set(read.presets) == {"half", "corner"}
+
+
+def test_sizes_with_fewer_experts_choose_as_they_do_when_cut_out() -> None:
+    config, state = upcycled(dense_network(), SPLIT)
+    model = load_state(skeleton(config), state.items())
+    tokens = torch.randint(0, VOCAB, (8, 256), generator=torch.Generator().manual_seed(3))
+    subnet = config.subnet(experts=5, top_k=3)
+    cut = extract(model, subnet)
+    with torch.no_grad():  # their routers have another number of rows, so that products may round otherwise
+        masked, own = model.logits(tokens, subnet), cut.logits(tokens, cut.config.full())
+    assert float((masked - own).abs().max()) < 64 * EPS * float(masked.abs().max())
 
 
 def test_sizes_that_come_with_it_lie_inside() -> None:

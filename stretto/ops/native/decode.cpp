@@ -155,7 +155,8 @@ struct Decoder<W>::Worker {
     const int32_t* active = nullptr;
     std::vector<const float*> rows, slots, slot_x;  // inputs of products
     std::vector<int32_t> slot_token, slot_start, used;
-    std::vector<float> normed, slot_weight, scores, selection, group_score;
+    std::vector<float> normed, slot_weight, scores;
+    std::vector<double> selection, group_score;  // of a softmax, fp32 values
 
     Worker(Decoder& d, const StrettoStep& step, std::vector<Share>& shares, Barrier& barrier)
         : d(d), step(step), shares(shares), barrier(barrier) {}
