@@ -201,7 +201,7 @@ def _patched(module: ModuleType, name: str, value: Any) -> Callable[[], Any]:
 
 MUTANTS: dict[str | None, Callable[[], Any]] = {
     "window": _changed(lambda config: {"sliding_window": config.sliding_window and config.sliding_window + 1}),
-    "pairs": _patched(checkpoint, "_paired", lambda stored, rows, on_disk: rows),
+    "pairs": _patched(checkpoint, "paired", lambda stored, rows, on_disk: rows),
     "fp8_scale": _patched(quantised, "_as_float", lambda scales: torch.ones_like(scales, dtype=torch.float32)),
     "mxfp4_scale": _patched(quantised, "_E8M0_BIAS", 126),
     "scale": _changed(lambda config: {"attention_scale": None}),

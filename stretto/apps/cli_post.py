@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +14,65 @@ from stretto.apps.cli_serve import Device
 Recipe = Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)]
 Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
 RunOut = Annotated[Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 
 
-def sft(recipe: Recipe, out: RunOut = None, settings: Settings = []) -> None:  # noqa: B006 - typer reads it once
-    """Train the start of a reinforcement-learning recipe on its sources' own answers."""
+def sft(
+    recipe: Recipe,
+    model: Annotated[Path, typer.Option(help="Run or checkpoint to train.", show_default=False)],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Conversations (messages, or prompt and completion; tools): a JSONL or Parquet file, a folder of them, or a "
+            "Hugging Face dataset. May be given again: PATH@WEIGHT in a mixture.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006 - typer reads it once
+    out: RunOut = None,
+    val: Annotated[
+        str | None, typer.Option(help="Held-out conversations, in the forms of --data; a part of the data if left out.")
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share of the data to hold out; a hundredth, of little data up to a tenth.")
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank instead of every weight; --set lora.rank.")
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help="A folder of peft's with adapters to go on from.")] = None,
+    keep_adapter: Annotated[
+        bool, typer.Option("--keep-adapter", help="Also write the adapters by themselves, for peft: adapter/.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    device: Device = "auto",
+    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+) -> None:
+    """Train a checkpoint on conversations: every weight or adapters, one size or all of them."""
     from stretto.base.config import read_recipe
-    from stretto.rl.recipe import RlRecipe
+    from stretto.train.recipe import SftRecipe
 
-    parsed = read_recipe(recipe, RlRecipe, settings)
-    from stretto.apps.rl import made_start
+    told = [*settings, *([f"lora.rank={lora}"] if lora is not None else [])]
+    told += [f"train.steps={steps}"] if steps is not None else []
+    parsed = read_recipe(recipe, SftRecipe, told)
+    from stretto.apps.data import TextOptions
+    from stretto.apps.sft import sft_command
 
-    sys.stdout.write(f"checkpoint: {made_start(parsed, out or Path('runs') / recipe.stem)}\n")
+    folder = out or Path("runs") / recipe.stem
+    made = sft_command(
+        parsed,
+        model,
+        folder,
+        data,
+        text=TextOptions(val, val_fraction, is_chat=True),
+        adapters=adapter,
+        keep_adapter=keep_adapter,
+        resume=resume,
+        device=device,
+        wandb_project=wandb,
+    )
+    if os.environ.get("RANK", "0") == "0":  # torchrun's; the other ranks would say it again
+        sys.stdout.write(f"checkpoint: {made}\nnext: stretto report {folder}; stretto chat {folder}\n")
 
 
 def merge(

@@ -13,10 +13,21 @@ from stretto.base import numbers
 from stretto.base.errors import UserError
 from stretto.base.paths import claimed
 from stretto.base.track import progress, say
+from stretto.data.conversations import ConversationForm
 from stretto.data.holdout import VAL_FRACTION, Holdout, choose_holdout, without_held_out
 from stretto.data.loader import Mixture, Part
-from stretto.data.shards import MANIFEST, TOKENIZER, Manifest, read_manifest, read_settings, tokenise
-from stretto.data.sources import Document, Fields, Source, open_source
+from stretto.data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Encoder,
+    Manifest,
+    MarkingEncoder,
+    read_manifest,
+    read_settings,
+    tokenise,
+)
+from stretto.data.sources import Document, Fields, Form, Source, open_source
+from stretto.text.chat import ChatEncoder
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.recipe import TrainConfig
 
@@ -35,6 +46,8 @@ class TextOptions:
     """``--val-fraction``: share that is held out where the data has no split of its own; None: what is usual."""
     text_field: str = "text"
     """``--text-field``: of records, the one that holds the text."""
+    is_chat: bool = False
+    """Records are conversations, of which the assistant's turns are learnt."""
 
     def __post_init__(self) -> None:
         if self.val_fraction is not None and not 0 < self.val_fraction <= 0.5:
@@ -42,9 +55,14 @@ class TextOptions:
         if self.val is not None and self.val_fraction is not None:
             raise UserError(f"--val-fraction: --val {self.val} names what is held out; leave one of them out")
 
-    @property
-    def fields(self) -> Fields:
-        return Fields(text=self.text_field)
+    def form(self, source: str) -> Form:
+        """What a record of ``source`` becomes."""
+        name = Path(source).name.partition(".")[0]
+        return ConversationForm(domain=name) if self.is_chat else Fields(text=self.text_field)
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder | MarkingEncoder:
+        """What turns documents into tokens."""
+        return ChatEncoder(tokenizer) if self.is_chat else tokenizer
 
 
 AS_IT_IS = TextOptions()
@@ -66,7 +84,9 @@ def prepare_data(
     named = [_split_weight(argument) for argument in data]
     done = [Path(source) for source, _ in [*named, (text.val or "", 1.0)] if is_data_folder(source)]
     raw = {
-        number: open_source(source, text.fields) for number, (source, _) in enumerate(named) if Path(source) not in done
+        number: open_source(source, text.form(source))
+        for number, (source, _) in enumerate(named)
+        if Path(source) not in done
     }
     tokenizer = tokenizer or next((folder / TOKENIZER for folder in done), None)
     if tokenizer is None:
@@ -92,8 +112,9 @@ def prepare_data(
         raise UserError(
             f"model.vocab_size: {vocab_size} is less than the tokenizer's {largest}; raise it in the recipe"
         )
-    if load_tokenizer(tokenizer).fingerprint() != manifests[0].settings.tokenizer:
-        raise UserError(f"{tokenizer}: not the tokenizer that encoded {parts[0].path}; leave --tokenizer out")
+    if text.encoder(load_tokenizer(tokenizer)).fingerprint() != manifests[0].settings.tokenizer:
+        remedy = "name the conversations themselves" if text.is_chat else "leave --tokenizer out"
+        raise UserError(f"{tokenizer}: not the tokenizer that encoded {parts[0].path}; {remedy}")
     told = [f"{manifest.data_hash} {part.weight}" for manifest, part in zip(manifests, parts, strict=False)]
     told += [manifests[-1].data_hash] if val else []
     return mixture, Path(tokenizer).resolve(), hashlib.sha256("\n".join(told).encode()).hexdigest()
@@ -138,7 +159,7 @@ def tokenise_data(
             f"--data: one source makes one data folder, {len(data)} were named; tokenise each by itself, "
             "all with one --tokenizer"
         )
-    source = open_source(data[0], text.fields)
+    source = open_source(data[0], text.form(data[0]))
     with claimed(out):
         if tokenizer is None:
             tokenizer = _own_tokenizer(out / TOKENIZER, [source], [1.0], vocab_size)
@@ -175,7 +196,7 @@ def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[D
 
 def _held_out_source(val: str, others: Sequence[Source], text: TextOptions) -> Source:
     """The source that ``--val`` names. Raises `UserError`: its files are those of ``--data``."""
-    source = open_source(val, text.fields)
+    source = open_source(val, text.form(val))
     trained = {file.resolve() for other in others for file in other.files.get("train", ())}
     if both := [file for files in source.files.values() for file in files if file.resolve() in trained]:
         raise UserError(f"--val {val}: {both[0]} is training text, too; name text that --data does not hold")
@@ -192,7 +213,7 @@ def _prepare_val(run: Path, tokenizer: Path, text: TextOptions, others: Sequence
     left_out = source.left_out.copy()
     documents = chain.from_iterable(source.read(split, left_out) for split in source.splits)
     sources = without_held_out({"val": documents}, left_out, held)
-    manifest = _encode(sources, folder, load_tokenizer(tokenizer), None)
+    manifest = _encode(sources, folder, load_tokenizer(tokenizer), None, text)
     say(f"{source.name}: held out: {_told(manifest)}" + (f"; left out {left_out}" if len(left_out) else ""))
     return folder.resolve()
 
@@ -211,10 +232,10 @@ def _tokenise_source(
             raise UserError(f"--val-fraction: {source.name} has held-out text of its own; leave it out")
         sources["val"] = source.read("val", left_out)
     elif held is None:
-        holdout = choose_holdout(source.read("train"), text.val_fraction)
+        holdout = choose_holdout(source.read("train"), text.val_fraction, by_position=not text.is_chat)
     if "val" in source.splits and "val" not in sources:
         left_out.add("of a val split, as --val names one", source.name)
-    manifest = _encode(without_held_out(sources, left_out, held), out, tokenizer, holdout)
+    manifest = _encode(without_held_out(sources, left_out, held), out, tokenizer, holdout, text)
     files = f"{numbers.counted(len(source.files['train']), 'file')}, " if "train" in source.files else ""
     told = _told(manifest, held is not None) + (f": {holdout}" if holdout else "")
     say(f"{source.name}: {files}{told}" + (f"; left out {left_out}" if len(left_out) else ""))
@@ -223,17 +244,21 @@ def _tokenise_source(
 
 def tokenise_documents(sources: Mapping[str, Iterable[Document]], out: Path, tokenizer: Tokenizer) -> Manifest:
     """Tokenise ``sources`` into ``out`` and keep the tokenizer with the shards; a hundredth is held out if they hold out nothing."""
-    return _encode(sources, out, tokenizer, None if "val" in sources else Holdout("documents", VAL_FRACTION))
+    return _encode(sources, out, tokenizer, None if "val" in sources else Holdout("documents", VAL_FRACTION), AS_IT_IS)
 
 
 def _encode(
-    sources: Mapping[str, Iterable[Document]], out: Path, tokenizer: Tokenizer, holdout: Holdout | None
+    sources: Mapping[str, Iterable[Document]],
+    out: Path,
+    tokenizer: Tokenizer,
+    holdout: Holdout | None,
+    text: TextOptions,
 ) -> Manifest:
-    before = read_settings(out)
-    if before is None or before.tokenizer == tokenizer.fingerprint():  # or `tokenise` refuses, and the old one stays
+    before, encoder = read_settings(out), text.encoder(tokenizer)
+    if before is None or before.tokenizer == encoder.fingerprint():  # or `tokenise` refuses, and the old one stays
         tokenizer.save(out / TOKENIZER)
     with progress("tokenise", None) as advance:
-        return tokenise(sources, tokenizer, out, holdout=holdout, advance=advance)
+        return tokenise(sources, encoder, out, holdout=holdout, advance=advance)
 
 
 def _told(manifest: Manifest, is_held_out_elsewhere: bool = False) -> str:

@@ -49,7 +49,14 @@ from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
 from stretto.search.latency import LatencyTable
-from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe, TrainConfig
+from stretto.train.recipe import (
+    ElasticizeRecipe,
+    MixtureConfig,
+    Recipe,
+    SelfTaughtConfig,
+    SftRecipe,
+    TrainConfig,
+)
 
 KV_BYTES = 2
 """Bytes of a cache element where a model is served: bf16."""
@@ -104,7 +111,7 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
 def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     """Everything the run folder holds, evaluated on the run's held-out data where need be."""
     info = read_info(run)
-    if not isinstance(info.recipe, Recipe | ElasticizeRecipe):
+    if not isinstance(info.recipe, Recipe | ElasticizeRecipe | SftRecipe):
         raise UserError(
             f"{run}: a {info.stage} run; name the folder of the pre-training run, or `stretto elasticize` it"
         )
@@ -148,7 +155,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         family=_family(last),
         elasticity=_elasticity(checkpoint.folder, lineage, controls) if lineage else None,
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
-        mixture_configured=_configured(recipe.elastic),
+        mixture_configured=_configured(recipe.elastic) if recipe.elastic is not None else {},
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
     )
 
@@ -344,7 +351,7 @@ def _configured(elastic: MixtureConfig) -> dict[str, float]:
     """Shares of the trained passes as the recipe asks for; empty for samplers whose kinds are not exclusive, and where axes
     join one after another.
     """
-    if not isinstance(elastic, ElasticConfig) or elastic.sampler not in ("anchored", "complements"):
+    if not isinstance(elastic, SelfTaughtConfig) or elastic.sampler not in ("anchored", "complements"):
         return {}
     shares = dict.fromkeys(elastic.anchors, elastic.anchor_share / max(1, len(elastic.anchors)))
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}

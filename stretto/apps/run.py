@@ -19,7 +19,7 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, read_json
 from stretto.data.loader import Mixture
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, TrainConfig
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 
 ADOPTED = "adopted"
 """In a run folder: the checkpoint that continued training in place began with."""
@@ -30,7 +30,7 @@ class RunInfo(Config):
     """What a run was told; written before it starts, read by every later command."""
 
     stage: str
-    recipe: Recipe | ElasticizeRecipe | HealRecipe | None = None
+    recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe | None = None
     """None where nothing was trained: an adopted checkpoint."""
     data: Mixture | None = None
     """None where no text was seen, as the next one."""
@@ -43,6 +43,8 @@ class RunInfo(Config):
     parent: Path | None = None
     """Checkpoint that the run started from; None: from random weights, or from the one in this folder."""
     teacher: Path | None = None
+    adapters: Path | None = None
+    """Folder of peft's with adapters that training began with."""
 
     @property
     def mixture(self) -> Mixture:

@@ -25,7 +25,7 @@ from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, TrainConfig
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
@@ -56,15 +56,15 @@ def pretrain_command(
     def start() -> RunInfo:
         if not resume:
             return _new_run(recipe, run, data, tokenizer, folder, text)
-        return _same(run, _begun(run, recipe, data, tokenizer, text), "--from", folder, "parent")
+        return same_folder(run, begun_run(run, recipe, data, tokenizer, text), "--from", folder, "parent")
 
     with ExitStack() as held:
-        info = ranks.first(lambda: _start(run, resume, held, start))
+        info = ranks.first(lambda: claim_run(run, resume, held, start))
         parent = info.parent
-        stem = _stem(parent) if parent is not None else None
+        stem = stem_of(parent) if parent is not None else None
         read = (lambda: read_checkpoint(parent, dtype=torch.float32).model) if parent is not None else None
-        trained = pretrain(recipe, _job(run, info, ranks, resume, wandb_project), read)
-        return _write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, stem)
+        trained = pretrain(recipe, new_job(run, info, ranks, resume, wandb_project), read)
+        return write_result(run / CHECKPOINT, run.name, info, trained, ranks, recipe.elastic.anchors, stem)
 
 
 def model_to_go_on_with(run: Path, origin: Path | None) -> dict[str, Any] | None:
@@ -102,11 +102,11 @@ def elasticize_command(
         told = _check_teacher(read_config(origin).vocab_size, teacher) if teacher else None
         complete = recipe.for_network(read_config(origin), read_presets(origin))
         if resume:
-            begun = _same(run, _begun(run, complete, data, text=text), "--teacher", told, "teacher")
-            return begun if in_place else _same(run, begun, "source", origin, "parent")
+            begun = same_folder(run, begun_run(run, complete, data, text=text), "--teacher", told, "teacher")
+            return begun if in_place else same_folder(run, begun, "source", origin, "parent")
         folder = run / "elasticize" if in_place else run
         mixture, tokenizer, data_hash = prepare_data(
-            folder, data, _own_tokenizer(origin), read_config(origin).vocab_size, text
+            folder, data, own_tokenizer(origin), read_config(origin).vocab_size, text
         )
         check_enough(mixture, complete.train)
         return RunInfo(
@@ -123,20 +123,20 @@ def elasticize_command(
     with ExitStack() as held:
         if in_place:
             ranks.first(lambda: _require_adopted(run))
-        info = ranks.first(lambda: _start(run, resume, held, start, ADOPTED if in_place else CHECKPOINT))
+        info = ranks.first(lambda: claim_run(run, resume, held, start, ADOPTED if in_place else CHECKPOINT))
         assert isinstance(info.recipe, ElasticizeRecipe)
         origin, guide = info.parent or _kept(run), info.teacher
-        stem = _stem(origin)
+        stem = stem_of(origin)
         read_teacher = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
         trained = elasticize(
             info.recipe,
-            _job(run, info, ranks, resume),
+            new_job(run, info, ranks, resume),
             lambda: read_checkpoint(origin, dtype=torch.float32).model,
             read_teacher,
         )
         made = run / "elasticized" if in_place else run / CHECKPOINT
         anchors = info.recipe.elastic.anchors
-        _write_result(made, run.name, info, trained, ranks, anchors, stem, origin)
+        write_result(made, run.name, info, trained, ranks, anchors, stem, origin)
         if in_place:
             ranks.first(lambda: _put_in_place(run, made))
         return run / CHECKPOINT
@@ -166,26 +166,35 @@ def heal_command(
     def start() -> RunInfo:
         if not resume:
             return _new_heal(recipe, run, student, data, _find_teacher(recipe, student, teacher), text)
-        begun = _same(run, _begun(run, recipe, data, text=text), "source", folder, "parent")
+        begun = same_folder(run, begun_run(run, recipe, data, text=text), "source", folder, "parent")
         guide = checkpoint_folder(teacher) if teacher is not None and recipe.ce_weight < 1.0 else None
-        return _same(run, begun, "--teacher", guide, "teacher")
+        return same_folder(run, begun, "--teacher", guide, "teacher")
 
     with ExitStack() as held:
-        info = ranks.first(lambda: _start(run, resume, held, start))
+        info = ranks.first(lambda: claim_run(run, resume, held, start))
         guide = info.teacher
         read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
-        trained = heal(recipe, _job(run, info, ranks, resume), student.model, read)
-        return _write_result(out, out.name, info, trained, ranks, student.presets, _stem(folder))
+        trained = heal(recipe, new_job(run, info, ranks, resume), student.model, read)
+        return write_result(out, out.name, info, trained, ranks, student.presets, stem_of(folder))
 
 
-def _job(run: Path, info: RunInfo, ranks: Ranks, resume: bool, wandb_project: str | None = None) -> Job:
+def new_job(
+    run: Path,
+    info: RunInfo,
+    ranks: Ranks,
+    resume: bool,
+    wandb_project: str | None = None,
+    loader: Loader | None = None,
+) -> Job:
+    """What a run is given; ``loader``: where its batches come from, if not `open_loader`'s."""
+
     def tracker(step: int) -> Tracker:
         assert info.recipe is not None
         config = info.recipe.model_dump(mode="json")
         return Tracker(run, first_step=step + 1 if step else 0, config=config, wandb_project=wandb_project)
 
     assert info.data_hash is not None
-    loader, batches = open_loader(info, info.train, ranks), held_out(info, info.train, ranks)
+    loader, batches = loader or open_loader(info, info.train, ranks), held_out(info, info.train, ranks)
     return Job(run, loader, batches, info.data_hash, ranks, tracker, resume)
 
 
@@ -208,7 +217,9 @@ def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch
     return tuple(EvalBatch.of(batch, ranks.device) for batches in found for batch in batches)
 
 
-def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo], result: str = CHECKPOINT) -> RunInfo:
+def claim_run(
+    run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo], result: str = CHECKPOINT
+) -> RunInfo:
     """The run's record, made or found by ``start``; nobody else runs in the folder until ``held`` is closed.
 
     ``result``: a folder that is in ``run`` once such a run has ended there.
@@ -221,9 +232,9 @@ def _start(run: Path, resume: bool, held: ExitStack, start: Callable[[], RunInfo
     return info
 
 
-def _begun(
+def begun_run(
     run: Path,
-    recipe: Recipe | ElasticizeRecipe | HealRecipe,
+    recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
     data: Sequence[str],
     tokenizer: Path | None = None,
     text: TextOptions = AS_IT_IS,
@@ -249,7 +260,9 @@ def _begun(
     return info.replace(recipe=recipe)
 
 
-def _same(run: Path, info: RunInfo, name: str, told: Path | None, field: Literal["parent", "teacher"]) -> RunInfo:
+def same_folder(
+    run: Path, info: RunInfo, name: str, told: Path | None, field: Literal["parent", "teacher", "adapters"]
+) -> RunInfo:
     """``info``. Raises `UserError`: ``told`` is another folder than its ``field``."""
     before = getattr(info, field)
     if told is not None and told.resolve() != before:
@@ -264,7 +277,7 @@ def _new_run(
     if origin is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {origin} has its own; leave it out")
-        tokenizer = _own_tokenizer(origin)
+        tokenizer = own_tokenizer(origin)
     mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size, text)
     check_enough(mixture, recipe.train)
     return RunInfo(
@@ -287,12 +300,12 @@ class Stem:
     parents: tuple[Lineage, ...]
 
 
-def _stem(folder: Path) -> Stem:
+def stem_of(folder: Path) -> Stem:
     lineage = (read_lineage(folder),) if (folder / LINEAGE_FILE).is_file() else ()
     return Stem(read_family(folder), lineage)
 
 
-def _own_tokenizer(folder: Path) -> Path:
+def own_tokenizer(folder: Path) -> Path:
     """``folder``, a checkpoint. Raises `UserError`: it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
@@ -329,7 +342,7 @@ def _new_heal(
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
-    mixture, folder, data_hash = prepare_data(run, data, _own_tokenizer(student.folder), config.vocab_size, text)
+    mixture, folder, data_hash = prepare_data(run, data, own_tokenizer(student.folder), config.vocab_size, text)
     check_enough(mixture, recipe.train)
     return RunInfo(
         stage="heal",
@@ -367,7 +380,7 @@ def _check_teacher(vocab_size: int, teacher: Path) -> Path:
     return folder.resolve()
 
 
-def _write_result(
+def write_result(
     out: Path,
     name: str,
     info: RunInfo,

@@ -61,8 +61,10 @@ def text_hash(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest()[:8], "little")
 
 
-def choose_holdout(documents: Iterable[Document], fraction: float | None) -> Holdout:
+def choose_holdout(documents: Iterable[Document], fraction: float | None, by_position: bool = True) -> Holdout:
     """Reads at most `MANY_DOCUMENTS` of ``documents``; ``fraction``: how much the user wants held out, None: what is usual.
+
+    Without ``by_position`` documents stay whole, and of a few at least one is held out.
 
     Raises:
         UserError: there is too little text to divide.
@@ -80,9 +82,11 @@ def choose_holdout(documents: Iterable[Document], fraction: float | None) -> Hol
     for place, each in enumerate(hashes[:-1]):
         held += sizes[each]
         if held >= fraction * total:
-            if len(sizes) < FEW_DOCUMENTS or held > 2 * fraction * total:
+            if by_position and (len(sizes) < FEW_DOCUMENTS or held > 2 * fraction * total):
                 break
             return Holdout("documents", (each + hashes[place + 1]) / 2 / _HASHES)
+    if not by_position:
+        raise UserError("too few conversations to hold any out; give more, or name some with --val")
     return Holdout("position", fraction)
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.data.pack import PackedRows, Row, cut, fill_rows, plan_rows
+from stretto.data.pack import PackedRows, Piece, Row, cut, fill_rows, plan_rows
 from stretto.data.shards import TokenSet, read_manifest
 
 WINDOW_ROWS = 8192
@@ -144,10 +144,26 @@ class Batch(PackedRows):
     """Targets in the rows of all ranks: what a loss is divided by, known without asking the others."""
 
 
+class Documents(Protocol):
+    """What rows are made of: a `TokenSet`, or some of one."""
+
+    @property
+    def split(self) -> str: ...
+    @property
+    def num_documents(self) -> int: ...
+    @property
+    def identity(self) -> str:
+        """Names the documents and their order, whatever folder they lie in."""
+
+    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def document(self, number: int) -> NDArray[np.unsignedinteger]: ...
+    def learnt(self, number: int) -> NDArray[np.bool_] | None: ...
+
+
 class RowStream:
     """Planned rows of one data set, epoch after epoch."""
 
-    def __init__(self, data: TokenSet, seq_len: int, key: int, window_rows: int = WINDOW_ROWS) -> None:
+    def __init__(self, data: Documents, seq_len: int, key: int, window_rows: int = WINDOW_ROWS) -> None:
         self.data = data
         self.epoch = 0
         self._seq_len, self._key, self._window_tokens = seq_len, key, window_rows * seq_len
@@ -195,12 +211,22 @@ class RowStream:
         self._rows, self._end = [rows[index] for index in np.argsort(row_keys, kind="stable")], end
 
 
+class Batches(Protocol):
+    """Where a run's micro-batches come from: a `Loader`, or what a stage makes them of."""
+
+    def next(self) -> Batch: ...
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as plain JSON."""
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 class Loader:
     """Batches of a mixture; `state` and `restore` resume to the token, on any number of ranks."""
 
     def __init__(
         self,
-        datasets: Sequence[TokenSet],
+        datasets: Sequence[Documents],
         weights: Sequence[float],
         rows: int,
         seq_len: int,
@@ -255,12 +281,16 @@ class Loader:
             stream.restore(saved)
 
     def _identity(self) -> dict[str, Any]:
-        data = [f"{data.split}:{data.manifest.data_hash}" for data in self._datasets]
-        return {"data": data, "weights": self._weights, "seq_len": self._seq_len, "seed": self._seed}
+        return {
+            "data": [data.identity for data in self._datasets],
+            "weights": self._weights,
+            "seq_len": self._seq_len,
+            "seed": self._seed,
+        }
 
 
 def eval_batches(
-    data: TokenSet,
+    data: Documents,
     rows: int,
     seq_len: int,
     num_batches: int | None = None,
@@ -298,12 +328,24 @@ def _share(rows: int, rank: int, world: int) -> slice:
     return slice(rank * rows // world, (rank + 1) * rows // world)
 
 
+def _num_targets(data: Documents, piece: Piece) -> int:
+    learnt = data.learnt(piece.document)
+    return piece.num_targets if learnt is None else int(learnt[piece.start + 1 :][: piece.num_targets].sum())
+
+
 def _batch(
-    rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[TokenSet], seq_len: int, mine: slice
+    rows: Sequence[Row], parts_B: NDArray[np.int64], datasets: Sequence[Documents], seq_len: int, mine: slice
 ) -> Batch:
     """Read the ``mine`` of ``rows``."""
     my_parts_B = parts_B[mine]
-    packed = fill_rows(rows[mine], seq_len, lambda row, document: datasets[my_parts_B[row]].document(document))
-    num_targets = [sum(piece.num_targets for piece in row) for row in rows]
+    packed = fill_rows(
+        rows[mine],
+        seq_len,
+        lambda row, document: datasets[my_parts_B[row]].document(document),
+        lambda row, document: datasets[my_parts_B[row]].learnt(document),
+    )
+    num_targets = [
+        sum(_num_targets(datasets[part], piece) for piece in row) for part, row in zip(parts_B, rows, strict=True)
+    ]
     arrays = packed.tokens_BT, packed.targets_BT, packed.documents_BT, packed.positions_BT
     return Batch(*arrays, my_parts_B, sum(num_targets[mine]), sum(num_targets))

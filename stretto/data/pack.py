@@ -47,7 +47,7 @@ class PackedRows:
 
     tokens_BT: NDArray[np.int64]
     targets_BT: NDArray[np.int64]
-    """Next token of the same document, or `IGNORED`."""
+    """Next token of the same document, or `IGNORED`: also where it is not learnt."""
     documents_BT: NDArray[np.int64]
     """Number of the piece within its row, or `PADDING`: attention stays within equal numbers."""
     positions_BT: NDArray[np.int64]
@@ -89,13 +89,19 @@ def plan_rows(pieces: Sequence[Piece], seq_len: int) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def fill_rows(rows: Sequence[Row], seq_len: int, read: Callable[[int, int], NDArray[np.unsignedinteger]]) -> PackedRows:
+def fill_rows(
+    rows: Sequence[Row],
+    seq_len: int,
+    read: Callable[[int, int], NDArray[np.unsignedinteger]],
+    learnt: Callable[[int, int], NDArray[np.bool_] | None] = lambda row, document: None,
+) -> PackedRows:
     """Read the tokens of planned rows.
 
     Args:
         rows: one a row of the result; an empty one is all padding.
         seq_len: positions of a row.
         read: gives all tokens of a document; called with the row and the document's number.
+        learnt: of the same, which tokens are targets; None: all.
     """
     tokens_BT, targets_BT, documents_BT, positions_BT = (
         np.full((len(rows), seq_len), value, np.int64) for value in (0, IGNORED, PADDING, 0)
@@ -106,7 +112,10 @@ def fill_rows(rows: Sequence[Row], seq_len: int, read: Callable[[int, int], NDAr
             tokens = read(index, piece.document)
             here = slice(at, at + piece.length)
             tokens_BT[index, here] = tokens[piece.start : piece.start + piece.length]
-            targets_BT[index, at : at + piece.num_targets] = tokens[piece.start + 1 :][: piece.num_targets]
+            targets = tokens[piece.start + 1 :][: piece.num_targets].astype(np.int64)
+            if (is_target := learnt(index, piece.document)) is not None:
+                targets[~is_target[piece.start + 1 :][: piece.num_targets]] = IGNORED
+            targets_BT[index, at : at + piece.num_targets] = targets
             documents_BT[index, here] = number
             positions_BT[index, here] = np.arange(piece.length)
             at += piece.length

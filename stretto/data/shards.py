@@ -2,7 +2,8 @@
 
 A data folder holds, for each split, ``{split}-00000.tokens`` (little-endian uint16, or uint32 for a large vocabulary)
 and ``{split}-00000.index`` (little-endian int64 pairs a document: end offset in the shard, domain number), and one
-``data.json`` over all of them, written last: a folder without it is unfinished.
+``data.json`` over all of them, written last: a folder without it is unfinished. Of conversations, whose prompts are not
+learnt, a number is twice the token's id, and one more where a loss is taken of it.
 
 A shard is one unit of work: about ``shard_bytes`` of text, encoded by one process. Which documents it holds follows
 from the order of the documents alone, so the bytes do not depend on the number of processes, and a run that was killed
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,8 @@ class Settings(Config):
     """0: the sources' own, or none."""
     val_by: By = "documents"
     shard_bytes: int
+    is_marked: bool = False
+    """Every number says whether its token is learnt; else all are."""
 
     @property
     def token_dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -148,6 +151,11 @@ class TokenSet:
         self.num_documents = int(self._first[-1])
         self.num_tokens = sum(shard.num_tokens for shard in shards)
 
+    @property
+    def identity(self) -> str:
+        """As `stretto.data.loader.Documents` has it."""
+        return f"{self.split}:{self.manifest.data_hash}"
+
     def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of each document, its eos included."""
         shards = np.searchsorted(self._first, documents, side="right") - 1
@@ -161,6 +169,14 @@ class TokenSet:
 
     def document(self, number: int) -> NDArray[np.unsignedinteger]:
         """All tokens of one document, as a view of the file."""
+        numbers = self._numbers(number)
+        return np.right_shift(numbers, 1, dtype=numbers.dtype) if self.manifest.settings.is_marked else numbers
+
+    def learnt(self, number: int) -> NDArray[np.bool_] | None:
+        """Of which tokens of one document a loss is taken; None: of all."""
+        return (self._numbers(number) & 1).astype(np.bool_) if self.manifest.settings.is_marked else None
+
+    def _numbers(self, number: int) -> NDArray[np.unsignedinteger]:
         shard, row = self._place(number)
         ends = self._index[shard][:, 0]
         return self._tokens[shard][int(ends[row - 1]) if row else 0 : int(ends[row])]
@@ -169,6 +185,11 @@ class TokenSet:
         """Domain of one document, empty where it has none."""
         shard, row = self._place(number)
         return self.manifest.domains[int(self._index[shard][row, 1])]
+
+    def of_domain(self, domain: str) -> NDArray[np.int64]:
+        """The numbers of a domain's documents."""
+        domains = np.concatenate([index[:, 1] for index in self._index])
+        return np.flatnonzero(domains == self.manifest.domains.index(domain))
 
     def _place(self, number: int) -> tuple[int, int]:
         """Shard of a document, and its number in it."""
@@ -213,9 +234,20 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str], /) -> list[list[int]]: ...
 
 
+@runtime_checkable
+class MarkingEncoder(Protocol):
+    """One that also says which tokens are learnt; `stretto.text.chat.ChatEncoder` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def fingerprint(self) -> str: ...
+    def encode_marked(self, texts: Sequence[str], places: Sequence[str], /) -> list[list[int]]:
+        """Of each text, ends included: twice each token's id, and one more where it is learnt. ``places``: where they stand."""
+
+
 def tokenise(
     sources: Mapping[str, Iterable[Document]],
-    tokenizer: Encoder,
+    tokenizer: Encoder | MarkingEncoder,
     out_dir: Path | str,
     *,
     processes: int | None = None,
@@ -230,7 +262,7 @@ def tokenise(
 
     Args:
         sources: documents of each split; names are ``train``, ``val`` or others.
-        tokenizer: encodes; special tokens spelled in a document are ordinary text.
+        tokenizer: encodes; special tokens spelled in a document are ordinary text. A `MarkingEncoder` ends documents itself.
         out_dir: the data folder.
         processes: workers; None takes the cores this process may use, 1 works in this process.
         holdout: what of ``train`` goes to ``val``; None: nothing.
@@ -242,10 +274,12 @@ def tokenise(
     """
     out_dir = Path(out_dir)
     assert holdout is None or "val" not in sources, "the sources have a val split of their own"
+    is_marked = isinstance(tokenizer, MarkingEncoder)
     settings = Settings(
         tokenizer=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
-        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        dtype="uint16" if tokenizer.vocab_size << is_marked <= 1 << 16 else "uint32",
+        is_marked=is_marked,
         val_fraction=holdout.fraction if holdout else 0.0,
         val_by=holdout.by if holdout else "documents",
         shard_bytes=shard_bytes,
@@ -286,7 +320,7 @@ def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
     ):
         raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
     # what is held out may change: a shard whose text is the same is the same
-    for name in Settings.model_fields.keys() - {"val_fraction", "val_by"}:
+    for name in (name for name in Settings.model_fields if name not in ("val_fraction", "val_by")):
         was, now = getattr(old or settings, name), getattr(settings, name)
         if was != now:
             raise UserError(f"{out_dir}: {name}: was {was}, is now {now}; choose a new folder or delete this one")
@@ -304,6 +338,7 @@ class _Unit:
 
     name: str
     texts: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     domains: list[int] = field(default_factory=list)
     num_bytes: int = 0
     text_hash: str = ""
@@ -325,6 +360,7 @@ def _units(
         chained = unit.text_hash.encode() + digest + domain.to_bytes(4, "little")
         unit.text_hash = hashlib.blake2b(chained, digest_size=16).hexdigest()
         unit.texts.append(document.text)
+        unit.places.append(document.place)
         unit.domains.append(domain)
         unit.num_bytes += len(text)
         if unit.num_bytes >= shard_bytes:
@@ -342,15 +378,15 @@ def _divided(sources: Mapping[str, Iterable[Document]], holdout: Holdout | None)
                 yield split, document
 
 
-def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) -> Shard:
+def _encode(unit: _Unit, tokenizer: Encoder | MarkingEncoder, out_dir: Path, settings: Settings) -> Shard:
     """Write a unit's two files."""
     digest, dtype = hashlib.sha256(), settings.token_dtype
     lengths: list[int] = []
     with replacing(out_dir / f"{unit.name}{_TOKENS}") as temporary, temporary.open("wb") as handle:
-        sized = zip(unit.texts, accumulate(map(len, unit.texts)), strict=True)
-        for _, batch in groupby(sized, key=lambda each: each[1] // _BATCH_CHARS):
-            for ids in tokenizer.encode_batch([text for text, _ in batch]):
-                ids.append(tokenizer.eos_id)
+        sized = zip(unit.texts, unit.places, accumulate(map(len, unit.texts)), strict=True)
+        for _, group in groupby(sized, key=lambda each: each[2] // _BATCH_CHARS):
+            batch = list(group)
+            for ids in _encoded(tokenizer, [text for text, _, _ in batch], [place for _, place, _ in batch]):
                 block = np.array(ids, dtype).tobytes()
                 digest.update(block)
                 handle.write(block)
@@ -368,6 +404,12 @@ def _encode(unit: _Unit, tokenizer: Encoder, out_dir: Path, settings: Settings) 
         num_documents=len(lengths),
         num_bytes=unit.num_bytes,
     )
+
+
+def _encoded(tokenizer: Encoder | MarkingEncoder, texts: list[str], places: list[str]) -> list[list[int]]:
+    if isinstance(tokenizer, MarkingEncoder):
+        return tokenizer.encode_marked(texts, places)
+    return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
 def _finish(
@@ -388,7 +430,8 @@ def _finish(
             f"{numbers.size_in_bytes(sum(shard.num_bytes for shard in shards))}); give more, raise --val-fraction, or name some with --val"
         )
     hashes = {split: [shard.sha256 for shard in held] for split, held in splits.items()}
-    described = json.dumps([settings.model_dump(), domains, hashes], sort_keys=True)
+    told = settings.model_dump(exclude=set() if settings.is_marked else {"is_marked"})
+    described = json.dumps([told, domains, hashes], sort_keys=True)
     manifest = Manifest(
         settings=settings,
         data_hash=hashlib.sha256(described.encode()).hexdigest(),

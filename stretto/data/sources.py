@@ -17,9 +17,9 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import charset_normalizer
 
@@ -55,15 +55,65 @@ class Document:
     text: str
     domain: str = ""
     """Where it comes from (``code``, ``books``); empty where nobody says."""
+    place: str = ""
+    """Of a conversation: its file and line, for messages."""
+
+
+class Form(Protocol):
+    """What a record of JSONL, CSV, Parquet or a Hugging Face dataset becomes."""
+
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Fields that every record has and that alone are read; None: all are."""
+
+    @property
+    def blank(self) -> str:
+        """What a document without text is called where it is told what was left out."""
+
+    def document(self, record: dict[str, Any], place: str) -> Document:
+        """Raises `UserError`: the record, which stands at ``place``, is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of a record's fields, in JSONL, CSV, Parquet and Hugging Face datasets."""
+    """Names of a record's fields: a `Form`, and the one in which plain text is read, too."""
 
     text: str = "text"
     domain: str | None = None
     """None: documents get no domain."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.text, *([self.domain] if self.domain else []))
+
+    @property
+    def blank(self) -> str:
+        return "blank documents"
+
+    def document(self, record: dict[str, Any], place: str) -> Document:
+        text = record.get(self.text)
+        if self.text in record and text is None:
+            text = ""
+        if not isinstance(text, str):
+            if self.text not in record:
+                raise UserError(_lacks(place, self.text, record))
+            problem = f"a {type(text).__name__}, not text"
+            raise UserError(f"{place}: field {self.text!r}: {problem}; name the field that holds it with --text-field")
+        if self.domain and self.domain not in record:
+            raise UserError(_lacks(place, self.domain, record))
+        if not is_writable(text):
+            problem = "half of a surrogate pair, which is no character"
+            raise UserError(f"{place}: field {self.text!r}: {problem}; remove it")
+        return Document(text, str(record[self.domain]) if self.domain else "")
+
+
+def is_writable(text: str) -> bool:
+    """Whether it has bytes: JSON may spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +128,7 @@ class Source:
     _open: Mapping[str, Callable[[LeftOut], Iterator[Document]]]
     files: Mapping[str, Sequence[Path]]
     """Of each split; empty for a dataset."""
-    fields: Fields
+    form: Form
 
     def read(self, split: str, left_out: LeftOut | None = None) -> Iterator[Document]:
         """The documents of ``split`` that are not blank; what else is left out while reading is added to ``left_out``.
@@ -92,7 +142,7 @@ class Source:
         """Training documents of about ``num_chars`` characters: the beginning of every file, in proportion to its size."""
         files = self.files.get("train", ())
         sizes = [file.stat().st_size for file in files]
-        readers = [read_files([file], self.fields, LeftOut()) for file in files] or [self.read("train")]
+        readers = [read_files([file], self.form, LeftOut()) for file in files] or [self.read("train")]
         num_taken, due, total = 0, 0.0, sum(sizes) or 1
         for reader, size in zip(readers, sizes or [1], strict=True):
             due += num_chars * size / total
@@ -101,7 +151,7 @@ class Source:
                 yield document
 
 
-def open_source(path: Path | str, fields: Fields = Fields()) -> Source:
+def open_source(path: Path | str, form: Form = Fields()) -> Source:
     """A file, a folder, or a Hugging Face dataset by folder or by name.
 
     A name may carry a configuration: ``wikitext:wikitext-2-raw-v1``. Of a dataset only the splits ``train`` and
@@ -112,21 +162,21 @@ def open_source(path: Path | str, fields: Fields = Fields()) -> Source:
     """
     here = Path(path)
     if here.is_dir() and any((here / mark).is_file() for mark in _DATASET_MARKS):
-        return _open_dataset(str(path), fields, on_disk=True)
+        return _open_dataset(str(path), form, on_disk=True)
     is_name = re.fullmatch(_DATASET_NAME, str(path)) and here.suffix not in (*RECORDS, *TEXT, *COMPRESSIONS)
     if not here.exists() and is_name:
-        return _open_dataset(str(path), fields, on_disk=False)
+        return _open_dataset(str(path), form, on_disk=False)
     found = find_files(here)
-    readers = {split: _reader(found, split, fields) for split in found.splits}
-    return Source(str(path), tuple(readers), found.left_out, readers, found.splits, fields)
+    readers = {split: _reader(found, split, form) for split in found.splits}
+    return Source(str(path), tuple(readers), found.left_out, readers, found.splits, form)
 
 
-def _reader(found: Found, split: str, fields: Fields) -> Callable[[LeftOut], Iterator[Document]]:
-    return lambda left_out: read_files(found.splits[split], fields, left_out if found.is_folder else None)
+def _reader(found: Found, split: str, form: Form) -> Callable[[LeftOut], Iterator[Document]]:
+    return lambda left_out: read_files(found.splits[split], form, left_out if found.is_folder else None)
 
 
 def read_files(
-    files: Sequence[Path | str], fields: Fields = Fields(), left_out: LeftOut | None = None
+    files: Sequence[Path | str], form: Form = Fields(), left_out: LeftOut | None = None
 ) -> Iterator[Document]:
     """Documents of ``files``, one file after the other.
 
@@ -143,14 +193,13 @@ def read_files(
         read = _read_parquet if kind == ".parquet" else _read_table if kind in TABLES else _read_text
         read = _read_jsonl if kind in JSON_LINES else read
         try:
-            for document in read(file, fields):
+            for document in read(file, form):
                 if not document.text or document.text.isspace():
                     if left_out is not None:
-                        left_out.add("blank documents", file.name)
+                        left_out.add(form.blank, file.name)
                     continue
-                for piece in _pieces(document.text):
-                    is_empty = False
-                    yield Document(piece, document.domain)
+                is_empty = False
+                yield from _pieces(document)
         except _NotTextError as error:
             if left_out is None or kind in RECORDS or not is_empty:
                 raise UserError(str(error)) from None
@@ -167,14 +216,14 @@ class _NotTextError(Exception):
         self.kind = kind
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of at most `MAX_TEXT_CHARS`."""
-    start = 0
-    while len(text) - start > MAX_TEXT_CHARS:
+def _pieces(document: Document) -> Iterator[Document]:
+    """``document`` in pieces of at most `MAX_TEXT_CHARS`; a conversation is one piece."""
+    start, text = 0, document.text
+    while len(text) - start > MAX_TEXT_CHARS and not document.place:
         end = cut_before(text, start + MAX_TEXT_CHARS, start + MAX_TEXT_CHARS // 2)
-        yield text[start:end]
+        yield replace(document, text=text[start:end])
         start = end
-    yield text[start:]
+    yield replace(document, text=text[start:])
 
 
 def cut_before(text: str, end: int, low: int) -> int:
@@ -185,7 +234,7 @@ def cut_before(text: str, end: int, low: int) -> int:
     return end
 
 
-def _read_jsonl(file: Path, fields: Fields) -> Iterator[Document]:
+def _read_jsonl(file: Path, form: Form) -> Iterator[Document]:
     for number, line in _lines(file):
         if line.isspace():
             continue
@@ -200,12 +249,12 @@ def _read_jsonl(file: Path, fields: Fields) -> Iterator[Document]:
             remedy = "every line must be one JSON object"
             raise UserError(f"{file}: line {number}: not JSON: {problem}; {remedy}") from None
         if not isinstance(record, dict):
-            remedy = f"every line must be one, with a field {fields.text!r}"
+            remedy = "every line must be one" + "".join(f", with a field {name!r}" for name in (form.columns or ())[:1])
             raise UserError(f"{file}: line {number}: not a JSON object; {remedy}")
-        yield _document(record, fields, f"{file}: line {number}")
+        yield form.document(record, f"{file}: line {number}")
 
 
-def _read_table(file: Path, fields: Fields) -> Iterator[Document]:
+def _read_table(file: Path, form: Form) -> Iterator[Document]:
     """Rows of a CSV or TSV file with a header; a comma may be a semicolon, as spreadsheets of half the world write it."""
     csv.field_size_limit(MAX_LINE_BYTES)  # the csv module's, for the process
     lines = (line for _, line in _lines(file))
@@ -214,7 +263,7 @@ def _read_table(file: Path, fields: Fields) -> Iterator[Document]:
     rows = csv.reader(_chained(header, lines), delimiter=max(marks, key=header.count))
     try:
         names = [name.strip() for name in next(rows, [])]
-        for name in filter(None, (fields.text, fields.domain)):
+        for name in form.columns or ():
             if name not in names:
                 raise UserError(_lacks(f"{file}: line 1", name, names))
         for row in rows:
@@ -223,7 +272,7 @@ def _read_table(file: Path, fields: Fields) -> Iterator[Document]:
                     continue
                 problem = f"{len(row)} columns, the header has {len(names)}"
                 raise UserError(f"{file}: line {rows.line_num}: {problem}; put quotation marks around text with commas")
-            yield _document(dict(zip(names, row, strict=True)), fields, f"{file}: line {rows.line_num}")
+            yield form.document(dict(zip(names, row, strict=True)), f"{file}: line {rows.line_num}")
     except csv.Error as error:
         remedy = "is a quotation mark left open?"
         raise UserError(f"{file}: line {rows.line_num}: not readable as CSV: {_short(error)}; {remedy}") from None
@@ -235,8 +284,11 @@ def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield from rest
 
 
-def _read_text(file: Path, _: Fields) -> Iterator[Document]:
+def _read_text(file: Path, form: Form) -> Iterator[Document]:
     """The file in pieces of at most `MAX_TEXT_CHARS`, whether or not it has lines."""
+    if not isinstance(form, Fields):
+        problem = f"{file}: plain text, and records are wanted; give JSONL or Parquet, or name such files themselves"
+        raise _NotTextError("plain text", problem)
     decoder = codecs.getincrementaldecoder("utf-8")()
     held, line = "", 1
     for raw in _chunks(file):
@@ -257,27 +309,27 @@ def _read_text(file: Path, _: Fields) -> Iterator[Document]:
         yield Document(held)
 
 
-def _read_parquet(file: Path, fields: Fields) -> Iterator[Document]:
+def _read_parquet(file: Path, form: Form) -> Iterator[Document]:
     import pyarrow  # slow to import, and only needed here
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(file) as table:
-            columns = [name for name in (fields.text, fields.domain) if name]
-            for name in columns:
+            columns = None if form.columns is None else list(form.columns)
+            for name in columns or ():
                 if name not in table.schema_arrow.names:
                     raise UserError(_lacks(str(file), name, table.schema_arrow.names))
             row = 0
             for batch in table.iter_batches(batch_size=64, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
-                    yield _document(record, fields, f"{file}: row {row}")
+                    yield form.document(record, f"{file}: row {row}")
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"not readable as Parquet: {_short(error)}"
         raise UserError(f"{file}: {problem}; the file is damaged, fetch it again") from None
 
 
-def _open_dataset(name: str, fields: Fields, on_disk: bool) -> Source:
+def _open_dataset(name: str, form: Form, on_disk: bool) -> Source:
     import datasets  # seconds to import, and only needed here
 
     try:
@@ -301,36 +353,17 @@ def _open_dataset(name: str, fields: Fields, on_disk: bool) -> Source:
 
     def read(split: str, left_out: LeftOut) -> Iterator[Document]:
         for number, record in enumerate(wanted[split], start=1):
-            document = _document(record, fields, f"{name}: {split}: row {number}")
+            document = form.document(record, f"{name}: {split}: row {number}")
             if document.text and not document.text.isspace():
-                yield from (Document(piece, document.domain) for piece in _pieces(document.text))
+                yield from _pieces(document)
             else:
-                left_out.add("blank documents", split)
+                left_out.add(form.blank, split)
 
     readers: dict[str, Callable[[LeftOut], Iterator[Document]]] = {
         split: lambda left_out, split=split: read(split, left_out)  # type: ignore[misc]
         for split in wanted
     }
-    return Source(name, tuple(wanted), left_out, readers, {}, fields)
-
-
-def _document(record: dict[str, Any], fields: Fields, place: str) -> Document:
-    text = record.get(fields.text)
-    if fields.text in record and text is None:
-        text = ""
-    if not isinstance(text, str):
-        if fields.text not in record:
-            raise UserError(_lacks(place, fields.text, record))
-        problem = f"a {type(text).__name__}, not text"
-        raise UserError(f"{place}: field {fields.text!r}: {problem}; name the field that holds it with --text-field")
-    if fields.domain and fields.domain not in record:
-        raise UserError(_lacks(place, fields.domain, record))
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        problem = "half of a surrogate pair, which is no character"
-        raise UserError(f"{place}: field {fields.text!r}: {problem}; remove it") from None
-    return Document(text, str(record[fields.domain]) if fields.domain else "")
+    return Source(name, tuple(wanted), left_out, readers, {}, form)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

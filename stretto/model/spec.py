@@ -352,6 +352,18 @@ class SubnetChoice(Config):
         return config.subnet(self.layers, self.experts, self.top_k)
 
 
+LoraTarget = Literal["attention", "experts", "shared", "dense", "router"]
+
+
+class LoraConfig(Config):
+    """Adapters of a low rank: each weight W of ``targets`` becomes W + (alpha / rank)·B·A (2106.09685)."""
+
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: tuple[LoraTarget, ...] = Field(default=("attention", "experts", "shared", "dense"), min_length=1)
+    """The projections of attention, of routed and shared experts and of dense layers; routers."""
+
+
 def check_subnet(config: ModelConfig, subnet: Subnet) -> Subnet:
     """Return ``subnet`` if it lies inside ``config``. Raises `UserError`: a layer, an expert count or a top-k that the
     network does not have.

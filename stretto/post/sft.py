@@ -1,14 +1,14 @@
-"""Supervised training on the sources' own answers: the start of an RL run whose network begins with nothing.
+"""Supervised training: on conversations, and on the sources' own answers, the start of an RL run whose network begins with nothing.
 
-Rows: samples one after the other, in the order of the problems, none cut. The loss is cross-entropy on what the model
-is to write, the end of its turn included; prompts and tools' answers carry none. What is written is what an agent loop
-will ask for: the same prompts, the same turns (`stretto.rl.agent`).
+The loss is cross-entropy on what the model is to write, the end of its turn included; prompts and tools' answers carry none.
+Rows hold whole examples, which do not see each other. Conversations come from disk by the loader's order; demonstrations are
+made one after the other, in the order of the problems, and are what an agent loop will ask for: the same prompts, the same
+turns (`stretto.rl.agent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,24 @@ import numpy as np
 import torch
 
 from stretto.base.errors import UserError
-from stretto.base.records import Meter
-from stretto.base.track import progress
+from stretto.base.paths import remove
+from stretto.base.track import say
 from stretto.base.trajectory import Task
-from stretto.data.loader import key_of
+from stretto.data.conversations import Fitted
+from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import IGNORED, PADDING
-from stretto.model.parallel import Ranks, device_name, join, placed
-from stretto.model.transformer import Context, Transformer, initial_state
-from stretto.optim.build import build_optimizers, set_learning_rate
-from stretto.optim.schedule import learning_rate
+from stretto.model.checkpoint import read_checkpoint, read_family, read_presets
+from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
+from stretto.model.parallel import Ranks, join
+from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.rl.agent import Dialogue
-from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, plan_prompts
+from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, tokenise_chat
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
-from stretto.train.loop import write_trained
-from stretto.train.step import MicroBatch, optimisation_step
+from stretto.train.loop import Job, Trained, finetune, write_trained
+from stretto.train.recipe import SftRecipe, TrainConfig
+from stretto.train.snapshot import Snapshots
 
 STAGE = "sft"
 _TOKENIZER_PROBLEMS = 2000
@@ -49,6 +51,77 @@ class Example:
     """bool [T]: the model is to write the token."""
 
 
+def sft_conversations(
+    recipe: SftRecipe, job: Job, origin: Path, *, adapters: Path | None = None, keep: Path | None = None
+) -> Trained:
+    """Train the checkpoint ``origin`` on conversations. With ``recipe.lora`` adapters are trained, and merged at the end.
+
+    Args:
+        recipe: complete for this network (`SftRecipe.for_network`).
+        job: its loader is `open_conversations`'.
+        adapters: a folder of peft's to begin with; None: new ones.
+        keep: where they are also written by themselves, in peft's form.
+
+    Raises:
+        UserError: as `stretto.train.loop.finetune`; or adapters that do not fit.
+        NonFiniteError: a loss or gradient is not finite.
+    """
+    family, lora = read_family(origin), recipe.lora
+    if lora is not None and job.ranks.world > 1:
+        raise UserError(
+            "lora: adapters are trained in one process: a rank holds parts of a weight only; train it alone"
+        )
+
+    def adapt(model: Transformer) -> None:
+        assert lora is not None
+        add_adapters(model, family, lora, recipe.train.seed)
+        if adapters is not None:
+            load_adapters(adapters, model, family, lora)
+
+    presets = recipe.elastic.anchors if recipe.elastic is not None else read_presets(origin)
+
+    def read() -> Transformer:
+        return read_checkpoint(origin, dtype=torch.float32).model
+
+    trained = finetune(recipe, job, read, presets, adapt if lora is not None else None)
+    if lora is not None:
+        if keep is not None:
+            write_adapters(keep, trained.model, family, lora, str(origin))
+        merge(trained.model)
+    return trained
+
+
+def open_conversations(mixture: Mixture, recipe: SftRecipe, ranks: Ranks) -> Loader:
+    """The loader of a run: rows of whole conversations, shared out between sources, or between domains first.
+
+    Raises:
+        UserError: a conversation is too long, or ``domains`` and the data's own are not the same.
+    """
+    train, told = recipe.train, recipe.domains
+    data = mixture.open()
+    held = [[domain for domain in each.manifest.domains if len(each.of_domain(domain))] for each in data]
+    if told:
+        known = {domain for domains in held for domain in domains}
+        if missing := sorted(told.keys() - known):
+            raise UserError(f"domains.{missing[0]}: no conversation is of it; the data has {', '.join(sorted(known))}")
+        if unshared := sorted(known - told.keys()):
+            raise UserError(f"domains: {unshared[0]} is in the data and has no share; name one")
+    parts: list[Fitted] = []
+    weights: list[float] = []
+    for each, domains, weight in zip(data, held, mixture.weights, strict=True):
+        for domain in domains if told else [None]:
+            parts.append(Fitted(each, train.seq_len, recipe.long, domain))
+            beside = sum(other for other, names in zip(mixture.weights, held, strict=True) if domain in names)
+            weights.append(weight if domain is None else told[domain] * weight / beside)
+    if (num_long := sum(part.num_long for part in parts)) and ranks.is_first:
+        num, num_left_out = (sum(getattr(part, name) for part in parts) for name in ("num_before", "num_left_out"))
+        say(
+            f"longer than train.seq_len {train.seq_len}: {num_long:,} of {num:,} conversations, the longest of "
+            f"{max(part.longest for part in parts):,} tokens; {num_long - num_left_out:,} cut, {num_left_out:,} left out"
+        )
+    return Loader(parts, weights, train.micro_rows, train.seq_len, train.seed, ranks.rank, ranks.world)
+
+
 def sft(
     recipe: RlRecipe,
     sources: Mapping[str, TaskSource],
@@ -57,7 +130,8 @@ def sft(
     tokenizer: Tokenizer | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Train ``recipe.start`` and write it as the checkpoint folder ``out``, with its tokenizer.
+    """Train ``recipe.start`` and write it as the checkpoint folder ``out``, with its tokenizer. Killed, it goes on from its
+    last snapshot, in ``{out}.run``.
 
     Args:
         sources: by their names in the recipe.
@@ -77,33 +151,70 @@ def sft(
             f"start.model.vocab_size: {start.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
         )
     torch.set_num_threads(recipe.train.threads)
-    model = placed(start.model, initial_state(start.model, recipe.train.seed), ranks)
-    optimizers = build_optimizers(start.optim, model)
-    meter = Meter(STAGE, device_name(ranks.device), ranks.world)
-    stream = examples(sources, prompts, tokenizer, start.noise)
-    rows = fill_rows(stream, start.rows, recipe.train.seq_len)
-    bar = progress(STAGE, start.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
-    with bar as advance:
-        for step in range(start.steps):
-            set_learning_rate(optimizers, learning_rate(start.optim, step, start.steps))
-            with meter:
-                result = optimisation_step(
-                    model,
-                    optimizers,
-                    micro_batches(next(rows), recipe.train.micro_rows, model, ranks),
-                    ranks,
-                    clip_norm=start.optim.clip_norm,
-                    balance_rate=recipe.train.balance_rate,
-                    dtype=torch.float32,
-                )
-            meter.add(flops=result.flops, tokens=result.num_tokens)
-            advance(1, f"loss {result.nll:.3f}")
     out = Path(out)
+    run = out.with_name(f"{out.name}.run")
+    plan = _plan_of(recipe, start)
+    model, seed = start.model, recipe.train.seed
+    job = Job(
+        run=run,
+        loader=Demonstrations(lambda: examples(sources, prompts, tokenizer, start.noise), plan.train, ranks),
+        held_out=(),
+        data_hash=tokenizer.fingerprint(),
+        ranks=ranks,
+        resume=Snapshots(run / "snapshots", 1).latest() is not None,
+    )
+    trained = finetune(plan, job, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"), {})
     files = out.with_name(f"{out.name}.tokenizer")
     if ranks.is_first:
         tokenizer.save(files)
     told = recipe.model_dump(mode="json")
-    return write_trained(out, model, meter, ranks, name=out.name, stage=STAGE, config=told, tokenizer_dir=files)
+    write_trained(
+        out, trained.model, trained.meter, ranks, name=out.name, stage=STAGE, config=told, tokenizer_dir=files
+    )
+    if ranks.is_first:
+        remove(run)
+    return out
+
+
+def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
+    """The start of an RL recipe as a stage."""
+    train = recipe.train
+    num = next(
+        num for num in range(1, start.rows + 1) if start.rows % num == 0 and start.rows // num <= train.micro_rows
+    )
+    loop = TrainConfig(
+        steps=start.steps,
+        rows=start.rows,
+        seq_len=train.seq_len,
+        micro_batches=num,
+        seed=train.seed,
+        dtype="float32",
+        keep_snapshots=1,
+    )
+    return SftRecipe(optim=start.optim, train=loop, balance_rate=train.balance_rate)
+
+
+class Demonstrations:
+    """Micro-batches of examples that are made as they are needed, in their order: `stretto.train.loop.Batches`."""
+
+    def __init__(self, stream: Callable[[], Iterator[Example]], train: TrainConfig, ranks: Ranks) -> None:
+        self._stream, self._train, self._ranks = stream, train, ranks
+        self.restore({"taken": 0})
+
+    def next(self) -> Batch:
+        self._taken += 1
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Make the examples again that were taken before."""
+        steps = fill_rows(self._stream(), self._train.rows, self._train.seq_len)
+        self._batches = (batch for rows in steps for batch in micro_batches(rows, self._train.micro_rows, self._ranks))
+        self._taken = 0
+        for _ in range(state["taken"]):
+            self.next()
 
 
 def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_size: int) -> Tokenizer:
@@ -181,11 +292,8 @@ def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterato
         room -= length
 
 
-def micro_batches(
-    rows: Sequence[Sequence[Example]], micro_rows: int, model: Transformer, ranks: Ranks
-) -> list[MicroBatch]:
+def micro_batches(rows: Sequence[Sequence[Example]], micro_rows: int, ranks: Ranks) -> Iterator[Batch]:
     """One step's rows as this rank's micro-batches, cut to the longest row of each."""
-    batches = []
     for start in range(0, len(rows), micro_rows):
         some = [*rows[start : start + micro_rows]]
         some += [[]] * (-len(some) % ranks.world)
@@ -200,11 +308,10 @@ def micro_batches(
                 tokens_BT[here], documents_BT[here], positions_BT[here] = each.tokens[:-1], number, np.arange(length)
                 targets_BT[here] = np.where(each.is_written[1:], each.tokens[1:], IGNORED)
                 at += length
-        num_targets = int((targets_BT != IGNORED).sum())
         mine = ranks.rows(len(some))
-        ids, targets, documents, positions = (torch.from_numpy(array[mine]).to(ranks.device) for array in arrays)
-        batches.append(MicroBatch(STAGE, ids, targets, Context(positions, documents), model.config.full(), num_targets))
-    return batches
+        ids, targets, documents, positions = (array[mine] for array in arrays)
+        num_mine, num_all = int((targets != IGNORED).sum()), int((targets_BT != IGNORED).sum())
+        yield Batch(ids, targets, documents, positions, np.zeros(len(ids), np.int64), num_mine, num_all)
 
 
 def _problem(sources: Mapping[str, TaskSource], task: Task) -> Problem:

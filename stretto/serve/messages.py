@@ -29,7 +29,7 @@ from stretto.serve.dialects import (
     parse_json,
     think_of,
 )
-from stretto.text.chat import OWN_NAMES, named_tokens, render
+from stretto.text.chat import OWN_NAMES, Arguments, named_tokens, render
 from stretto.text.tokenizer import Tokenizer
 
 _TURN_ENDS = (
@@ -283,24 +283,11 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
             except ValueError:
                 raise FieldError(f"{where}.tool_calls", "arguments are not JSON") from None
         if isinstance(arguments, dict):
-            arguments = _Arguments(arguments)
+            arguments = Arguments(arguments)
         function = {"name": call.function.name, "arguments": arguments}
         named = {} if call.id is None else {"id": call.id}
         turn.setdefault("tool_calls", []).append({**named, "type": "function", "function": function})
     return turn
-
-
-class _Arguments(dict[str, Any]):
-    """Arguments of a call for a template: an object to most, JSON to those that append it to a text (DeepSeek's)."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
 
 
 @dataclass(frozen=True, slots=True)

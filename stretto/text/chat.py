@@ -2,18 +2,25 @@
 
 Templates are Jinja sources as in a checkpoint's ``chat_template.jinja``, rendered in Jinja's sandbox with the helpers that
 transformers offers them (without loading it, which takes seconds), so that it is what other software renders.
+
+What the assistant wrote is what the template itself marks (``{% generation %}``), else what a turn adds to the conversation
+before it. Each turn is encoded apart from what precedes it, as it is when a model is sampled: a token never spans the border
+between a prompt and an answer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -46,16 +53,34 @@ CHATML = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A rendered conversation, written by `tokenise_chat`."""
+class Chat:
+    """A conversation as tokens, written by `tokenise_chat`."""
 
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
     """One a token: whether the assistant wrote it (its end-of-turn token included), so that a loss may be taken."""
 
 
-OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
+_MARKS = {"generation_start": "\ufdd0", "generation_end": "\ufdd1"}
+"""What answers stand between while a template that marks them is rendered: no characters, by Unicode's own word."""
+OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_MARKS)
 """What `render` gives every template."""
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_FEW = 8
+"""Answers up to which each is looked for in the whole conversation before it; the work grows with their square."""
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call for a template: an object to most, JSON to those that append it to a text (DeepSeek's)."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
 
 
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
@@ -94,51 +119,166 @@ def render(
         raise UserError(f"chat_template: cannot render these messages: {error}; check roles and contents") from None
 
 
-def tokenise_chat(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+def tokenise_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (),
+    *,
+    is_learnt: Sequence[bool] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
     """Token ids of a conversation, and which of them the assistant wrote.
 
-    Each turn is encoded apart from what precedes it, as it is when a model is sampled: a token never spans the border
-    between a prompt and an answer. Behind an answer's last special token (the line break of ChatML) the mask is off.
+    Args:
+        is_learnt: one a message: turns of the assistant whose mask stays off; None: none does.
+        variables: as of `render`.
 
     Raises:
-        UserError: no template, or one that rewrites earlier turns when later ones arrive (some drop old reasoning);
-            train such conversations one answer at a time.
+        UserError: no template; or one that marks no answers and rewrites earlier turns when later ones arrive (some drop
+            old reasoning): train such conversations one answer at a time.
     """
-    if tokenizer.chat_template is None:
+    template = tokenizer.chat_template
+    if template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
-    rendered = partial(render, tokenizer.chat_template, tools=tools, variables=named_tokens(tokenizer))
-    full, special = rendered(messages), tokenizer.special_ids()
+    rendered = partial(render, template, tools=tools, variables={**named_tokens(tokenizer), **(variables or {})})
+    turns = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
+    learnt = [turn for turn in turns if is_learnt is None or is_learnt[turn]]
+    is_marked = _MARKED.search(template) is not None
+    if is_marked:
+        pieces = _marked_pieces(rendered, messages)
+        if len(learnt) < len(turns) != len(pieces) // 2:
+            problem = f"the chat template marks {len(pieces) // 2} answers of {len(turns)}"
+            raise UserError(f"messages: {problem}, so that none can be left out; remove train and weight")
+        if learnt == turns:
+            turns = learnt = list(range(len(pieces) // 2))
+    else:
+        pieces = _turn_pieces(rendered, messages, turns)
+    special = tokenizer.special_ids()
     tokens: list[int] = []
     mask: list[bool] = []
-    done = 0  # characters
-    for turn, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        if turn == 0:
-            raise UserError("messages: message 0: the assistant cannot speak first; begin with a system or user turn")
-        prompt = rendered(messages[:turn], add_generation_prompt=True)
-        through = rendered(messages[: turn + 1])
-        if not (full.startswith(prompt) and full.startswith(through)) or len(prompt) > len(through):
-            problem = "the chat template rewrites earlier turns"
-            raise UserError(f"messages: message {turn}: {problem}; split the conversation there")
-        context = tokenizer.encode_rendered(full[done : len(prompt)])
-        answer = tokenizer.encode_rendered(full[len(prompt) : len(through)])
-        num_written = max((end for end, token in enumerate(answer, start=1) if token in special), default=len(answer))
-        tokens += context + answer
-        mask += [False] * len(context) + [True] * num_written + [False] * (len(answer) - num_written)
-        done = len(through)
-    rest = tokenizer.encode_rendered(full[done:]) if done < len(full) else []
-    return Conversation(tuple(tokens + rest), tuple(mask + [False] * len(rest)))
+    has_no_end = False
+    for number, piece in enumerate(pieces):
+        ids = tokenizer.encode_rendered(piece) if piece else []
+        num = int(has_no_end and ids[:1] != [] and ids[0] in special)  # the template left the end out of its mark
+        has_no_end = False
+        if number % 2 and turns[number // 2] in learnt:
+            end = max((end for end, token in enumerate(ids, start=1) if token in special), default=None)
+            # behind an answer's end a template writes (the line break of ChatML) what nobody samples
+            num = len(ids) if end is None or is_marked else end
+            has_no_end = end is None
+        tokens += ids
+        mask += [True] * num + [False] * (len(ids) - num)
+    return Chat(tuple(tokens), tuple(mask))
+
+
+Rendered = Callable[..., str]
+"""`render`, which needs messages alone."""
+
+
+def _marked_pieces(rendered: Rendered, messages: Sequence[Message]) -> list[str]:
+    """What stands outside and inside the template's marks, in turn; the first and the last are outside."""
+    start, end = _MARKS.values()
+    text = rendered(messages, variables={**rendered.keywords["variables"], **_MARKS})  # type: ignore[attr-defined]
+    pieces = re.split(f"[{start}{end}]", text)
+    if text.count(start) != len(pieces) // 2 or re.search(f"{start}[^{end}]*{start}", text):
+        raise UserError("chat_template: its {% generation %} marks are nested; let one end before the next begins")
+    return pieces
+
+
+def _turn_pieces(rendered: Rendered, messages: Sequence[Message], turns: Sequence[int]) -> list[str]:
+    """What stands before each of the assistant's ``turns`` and the turn itself, in turn, and what follows the last."""
+    if turns and turns[0] == 0:
+        raise UserError("messages: message 0: the assistant cannot speak first; begin with a system or user turn")
+    full = rendered(messages)
+    pieces = _by_windows(rendered, messages, turns, full) if len(turns) > _FEW else None
+    if pieces is None:
+        pieces, done = [], 0  # characters
+        for turn in turns:
+            prompt = rendered(messages[:turn], add_generation_prompt=True)
+            through = rendered(messages[: turn + 1])
+            if not (full.startswith(prompt) and full.startswith(through)) or len(prompt) > len(through):
+                problem = "the chat template rewrites earlier turns"
+                raise UserError(f"messages: message {turn}: {problem}; split the conversation there")
+            pieces += [full[done : len(prompt)], full[len(prompt) : len(through)]]
+            done = len(through)
+    return [*pieces, full[sum(map(len, pieces)) :]]
+
+
+def _by_windows(rendered: Rendered, messages: Sequence[Message], turns: Sequence[int], full: str) -> list[str] | None:
+    """The same in time that grows with the conversation's length, not its square: each turn is rendered behind the first
+    messages and the turn before it alone. None where together they are not the beginning of ``full``: then the template
+    looks further back, or writes a turn otherwise when it is not the last.
+    """
+    head, pieces = messages[: turns[0]], list[str]()
+    for before, turn in zip([None, *turns[:-1]], turns, strict=True):
+        shown = head if before is None else [*head, *messages[before:turn]]
+        known = "" if before is None else rendered([*head, messages[before]])
+        prompt, through = rendered(shown, add_generation_prompt=True), rendered([*shown, messages[turn]])
+        if not (prompt.startswith(known) and through.startswith(prompt)):
+            return None
+        pieces += [prompt[len(known) :], through[len(prompt) :]]
+    return pieces if full.startswith("".join(pieces)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder:
+    """Conversations to tokens that say whether they are learnt: a `stretto.data.shards.MarkingEncoder`.
+
+    A text is the JSON object of a `stretto.data.conversations.Conversation`.
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def fingerprint(self) -> str:
+        told = f"{self.tokenizer.fingerprint()}\n{self.tokenizer.chat_template}\n{named_tokens(self.tokenizer)}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def encode_marked(self, texts: Sequence[str], places: Sequence[str], /) -> list[list[int]]:
+        """Of each text twice each token's id, and one more where it is learnt; nothing behind the last that is.
+
+        Raises:
+            UserError: the chat template refuses a conversation; the message names its place.
+        """
+        found = []
+        for text, place in zip(texts, places, strict=True):
+            try:
+                chat = self._chat(json.loads(text))
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+            end = max((number for number, is_learnt in enumerate(chat.mask, start=1) if is_learnt), default=0)
+            found.append(
+                [2 * token + is_learnt for token, is_learnt in zip(chat.tokens[:end], chat.mask, strict=False)]
+            )
+        return found
+
+    def _chat(self, told: Mapping[str, Any]) -> Chat:
+        messages, is_learnt = told["messages"], told["is_learnt"]
+        if told.get("is_plain"):
+            prompt, answer = (self.tokenizer.encode(message["content"]) for message in messages)
+            answer = [*answer, self.tokenizer.eos_id]
+            return Chat((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = Arguments(call["function"]["arguments"])
+        tools, variables = told.get("tools", ()), told.get("variables")
+        return tokenise_chat(self.tokenizer, messages, tools, is_learnt=is_learnt, variables=variables)
 
 
 class _Generation(Extension):
-    """``{% generation %}…{% endgeneration %}``: some templates mark answers with it; here it only renders its body."""
+    """``{% generation %}…{% endgeneration %}``: some templates mark answers with it. It renders its body, between marks where
+    a caller gives some."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (nodes.Output([nodes.Name(name, "load")]) for name in _MARKS)
+        return [start, *body, end]
 
 
 @lru_cache(maxsize=8)
@@ -146,8 +286,8 @@ def _compile(template: str) -> jinja2.Template:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # As transformers does it: Jinja's own filter would escape HTML.
-    environment.filters["tojson"] = lambda value, indent=None, ensure_ascii=False: json.dumps(
-        value, indent=indent, ensure_ascii=ensure_ascii
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **layout: json.dumps(
+        value, ensure_ascii=ensure_ascii, **layout
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
     return environment.from_string(template)

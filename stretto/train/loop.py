@@ -25,7 +25,7 @@ from stretto.base.config import check_unchanged, differences
 from stretto.base.errors import UserError
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage, new_run_id
 from stretto.base.track import Tracker, progress, say
-from stretto.data.loader import Loader
+from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch, held_out_losses
 from stretto.evals.order import expert_orders, rank_layers, survey
 from stretto.model.checkpoint import write_checkpoint
@@ -40,7 +40,7 @@ from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.pace import Pace, find_pace
-from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, with_branches
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SelfTaughtConfig, SftRecipe, with_branches
 from stretto.train.sampler import MicroPlan, Sampler, WidthPlan
 from stretto.train.snapshot import LAYOUT, STEERING, Change, SnapshotMeta, Snapshots, read_meta
 from stretto.train.step import (
@@ -62,7 +62,7 @@ class Job:
 
     run: Path
     """Its folder."""
-    loader: Loader
+    loader: Batches
     """One batch is one micro-batch."""
     held_out: Sequence[EvalBatch]
     """This rank's, for the losses in the log and the layer order; without any, neither is measured."""
@@ -107,7 +107,13 @@ def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | 
         state = with_branch_rows(parent.config, config, parent.state_dict())
         del parent  # goes with the generator, when the run has its own copy
     training = _Training("pretrain", recipe, job, config, state, elastic.anchors, rank_at)
-    decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
+    return training.run(_own_lessons(training, elastic))
+
+
+def _own_lessons(training: _Training, elastic: SelfTaughtConfig) -> Callable[[int], Plan]:
+    """Plans of a run that trains the Subnets of a mixture, taught by the network as it is."""
+    train = training.train
+    decay_starts = train.steps - round(training.optim.decay_fraction * train.steps)
 
     def plan(step: int) -> Plan:
         config = training.model.config  # with the layer order in force
@@ -121,7 +127,7 @@ def pretrain(recipe: Recipe, job: Job, read_parent: Callable[[], Transformer] | 
         passes = [(each, teacher if is_taught else None) for each, is_taught in zip(micro, taught, strict=True)]
         return Plan(passes, elastic.balance_final_rate if step >= decay_starts else elastic.balance_rate)
 
-    return training.run(plan)
+    return plan
 
 
 @threads_kept()
@@ -202,9 +208,41 @@ def heal(recipe: HealRecipe, job: Job, model: Transformer, read_teacher: Callabl
         # ep divides the student's experts, which need not be as many as the teacher's
         teacher = spread(read_teacher(), replace(job.ranks, ep=1), training.dtype).requires_grad_(False)
         lesson = Distil(teacher, teacher.config.full(), recipe.ce_weight)
-    micro = MicroPlan("full", model.config.full(), None, False)
-    plan = Plan([(micro, lesson)] * recipe.train.micro_batches, recipe.balance_rate)
-    return training.run(lambda step: plan)
+    return training.run(_full_network(training, lesson, recipe.balance_rate))
+
+
+def _full_network(training: _Training, lesson: Distil | None, balance_rate: float) -> Callable[[int], Plan]:
+    """Plans of a run that trains the full network alone."""
+    micro = MicroPlan("full", training.model.config.full(), None, False)
+    plan = Plan([(micro, lesson)] * training.train.micro_batches, balance_rate)
+    return lambda step: plan
+
+
+@threads_kept()
+def finetune(
+    recipe: SftRecipe,
+    job: Job,
+    read_parent: Callable[[], Transformer],
+    presets: Mapping[str, SubnetChoice],
+    adapt: Callable[[Transformer], None] | None = None,
+) -> Trained:
+    """Train the network that ``read_parent`` gives on what the batches mark as targets: the full network, or the recipe's mixture
+    of its Subnets, each taught by the network as it is. Errors are those of `pretrain`.
+
+    Args:
+        recipe: complete for this network (`SftRecipe.for_network`).
+        presets: Subnets whose held-out losses are logged.
+        adapt: called with the network before its optimiser is made: freezes weights, and puts others in
+            (`stretto.model.lora`).
+    """
+    parent, elastic = read_parent(), recipe.elastic
+    config = parent.config if elastic is None else with_branches(parent.config, elastic)
+    state = with_branch_rows(parent.config, config, parent.state_dict())
+    del parent
+    training = _Training("sft", recipe, job, config, state, presets, set(), adapt)
+    if elastic is None:
+        return training.run(_full_network(training, None, recipe.balance_rate))
+    return training.run(_own_lessons(training, elastic))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +283,20 @@ class _Training:
     def __init__(
         self,
         stage: str,
-        recipe: Recipe | ElasticizeRecipe | HealRecipe,
+        recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
         job: Job,
         config: ModelConfig,
         state: Iterable[tuple[str, Tensor]],
         presets: Mapping[str, SubnetChoice],
         rank_at: Set[int],
+        adapt: Callable[[Transformer], None] | None = None,
     ):
         """Ready for the next step of a network of ``config`` that begins with ``state``.
 
         Args:
             presets: Subnets whose held-out losses are logged beside the full network's.
             rank_at: numbers of steps done at which the layer order is measured anew; 0: before the first.
+            adapt: what is done to the network before its optimiser is made.
         """
         train, ranks = recipe.train, job.ranks
         assert train.ep == ranks.ep, (
@@ -279,6 +319,8 @@ class _Training:
         self.model = placed(config, state, ranks, self.dtype)
         if isinstance(recipe, ElasticizeRecipe) and recipe.trainable == "routers":
             self._freeze()
+        if adapt is not None:
+            adapt(self.model)
         self.optimizers = build_optimizers(recipe.optim, self.model)
         if meta is not None:
             self._resume(meta)

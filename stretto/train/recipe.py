@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, SubnetChoice, fixed_layers
+from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, fixed_layers
 from stretto.optim.schedule import OptimConfig
 
 
@@ -55,8 +55,8 @@ class MixtureConfig(Config):
         return self
 
 
-class ElasticConfig(MixtureConfig):
-    """The mixture of a network that is elastic from its first step, and is its own teacher."""
+class SelfTaughtConfig(MixtureConfig):
+    """The mixture of a network that is its own teacher."""
 
     joint: bool = False
     """The full network learns the tokens of every smaller Subnet too, in a pass of its own that also teaches the
@@ -64,6 +64,10 @@ class ElasticConfig(MixtureConfig):
     anchor_ce_weight: float = Field(default=0.5, ge=0, le=1)
     """On anchor micro-batches (``joint``: on all of smaller Subnets): weight of cross-entropy; the rest is
     KL(full ‖ Subnet), at the price of one forward."""
+
+
+class ElasticConfig(SelfTaughtConfig):
+    """The mixture of a network that is elastic from its first step."""
 
     @model_validator(mode="after")
     def _check_anchors(self) -> Self:
@@ -250,30 +254,13 @@ class ElasticizeRecipe(Config):
         Where tokens choose all experts, as in a network cut from a dense one (`stretto.model.upcycle`), routers only rank: there is
         no load to balance, and what is tiny in them is meant. A step of balance or of an ordinary rate would write over that.
         """
-        anchors = self.elastic.anchors or dict(presets) or default_anchors(model)
-        if not anchors:
-            raise UserError(
-                "elastic.anchors: the network has no layer and no expert to spare; there is no smaller size of it"
-            )
-        depths = [choice.layers or model.num_layers for choice in anchors.values()]
-        top_ks = [choice.top_k or model.top_k for choice in anchors.values()]
-        elastic = self.elastic.replace(
-            anchors=anchors,
-            min_depth=max(self.elastic.min_depth, min(depths)),
-            min_top_k=max(self.elastic.min_top_k, min(top_ks)),
-        )
-        try:
-            check_fit(elastic, self.train, model)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        elastic = _completed(self.elastic, model, presets, self.train)
         if self.cached_logits is not None and self.cached_logits > model.vocab_size:
             raise UserError(f"cached_logits: {self.cached_logits} exceeds the vocabulary of {model.vocab_size}")
-        if not model.num_moe_layers or model.top_k_by_layer != model.experts_by_layer:
+        if not _only_ranks(model):
             return self.replace(elastic=elastic)
         elastic = elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
-        is_told = self.optim.router_lr_factor != 1.0  # what is not the default is meant
-        optim = self.optim if is_told else self.optim.replace(router_lr_factor=0.0)
-        return self.replace(elastic=elastic, optim=optim)
+        return self.replace(elastic=elastic, optim=_routers_kept(self.optim))
 
     def mixture_at(self, model: ModelConfig, step: int) -> MixtureConfig:
         """The mixture of ``step`` (0-based): axes that are not in force yet stay full."""
@@ -300,3 +287,75 @@ class ElasticizeRecipe(Config):
         """Weight of cross-entropy in the loss of ``step`` (0-based)."""
         progress = step / max(1, self.train.steps - 1)
         return 1.0 - (self.kd_weight + (self.kd_final_weight - self.kd_weight) * progress)
+
+
+Mixture = TypeVar("Mixture", bound=MixtureConfig)
+
+
+def _completed(
+    elastic: Mixture, model: ModelConfig, presets: Mapping[str, SubnetChoice], train: TrainConfig
+) -> Mixture:
+    """``elastic`` with its anchors by name, and bounds that fit them. Raises `UserError`: they do not fit ``model``."""
+    anchors = elastic.anchors or dict(presets) or default_anchors(model)
+    if not anchors:
+        raise UserError(
+            "elastic.anchors: the network has no layer and no expert to spare; there is no smaller size of it"
+        )
+    depths = [choice.layers or model.num_layers for choice in anchors.values()]
+    top_ks = [choice.top_k or model.top_k for choice in anchors.values()]
+    elastic = elastic.replace(
+        anchors=anchors,
+        min_depth=max(elastic.min_depth, min(depths)),
+        min_top_k=max(elastic.min_top_k, min(top_ks)),
+    )
+    try:
+        check_fit(elastic, train, model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return elastic
+
+
+def _only_ranks(model: ModelConfig) -> bool:
+    """Whether tokens choose all experts, so that routers only weigh and rank them."""
+    return bool(model.num_moe_layers) and model.top_k_by_layer == model.experts_by_layer
+
+
+def _routers_kept(optim: OptimConfig) -> OptimConfig:
+    """``optim`` with routers that stay, unless it says otherwise: what is not the default is meant."""
+    return optim if optim.router_lr_factor != 1.0 else optim.replace(router_lr_factor=0.0)
+
+
+class SftRecipe(Config):
+    """Supervised training on conversations."""
+
+    optim: OptimConfig
+    train: TrainConfig
+    long: Literal["refuse", "cut", "leave_out"] = "refuse"
+    """What becomes of conversations that are longer than ``train.seq_len``: an error, their beginning, or nothing."""
+    domains: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Shares of the rows by domain, relative to each other; within one, sources share by their weights. Empty: by the sources'
+    weights alone."""
+    lora: LoraConfig | None = None
+    """Train adapters of a low rank; None: every weight."""
+    elastic: SelfTaughtConfig | None = None
+    """Train this mixture of Subnets, so that every size stays good; None: the full network alone. Without anchors: the
+    checkpoint's presets, else `default_anchors`."""
+    balance_rate: float = Field(default=1e-4, ge=0)
+    """Of the full network alone; a mixture has its own. With ``lora`` biases stay: no adapter could hold them."""
+
+    def for_network(self, model: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Self:
+        """The same, complete for ``model``, as `ElasticizeRecipe.for_network` says. Raises `UserError`."""
+        if self.train.seq_len > model.max_positions:
+            raise UserError(
+                f"train.seq_len: {self.train.seq_len} exceeds the network's {model.max_positions} positions"
+            )
+        elastic, optim = self.elastic, self.optim
+        if elastic is not None:
+            elastic = _completed(elastic, model, presets, self.train)
+        if _only_ranks(model):
+            optim = _routers_kept(optim)
+        if not _only_ranks(model) and self.lora is None:
+            return self.replace(elastic=elastic, optim=optim)
+        still = {"balance_rate": 0.0, "balance_final_rate": 0.0}
+        elastic = elastic.replace(**still) if elastic is not None else None
+        return self.replace(elastic=elastic, optim=optim, balance_rate=0.0)

