@@ -139,6 +139,10 @@ class Comparison:
     """To the first, paired."""
     means: list[Interval]
     """Over domains."""
+    kept: list[Interval]
+    """Of the first one's score, the mean over domains; undetermined where that is 0."""
+    answers: dict[str, list[float | None]]
+    """Mean over domains of what is measured of answers, by its name; None: measured by other similarities than the first's."""
     teachers: dict[str, tuple[str, Interval]]
     """By domain: the name of the one who taught it, and its score."""
     norms: list[Norm | None]
@@ -188,11 +192,33 @@ def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], se
         scores={name: scores[name][: len(models)] for name in names},
         differences={name: [interval(means[name][:, place] - means[name][:, 0]) for place in places] for name in names},
         means=[interval(np.mean([means[name][:, place] for name in names], axis=0)) for place in places],
+        kept=[interval(np.mean([_ratio(means[name], place) for name in names], axis=0)) for place in places],
+        answers=_answers(models, names),
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
         flops_per_token=[model.cost.flops_per_token for model in models],
     )
+
+
+def _ratio(means_RM: np.ndarray, place: int) -> np.ndarray:
+    first_R = means_RM[:, 0]
+    return np.divide(means_RM[:, place], first_R, out=np.full_like(first_R, np.nan), where=first_R > 0)
+
+
+def _answers(models: Sequence[Evaluation], names: Sequence[str]) -> dict[str, list[float | None]]:
+    found: dict[str, list[float | None]] = {}
+    for measure in (*MEASURES, "entropy", "num_tokens"):
+        row: list[float | None] = []
+        for model in models:
+            own = [model.domains[name] for name in names]
+            values = [each.diversity[measure].value for each in own if measure in each.diversity]
+            if measure not in MEASURES:
+                values = [getattr(each, measure) for each in own]
+            is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
+            row.append(float(np.mean(values)) if len(values) == len(own) and is_like else None)
+        found[measure] = row
+    return found
 
 
 def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
@@ -224,6 +250,7 @@ def comparison_table(found: Comparison) -> Table:
         rows.append((Cell(name), *cells))
     rest = (NOTHING,) * bool(found.teachers)
     totals = [(Cell("Mean of domains"), *map(_share, found.means), *rest)]
+    totals.append((Cell("Kept", note="of the first's, mean of domains"), NOTHING, *map(_share, found.kept[1:]), *rest))
     totals.append((Cell("Worst domain", note="by its difference"), NOTHING, *map(Cell, found.worst[1:]), *rest))
     if any(found.norms):
         said = [
@@ -240,6 +267,18 @@ def comparison_table(found: Comparison) -> Table:
     columns = ("Domain", *found.models, *(["its teacher"] if found.teachers else []))
     note = f"{_READ} Differences, in points, are to {found.models[0]} on the same problems."
     return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+
+
+def compared_answers(found: Comparison) -> Table:
+    """How different, sure and long the answers to one problem are, of every model."""
+    rows = [
+        (
+            Cell(measure.replace("num_", "").replace("_", "-")),
+            *(NOTHING if each is None else Cell(rounded(each), each) for each in values),
+        )
+        for measure, values in found.answers.items()
+    ]
+    return Table("Answers, mean of domains", ("", *found.models), tuple(rows))
 
 
 def seesaw(found: Comparison) -> Figure:
@@ -297,7 +336,7 @@ def comparison_page(found: Comparison) -> Page:
             f"{headline} {found.refusal}".strip(),
             lambda: seesaw(found),
             "lines",
-            (comparison_table(found),),
+            (comparison_table(found), compared_answers(found)),
         )
     ]
     if len(set(found.flops_per_token)) > 1:

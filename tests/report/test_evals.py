@@ -16,6 +16,7 @@ from stretto.report.evals import (
     Comparison,
     answers_table,
     compare,
+    compared_answers,
     comparison_page,
     comparison_table,
     cost_table,
@@ -113,6 +114,17 @@ def test_differences_are_to_the_first_and_paired() -> None:
     assert norm is not None
     assert norm.mean.value == pytest.approx(0.5 / 0.75)
     assert [each.value for each in found.means] == pytest.approx([0.5, 0.625])
+    assert found.kept[1].value == pytest.approx((3 + 0.5 / 0.75) / 2)
+    assert found.answers["vendi"] == [2.5, 2.5]
+    assert found.answers["self_bleu"] == [None, None]  # one domain or all of them lack it
+    assert found.answers["num_tokens"] == [31.0, 31.0]
+
+
+def test_similarities_of_two_kinds_are_not_compared() -> None:
+    first, other = evaluation("a", START), evaluation("b", START)
+    found = compare([first, replace(other, asked=other.asked | {"embed": "sft"})], {})
+    assert found.answers["vendi"] == [2.5, None]
+    assert "–" in printed(compared_answers(found))
 
 
 def test_the_seesaw(tmp_path: Path) -> None:
