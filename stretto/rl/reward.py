@@ -14,7 +14,7 @@ from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
 
-Judge = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
+_How = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
 _MAX_DETAIL = 300
 """Characters."""
 
@@ -53,7 +53,7 @@ class RewardRole:
         """The verdicts on the samples of a group, which its task judges beside each other; INFRA as `score`."""
         return await self._verdicts(requests, _compare)
 
-    async def _verdicts(self, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
+    async def _verdicts(self, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
         name, stats = requests[0].source, self._stats
         source = self._sources.get(name)
         if source is None:
@@ -77,7 +77,7 @@ class RewardRole:
     async def close(self) -> None:
         self._threads.close()
 
-    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
+    async def _judge(self, source: TaskSource, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
         started_s = time.perf_counter()
         self._stats.num_judged += 1
         try:
@@ -98,7 +98,7 @@ def _compare(source: TaskSource, problem: Problem, answers: Sequence[Answer]) ->
     return source.compare(problem, answers)
 
 
-def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: Judge) -> tuple[Verdict, ...]:
+def _verdicts(source: TaskSource, requests: Sequence[RewardRequest], judge: _How) -> tuple[Verdict, ...]:
     started_s = time.perf_counter()
     try:
         problem = source.problem(requests[0].item)

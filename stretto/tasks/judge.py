@@ -237,7 +237,7 @@ class EndpointJudge:
             row = self._db.execute("SELECT said FROM judgements WHERE asked = ?", (asked,)).fetchone()
         if row is not None and (judged := read(row[0])) is not None:
             return judged
-        why = "its time for a verdict is over"
+        why = ""
         for attempt in range(config.retries + 1):
             if attempt:
                 time.sleep(max(0.0, min(_PAUSE_S * 2 ** (attempt - 1), stop_s - time.monotonic())))
@@ -258,11 +258,15 @@ class EndpointJudge:
         raise JudgeFailed(f"the judge {config.model} at {config.url}: {why} ({config.retries + 1} tries)")
 
     def _complete(self, body: Mapping[str, Any], stop_s: float) -> str:
-        with self._slots:
+        is_mine = self._slots.acquire(timeout=max(0.0, stop_s - time.monotonic()))
+        try:
             left_s = min(self._config.timeout_s, stop_s - time.monotonic())
-            if left_s <= 0:
-                raise httpx.ReadTimeout("its time for a verdict is over")
+            if not is_mine or left_s <= 0:
+                raise httpx.PoolTimeout("its time for a verdict is over")
             response = self._client.post("chat/completions", json=body, timeout=left_s)
+        finally:
+            if is_mine:
+                self._slots.release()
         if response.status_code in (400, 401, 403, 404, 405, 422):  # no other try would mend it
             said = one_line(response.text[:200])
             raise UserError(
