@@ -235,12 +235,9 @@ def latency(
     verify: Annotated[bool, typer.Option(help="Measure the presets and set the predictions beside them.")] = False,
 ) -> None:
     """Measure this machine's latency table for the search."""
-    from stretto.apps.search import LATENCY_FILE, latency_command, latency_errors
+    from stretto.apps.search import latency_command, latency_errors
 
-    table = latency_command(run, device)
-    _say(
-        f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed"
-    )
+    latency_command(run, device)
     if verify:
         for name, error in latency_errors(run, device).items():
             _say(f"{name}: predicted {error:+.1%} off the measured time")

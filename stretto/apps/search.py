@@ -17,7 +17,7 @@ from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, require_apart, write_json
 from stretto.base.records import Meter, Receipt
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.evals.loss import EvalBatch, evaluate
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from stretto.model.elastic import extract
@@ -43,6 +43,13 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     experts, top_ks = _ends(space.experts), _ends(space.top_k)
     table = measure(model, experts, top_ks, usual_workloads(model.config))
     write_table(run / LATENCY_FILE, table)
+    say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
+    for timing in table.timings:
+        full_ms = table.predict_ms(model.config, model.config.full(), timing.workload)
+        say(
+            f"{timing.workload.label()}: {full_ms:.3g} ms a step at full size; sizes in between, which the table was not made "
+            f"from, are at most {timing.held_out_error:.1%} off"
+        )
     return table
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json, write_json
-from stretto.base.track import progress
+from stretto.base.track import Advance, progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import without_layers
@@ -88,6 +88,15 @@ class Timing(Config):
     cells: tuple[Cell, ...]
     fit_error: float
     """Largest relative difference between a measured network and its fitted time."""
+    held_out_error: float = 0.0
+    """The same of networks that were measured and not fitted: sizes in between."""
+
+    def predict_ms(self, subnet: Subnet) -> float:
+        """Milliseconds of one step of ``subnet``. Raises `UserError`: it lies outside the measured range."""
+        costs = {(cell.experts, cell.top_k): cell.ms for cell in self.cells}
+        num_dense = len(subnet.layers) - len(subnet.experts)
+        moe_ms = sum(_cell_ms(costs, *shape) for shape in zip(subnet.experts, subnet.top_k, strict=True))
+        return self.fixed_ms + num_dense * costs.get((0, 0), 0.0) + moe_ms
 
 
 Scalar = int | float | bool | str | None
@@ -119,11 +128,7 @@ class LatencyTable(Config):
         """Milliseconds of one step of ``subnet`` of ``config``. Raises `UserError`: the workload was not measured, or
         the Subnet lies outside the measured range.
         """
-        timing = self.timing(workload)
-        costs = {(cell.experts, cell.top_k): cell.ms for cell in timing.cells}
-        num_dense = len(subnet.layers) - len(subnet.experts)
-        moe_ms = sum(_cell_ms(costs, *shape) for shape in zip(subnet.experts, subnet.top_k, strict=True))
-        return timing.fixed_ms + num_dense * costs.get((0, 0), 0.0) + moe_ms
+        return self.timing(workload).predict_ms(subnet)
 
 
 def write_table(path: Path | str, table: LatencyTable) -> None:
@@ -196,6 +201,11 @@ def speed_shape(config: ModelConfig) -> Shape:
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 10
+LEAST_STEPS, SAMPLE_S = 3, 0.5
+"""Of long steps that many will do, the warm-up among them, once a sample has taken so long (ours): what disturbs them, and what
+is cold, is a small share of each."""
+BUDGET_S = 60.0
+"""That networks take turns for, on any machine, but twice anyway (ours)."""
 PAGE_SIZE = 16
 MAX_SLOWDOWN = 1.25
 """A sample counts as disturbed when a matmul beside it ran this much slower than the fastest one of the run (ours)."""
@@ -218,7 +228,7 @@ def engine_seconds(device: torch.device) -> TimeFn:
 
 
 def step_seconds(model: Transformer, workload: Workload, library: Library | None) -> float:
-    """Seconds of one step of the engine, the fastest of a few, after a warm-up. A decoding step's rows have
+    """Seconds of one step of the engine, the fastest of a few; the first are a warm-up. A decoding step's rows have
     ``workload.context`` tokens in the cache, and a few more each time; a prefill computes them all, and one token of each row.
     """
     num_steps = WARM_UP_STEPS + TIMED_STEPS
@@ -238,17 +248,21 @@ def step_seconds(model: Transformer, workload: Workload, library: Library | None
     generator = torch.Generator().manual_seed(0)
     sampling = Sampling(temperature=0, max_tokens=num_new, ignore_eos=True)
     taken_s: list[float] = []
-    while len(taken_s) < num_steps:
+
+    def is_enough() -> bool:
+        return len(taken_s) >= num_steps or (len(taken_s) >= LEAST_STEPS and sum(taken_s) >= SAMPLE_S)
+
+    while not is_enough():
         for row in range(workload.batch):
             ids = torch.randint(model.config.vocab_size, (workload.context,), generator=generator).tolist()
             engine.add(Request(f"timing-{row}", tuple(ids), sampling, Phases(model.config.full())), stream=False)
         if workload.phase == "decode":
             engine.step()  # all prompts
-        while engine.has_work:
+        while engine.has_work and not is_enough():
             start = time.perf_counter()
             engine.step()  # returns tokens, so the device is done
             taken_s.append(time.perf_counter() - start)
-    return min(taken_s[WARM_UP_STEPS:])
+    return min(taken_s[min(WARM_UP_STEPS, len(taken_s) - 2) :])
 
 
 def measure(
@@ -262,34 +276,57 @@ def measure(
 ) -> LatencyTable:
     """Measure the table of ``model`` in the dtype it will be served in, on the device that holds it.
 
-    Each combination of ``experts`` and ``top_ks`` is timed at full and at least depth. The networks take turns, so that
-    a slow spell of the machine meets all of them, and the fastest of their samples counts. Each sample stands between
-    two runs of a fixed matmul, which tell how many were disturbed.
+    Each combination of ``experts`` and ``top_ks`` is timed at full depth, and the ends of them at least depth: a layer of each
+    combination and what is no layer are then known, whatever the number of layers. A few sizes in between are timed as well
+    and not fitted: they tell how far predictions are off. The networks take turns, so that a slow spell of the machine meets all
+    of them, and the fastest of their samples counts. Each sample stands between two runs of a fixed matmul, which tell how many
+    were disturbed.
 
     Args:
+        num_rounds: turns of every network, at most; fewer where they would take longer than `BUDGET_S`.
         time_fn: times one network; None: the engine's steps (`engine_seconds`).
     """
     config, time_fn = model.config, time_fn or engine_seconds(model.head_VD.device)
     widths = {num for num in (*experts, config.num_experts) if config.choosable(num)}
     pairs = sorted({(num, min(k, config.choosable(num))) for num in widths for k in {*top_ks, config.top_k}})
-    depths = sorted({len(fixed_layers(config.num_layers)), config.num_layers})
-    subnets = [config.subnet(depth, num, k) for num, k in pairs for depth in depths]
+    least = len(fixed_layers(config.num_layers))
+    fitted = [config.subnet(config.num_layers, *pair) for pair in pairs]
+    fitted += [config.subnet(least, *pair) for pair in (pairs[0], pairs[-1])]
     droppable_dense = set(droppable_layers(config)) & set(config.dense_layers)
     if droppable_dense:  # otherwise dense layers come and go together with MoE layers, and share their cost
-        subnets.append(without_layers(config, droppable_dense))
+        fitted.append(without_layers(config, droppable_dense))
+    fitted = list(dict.fromkeys(fitted))
+    held_out = [config.subnet((least + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
+    held_out = [subnet for subnet in held_out if subnet not in fitted]
     samples = _Samples(model, time_fn)
-    timings = tuple(
-        _solve(config, workload, subnets, measured_ms)
-        for workload, measured_ms in samples.fastest_ms("measure latency", subnets, workloads, num_rounds).items()
-    )
+    measured = samples.fastest_ms("measure latency", [*fitted, *held_out], workloads, num_rounds)
+
+    def timing(workload: Workload) -> Timing:
+        fitted_ms, held_out_ms = measured[workload][: len(fitted)], measured[workload][len(fitted) :]
+        solved = _solve(config, workload, fitted, fitted_ms)
+        errors = [abs(solved.predict_ms(subnet) / ms - 1.0) for subnet, ms in zip(held_out, held_out_ms, strict=True)]
+        return solved.replace(held_out_error=max(errors, default=0.0))
+
     return LatencyTable(
         machine=this_machine(model),
         shape=speed_shape(config),
-        timings=timings,
+        timings=tuple(timing(workload) for workload in workloads),
         num_samples=samples.num_samples,
         num_disturbed=samples.num_disturbed,
         num_uncertain=samples.num_uncertain,
     )
+
+
+def _between(config: ModelConfig, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Two of the widths and k that lie in between ``pairs``; the middle one of those where none does."""
+    nums, ks = [num for num, _ in pairs], [k for _, k in pairs]
+    others = [
+        (num, k)
+        for num in range(min(nums), max(nums) + 1)
+        for k in range(min(ks), min(max(ks), config.choosable(num)) + 1)
+        if (num, k) not in pairs
+    ]
+    return [others[len(others) // 3], others[len(others) * 2 // 3]] if others else [pairs[len(pairs) // 2]]
 
 
 class Check(Config):
@@ -351,17 +388,27 @@ class _Samples:
         """
         taken: dict[tuple[Workload, int], list[tuple[float, float]]] = {}
         before_s = fastest_s = self._calibrate()
-        with progress(title, num_rounds * len(subnets) * len(workloads)) as advance:
-            for _ in range(num_rounds):
-                for index, subnet in enumerate(subnets):
-                    # anew each round: all at once would not fit in memory
-                    network = extract(self._model, subnet).to(self._dtype)
-                    for workload in workloads:
-                        taken_s = self._time_fn(network, workload)
-                        after_s = self._calibrate()
-                        taken.setdefault((workload, index), []).append((max(before_s, after_s), taken_s))
-                        before_s, fastest_s = after_s, min(fastest_s, after_s)
-                        advance(1)
+
+        def round_of(advance: Advance) -> None:
+            nonlocal before_s, fastest_s
+            for index, subnet in enumerate(subnets):
+                # anew each round: all at once would not fit in memory
+                network = extract(self._model, subnet).to(self._dtype)
+                for workload in workloads:
+                    taken_s = self._time_fn(network, workload)
+                    after_s = self._calibrate()
+                    taken.setdefault((workload, index), []).append((max(before_s, after_s), taken_s))
+                    before_s, fastest_s = after_s, min(fastest_s, after_s)
+                    advance(1)
+
+        start = time.perf_counter()
+        with progress(f"{title} of {len(subnets)} sizes", len(subnets) * len(workloads)) as advance:
+            round_of(advance)
+        num_more = min(num_rounds - 1, max(1, int(BUDGET_S / (time.perf_counter() - start)) - 1))
+        if num_more:
+            with progress(f"{title}, again", num_more * len(subnets) * len(workloads)) as advance:
+                for _ in range(num_more):
+                    round_of(advance)
         for samples in taken.values():
             num_calm = sum(busy_s <= MAX_SLOWDOWN * fastest_s for busy_s, _ in samples)
             self.num_samples += len(samples)

@@ -68,9 +68,52 @@ def test_real_steps_of_the_engine_are_timed(make_model, monkeypatch):
     model = make_model()
     table = measure(model, [3], [1], [DECODE, PREFILL], num_rounds=1)
     assert all(timing.fixed_ms + sum(cell.ms for cell in timing.cells) > 0 for timing in table.timings)
-    assert table.num_samples == 2 * 2 * 4
+    assert table.num_samples == (4 + 2 + 2) * 2  # each width and k; two shallow; two in between; both workloads
     found = check(table, model, [model.config.subnet(5, 4, 2)], num_rounds=1)
     assert [one.workload for one in found] == [DECODE, PREFILL] and all(one.measured_ms > 0 for one in found)
+
+
+def test_a_deep_network_takes_no_more_measurements_than_a_shallow_one(make_model):
+    counts = {planted_table(make_model(num_layers=num)).num_samples for num in (6, 24)}
+    assert len(counts) == 1
+
+
+def test_sizes_that_were_not_fitted_tell_how_far_predictions_are_off(make_model):
+    """A machine that takes half as long again for layers of four experts, between the two measured widths."""
+
+    def curved(network, workload):
+        has_four = 4 in network.config.experts_by_layer
+        return planted_seconds(network, workload) * (1.5 if has_four else 1.0)
+
+    exact, off = (
+        measure(make_model(), [2, 6], [2, 3], num_rounds=1, time_fn=time_fn).timings[0]
+        for time_fn in (planted_seconds, curved)
+    )
+    assert exact.held_out_error < 1e-9
+    assert off.fit_error < 1e-9 and off.held_out_error > 0.3
+
+
+@pytest.mark.parametrize(("round_s", "num_rounds"), [(30.0, 2), (12.0, 5), (0.1, 7)])
+def test_turns_end_with_the_budget_but_not_before_the_second(make_model, monkeypatch, round_s, num_rounds):
+    """By a clock that only networks move."""
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    clock, model = [0.0], make_model()
+
+    def slow(network, workload):
+        clock[0] += round_s / 3
+        return planted_seconds(network, workload)
+
+    monkeypatch.setattr(timing, "BUDGET_S", 60.0)
+    assert measure(model, [6], [3], time_fn=slow).num_samples == 3 * num_rounds
+
+
+def test_long_steps_are_fewer(make_model, monkeypatch):
+    monkeypatch.setattr(timing, "SAMPLE_S", 0.0)
+    steps = []
+    forward = Runner.forward
+    monkeypatch.setattr(Runner, "forward", lambda *arguments: (steps.append(1), forward(*arguments))[1])
+    step_seconds(make_model(), PREFILL, library=None)
+    assert len(steps) == timing.LEAST_STEPS
 
 
 @pytest.mark.parametrize("workload", [Workload(phase="decode", batch=3, context=20), PREFILL])
@@ -176,4 +219,4 @@ def test_a_network_that_was_never_timed_in_peace_is_counted(make_model, monkeypa
     matmul_s = iter([0.001] * 3 + [0.005] * 100)  # calm while it warms up, never again
     monkeypatch.setattr(timing._Samples, "_calibrate", lambda self: next(matmul_s))
     table = measure(model, [6], [3], num_rounds=2, time_fn=planted_seconds)
-    assert table.num_disturbed == table.num_samples == 4 and table.num_uncertain == 2
+    assert table.num_disturbed == table.num_samples == 6 and table.num_uncertain == 3
