@@ -229,7 +229,7 @@ def test_equal_scores_go_to_the_lowest_expert(library: ctypes.CDLL) -> None:
 
 @torch.no_grad()
 def test_bfloat16_weights_and_cache(library: ctypes.CDLL) -> None:
-    """Weights as stored, arithmetic in fp32: as near to the fp32 network of the same weights as rounding the cache allows."""
+    """As near to the fp32 network of the same weights as rounding the cache, and what products are given, allows."""
     config = CONFIGS["dense layer, shared experts"].replace(attention_bias=True, qk_norm=True)
     half = network(config, torch.bfloat16)
     wide = Transformer(config)
@@ -238,9 +238,68 @@ def test_bfloat16_weights_and_cache(library: ctypes.CDLL) -> None:
     pools = Pools(library, half, num_sequences=1, length=19)
     got_TV = run_mixed(pools, ids, [config.full()])[0]
     want_TV = wide.logits(torch.tensor(ids), config.full())[0]
-    # relative spacing of bf16 is 2^-8, half of it the rounding error, in keys and values of each layer
-    atol = config.num_layers * 2**-8 * float(want_TV.abs().max())
+    # a layer rounds six times, by half of bf16's relative spacing of 2^-8 at most: keys, values, and where the processor
+    # multiplies bf16, what each of its four products is given
+    atol = config.num_layers * 6 * 2**-9 * float(want_TV.abs().max())
     torch.testing.assert_close(got_TV, want_TV, rtol=0, atol=atol)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [48, 44, 200])
+def test_products_of_any_number_of_tokens(library: ctypes.CDLL, width: int, dtype: torch.dtype) -> None:
+    """A network whose layers add nothing is a norm and one product, known to the last rounding; 1 to 40 tokens fill tiles of the
+    matrix unit in every way, and neither ``width`` nor the vocabulary of 53 does.
+    """
+    config = BASE.replace(hidden_size=width, max_positions=256)
+    model = network(config, dtype)
+    for block in model.blocks:
+        block.attention.out.weight.zero_()
+        block.mlp.down.zero_()
+    x_VD = model.embedding.weight.double()
+    x_VD = x_VD * (x_VD.square().mean(1, keepdim=True) + config.norm_eps).rsqrt() * model.norm.weight.double()
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        x_VD = x_VD.float().bfloat16().double()
+    want_VV = x_VD @ model.head_VD.double().T
+    ids = ids_of(config, num=1, length=40)[0]
+    for num in (1, 2, 15, 16, 17, 31, 33, 40):
+        pools = Pools(library, model, num_sequences=1, length=num)
+        got_MV = pools.native.forward([pools.chunk(0, ids[:num], 0, num, config.full())], want_routes=False)
+        # fp32 sums of `width` products; a norm that lies between two bf16 numbers may go to the other one
+        atol = float(want_VV.abs().max()) * width * torch.finfo(torch.float32).eps
+        near = (got_MV.double() - want_VV[ids[:num]]).abs() < atol
+        assert near.double().mean() > 0.99, f"{num} tokens: {near.double().mean():.3f} of the logits as they must be"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["odd sizes", "dense layer, shared experts", "widths"])
+def test_bits_do_not_depend_on_the_number_of_tokens(library: ctypes.CDLL, name: str) -> None:
+    config = CONFIGS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        model, ids = network(config, dtype), ids_of(config, num=1, length=60)[0]
+        results = []
+        for size in (1, 2, 15, 16, 17, 33, 60):
+            pools = Pools(library, model, num_sequences=1, length=60)
+            pieces = [pools.chunk(0, ids, at, min(60, at + size), config.full()) for at in range(0, 60, size)]
+            results.append(torch.cat([pools.native.forward([piece], want_routes=True) for piece in pieces]))
+        assert all(torch.equal(results[0], each) for each in results[1:])
+
+
+@torch.no_grad()
+def test_the_matrix_unit_is_left_as_it_was_found(library: ctypes.CDLL) -> None:
+    """torch's own bf16 attention and products keep the unit's shapes on a thread between calls."""
+    model, half = network(BASE, torch.bfloat16), {"dtype": torch.bfloat16}
+    q_BHTC, x_ND = torch.ones(1, 4, 70, 64, **half), torch.randn(70, 96, **half)
+
+    def torchs() -> Tensor:
+        attended_BHTC = torch.nn.functional.scaled_dot_product_attention(q_BHTC, q_BHTC, q_BHTC)
+        return torch.cat((attended_BHTC.flatten(), (x_ND @ x_ND.T).flatten()))
+
+    before = torchs()
+    for num in (1, 5, 40):
+        pools = Pools(library, model, num_sequences=1, length=num)
+        pools.native.forward([pools.chunk(0, ids_of(BASE, 1, num)[0], 0, num, BASE.full())], want_routes=False)
+        assert torch.equal(torchs(), before)
 
 
 @torch.no_grad()

@@ -36,7 +36,8 @@ from stretto.base.track import progress
 SOURCES = Path(__file__).parent
 VARIABLE = "STRETTO_NATIVE"
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights and cache; arithmetic is fp32 for both."""
+"""Of weights and cache. Sums are fp32 for both; where the processor has a matrix unit (AMX), products with bf16 weights round tokens
+to bf16 first, as torch's do."""
 MAX_GROUP = 64
 """Query heads that may share a key head; arrays of attention.inc hold so many."""
 MAX_TOP_K = 256

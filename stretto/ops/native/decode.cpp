@@ -12,11 +12,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 #include <vector>
 
 #include "abi.h"
 #include "product.h"
 #include "sample.h"
+#include "tiles.h"
 
 namespace stretto {
 
@@ -71,16 +73,25 @@ class Barrier {
     alignas(64) std::atomic<int> round{0};
 };
 
-constexpr int PHASES = 11;  // at most, in a layer; beside them: embedding, norm, head
-constexpr int OWN = 4096;  // elements that every thread norms for itself, at most: about two microseconds
+constexpr int PHASES = 16;  // at most, in a layer; beside them: embedding, norm, tokens for tiles, head
+constexpr int OWN = 4096;  // elements that every thread norms or packs for itself, at most: about two microseconds
+
+// Tokens that a product takes: rows of fp32 and, where it goes through tiles, the same rows packed for them.
+struct Inputs {
+    const float* const* rows;
+    const bfloat16* packed;
+    int num;
+};
 
 // Buffers of one step; grown, never shrunk.
 struct Buffers {
     std::vector<float> x, h, qkv, attended, gate, up, shared_gate, shared_up, router, weight;
     std::vector<int32_t> chosen, active, active_start;
+    std::vector<bfloat16> packed, packed_slots;
 };
 
-inline void grow(std::vector<float>& v, size_t num) {
+template <class T>
+inline void grow(std::vector<T>& v, size_t num) {
     if (v.size() < num) v.resize(num);
 }
 
@@ -91,7 +102,7 @@ class Decoder {
 
     void step(const StrettoStep& step) {
         prepare(step);
-        std::vector<Share> shares((size_t(PHASES) * s.num_layers + 3) * step.num_threads);
+        std::vector<Share> shares((size_t(PHASES) * s.num_layers + 4) * step.num_threads);
         Barrier barrier;
 #pragma omp parallel num_threads(step.num_threads)
         Worker(*this, step, shares, barrier).run();
@@ -121,6 +132,13 @@ class Decoder {
         grow(b.shared_up, num * shared);
         grow(b.router, num * experts);
         grow(b.weight, num * s.route_slots);
+        if (uses_tiles) {
+            int widest = std::max(s.hidden, int(queries));
+            for (const auto& layer : layers) widest = std::max({widest, layer.inner, layer.shared_inner});
+            const size_t size = TILE_TOKENS * packed_width(widest), slots = num * s.route_slots;
+            grow(b.packed, (num + TILE_TOKENS - 1) / TILE_TOKENS * size);
+            grow(b.packed_slots, std::min(slots, slots / TILE_TOKENS + experts) * size);  // of each expert's spans, one is not full
+        }
         b.chosen.resize(num * s.route_slots);
         b.active.clear();
         b.active_start.assign(1, 0);
@@ -136,6 +154,7 @@ class Decoder {
     StrettoShape s;
     std::vector<StrettoLayer> layers;
     Buffers b;
+    const bool uses_tiles = std::is_same_v<W, bfloat16> && has_tiles();
     bool are_apart = false;     // no two tokens of the step belong to one sequence
     std::vector<float> drafts;  // logits of a drafting step
     Weights weights;
@@ -157,6 +176,11 @@ struct Decoder<W>::Worker {
     std::vector<int32_t> slot_token, slot_start, used;
     std::vector<float> normed, slot_weight, scores;
     std::vector<double> selection, group_score;  // of a softmax, fp32 values
+    std::vector<bfloat16> own, own_slots;  // what each thread packs for itself
+    std::vector<Span> spans, slot_spans;
+    std::vector<int32_t> first_span;  // by expert, in slot_spans
+    const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // of `rows`, and of the slots
+    Tiles tiles{d.uses_tiles};
 
     Worker(Decoder& d, const StrettoStep& step, std::vector<Share>& shares, Barrier& barrier)
         : d(d), step(step), shares(shares), barrier(barrier) {}
@@ -195,8 +219,8 @@ struct Decoder<W>::Worker {
 
     // Rows a task takes: small enough to share out evenly, large enough to stream.
     int block(long num_rows) const {
-        long even = num_rows / (8L * step.num_threads);
-        return int(std::clamp(even / 8 * 8, 8L, 64L));
+        const long even = num_rows / (8L * step.num_threads), least = d.uses_tiles ? 2 * TILE_ROWS : 8;
+        return int(std::clamp(even / least * least, least, 64L));
     }
 
     template <class F>
@@ -212,6 +236,43 @@ struct Decoder<W>::Worker {
         for (int a = 0; a < num; a++) rows[a] = from.data() + a * width;
     }
 
+    // The rows x in `of` packed for tiles, by every thread for itself or all together; null where products take them as they are.
+    const bfloat16* pack(const float* const* x, const std::vector<Span>& of, int width, std::vector<bfloat16>& mine, std::vector<bfloat16>& all) {
+#if defined(STRETTO_TILES)
+        if (!d.uses_tiles) return nullptr;
+        const bool is_own = long(of.size()) * width <= OWN;
+        const size_t size = TILE_TOKENS * packed_width(width);
+        std::vector<bfloat16>& to = is_own ? mine : all;
+        if (is_own) grow(to, of.size() * size);
+        auto one = [&](int i) { pack_span(x, of[i], width, &to[i * size]); };
+        if (is_own)
+            for (int i = 0; i < int(of.size()); i++) one(i);
+        else each(of.size(), one);
+        return to.data();
+#else
+        return nullptr;
+#endif
+    }
+
+    // Packs the first `num` of `rows`.
+    void pack_rows(int num, int width) {
+        spans.clear();
+        for (int first = 0; first < num; first += TILE_TOKENS) spans.push_back({first, std::min(TILE_TOKENS, num - first), num == 1});
+        packed = pack(rows.data(), spans, width, own, d.b.packed);
+    }
+
+    Inputs inputs(int num) const { return {rows.data(), packed, num}; }
+
+    // put(row, count, token, values) for rows [begin, end) of w, as `product`.
+    template <class Put>
+    void multiply(const W* w, size_t stride, int begin, int end, const Inputs& x, int width, Put put) {
+#if defined(STRETTO_TILES)
+        if constexpr (std::is_same_v<W, bfloat16>)
+            if (x.packed) return tile_product(tiles, w, stride, begin, end, x.packed, x.num, width, put);
+#endif
+        product(w, stride, begin, end, x.rows, x.num, width, put);
+    }
+
     // Points `rows` at the norms of rows [num] of the stream.
     void normalise(const void* weight, const int32_t* token, int num) {
         const bool is_own = long(num) * s.hidden <= OWN;
@@ -224,6 +285,7 @@ struct Decoder<W>::Worker {
             for (int a = 0; a < num; a++) one(a);
         else each(num, one);
         point(to, s.hidden, num);
+        pack_rows(num, s.hidden);
     }
 
     // What a product puts into `to` [tokens, width], with the rows' bias unless that is null.
@@ -236,23 +298,24 @@ struct Decoder<W>::Worker {
 
     // x += w · rows + bias, for the active tokens.
     void add_product(const void* w, int width, const void* bias) {
+        pack_rows(num_active, width);
         blocks(s.hidden, [&](int begin, int end) { add_rows(w, width, bias, begin, end); });
     }
 
     void add_rows(const void* w, int width, const void* bias, int begin, int end) {
         const W* by = static_cast<const W*>(bias);
-        product(static_cast<const W*>(w), width, begin, end, rows.data(), num_active, width,
-                [&](int row, int count, int a, const float* values) {
-                    float* x = x_of(a) + row;
-                    for (int i = 0; i < count; i++) x[i] += values[i] + (by ? widen(by[row + i]) : 0.0f);
-                });
+        multiply(static_cast<const W*>(w), width, begin, end, inputs(num_active), width,
+                 [&](int row, int count, int a, const float* values) {
+                     float* x = x_of(a) + row;
+                     for (int i = 0; i < count; i++) x[i] += values[i] + (by ? widen(by[row + i]) : 0.0f);
+                 });
     }
 
-    // Rows [begin, end) of the activation of gate and up, for num tokens; gate and up are [num, inner].
-    void swiglu(const W* w, const W* bias, int inner, int begin, int end, const float* const* x, int num, float* gate, float* up) {
-        product(w, s.hidden, begin, end, x, num, s.hidden, into(gate, inner, bias));
-        product(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, num, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
-        for (int t = 0; t < num; t++) {
+    // Rows [begin, end) of the activation of gate and up; both are [tokens, inner].
+    void swiglu(const W* w, const W* bias, int inner, int begin, int end, const Inputs& x, float* gate, float* up) {
+        multiply(w, s.hidden, begin, end, x, s.hidden, into(gate, inner, bias));
+        multiply(w + size_t(inner) * s.hidden, s.hidden, begin, end, x, s.hidden, into(up, inner, bias ? bias + inner : nullptr));
+        for (int t = 0; t < x.num; t++) {
             const float* factor = up + size_t(t) * inner + begin;
             map(gate + size_t(t) * inner + begin, end - begin, [&](Vec g, int i) {
                 Vec u = i + LANES <= end - begin ? load(factor + i) : load_part(factor + i, end - begin - i);
@@ -277,10 +340,10 @@ struct Decoder<W>::Worker {
         if (num == 0) return;
         normalise(s.norm, step.logit_tokens, num);
         blocks(vocab, [&](int begin, int end) {
-            product(static_cast<const W*>(s.head), hidden, begin, end, rows.data(), num, hidden,
-                    [&](int row, int count, int m, const float* values) {
-                        std::memcpy(step.logits + size_t(m) * vocab + row, values, count * sizeof(float));
-                    });
+            multiply(static_cast<const W*>(s.head), hidden, begin, end, inputs(num), hidden,
+                     [&](int row, int count, int m, const float* values) {
+                         std::memcpy(step.logits + size_t(m) * vocab + row, values, count * sizeof(float));
+                     });
         });
     }
 };

@@ -96,7 +96,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-inline Vec4 fold(Vec v) {
+[[gnu::always_inline]] inline Vec4 fold(Vec v) {
 #if defined(__AVX512F__)
     Vec8 half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 #else
@@ -105,12 +105,12 @@ inline Vec4 fold(Vec v) {
     return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 }
 
-inline Vec4 pairs(Vec4 a, Vec4 b) {
+[[gnu::always_inline]] inline Vec4 pairs(Vec4 a, Vec4 b) {
     return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
 }
 
 // Sums of four vectors at once; each is the same tree as `sum`.
-inline Vec4 sum4(Vec a, Vec b, Vec c, Vec d) { return pairs(pairs(fold(a), fold(b)), pairs(fold(c), fold(d))); }
+[[gnu::always_inline]] inline Vec4 sum4(Vec a, Vec b, Vec c, Vec d) { return pairs(pairs(fold(a), fold(b)), pairs(fold(c), fold(d))); }
 
 inline float sum(Vec v) {
     Vec4 q = fold(v);
