@@ -15,7 +15,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,6 +57,7 @@ from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layer
 from stretto.model.streamed import StreamedNetwork, StreamedState
 from stretto.model.upcycle import FAMILY as UPCYCLED
 from stretto.model.upcycle import UpcycledState, Upcycling, upcycled_config, upcycled_presets
+from stretto.ops.tuning import rough_products
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.recipe import default_anchors
 
@@ -290,7 +291,8 @@ def _upcycled(state: StreamedState, dense: ModelConfig, text: Text | None, how: 
     else:
         streamed = StreamedNetwork(dense, state)
         batches = text.batches[:NEURON_BATCHES]
-        with progress("make experts", dense.num_layers * len(batches)) as advance:
+        rough = rough_products(torch.device("cpu"), dense.hidden_size)
+        with progress("make experts", dense.num_layers * len(batches)) as advance, rough:
             plans = plan_network(streamed.model, batches, how, hold=streamed.hold, advance=advance)
     return Network(config, UPCYCLED, UpcycledState(config, how, plans, state), upcycled_presets(config, how))
 
@@ -419,7 +421,9 @@ def _measure(
     if left_out:
         num = batches[0].ids_BT.numel()
         what += f" (and the network without each of {len(droppable_layers(config))}, on {num:,} tokens)"
-    with progress(what, config.num_layers * len(batches)) as advance:
+    # removal looks at differences of outputs, which bf16 does not show
+    rough = nullcontext() if options.order == "removal" else rough_products(torch.device("cpu"), config.hidden_size)
+    with progress(what, config.num_layers * len(batches)) as advance, rough:
         found = survey(
             streamed.model,
             batches,

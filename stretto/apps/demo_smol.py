@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import rich
+import torch
 from rich.table import Table
 
 from stretto.apps.adopt import AdoptOptions, adopt_command
@@ -33,6 +34,7 @@ from stretto.data.sources import Document
 from stretto.engine.loading import OpenedEngine, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.upcycle import Upcycling
+from stretto.ops.tuning import multiplies_bf16
 from stretto.search.search import Limits, SearchOptions
 from stretto.text.chat import named_tokens, render
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
@@ -41,7 +43,8 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 MODEL = "smollm2"
 NUM_NEW_TOKENS = 48
 ANSWER_TOKENS = 64
-AT_ONCE = 16
+AT_ONCE = 64
+"""Requests that the engine computes side by side: weights are read once for all of them."""
 HOW = Upcycling(experts=8, top_k=4)
 LIMITS = Limits(max_total=0.8, max_active=0.75)
 ELASTICIZE = ["train.steps=40", "train.eval_every=20", "train.eval_rows=8", "train.snapshot_every=10"]
@@ -120,7 +123,8 @@ def _stages(run: Path) -> tuple[Stage, ...]:
 
 def _converse(run: Path) -> None:
     """The model's own greedy answers, as conversations, one a line: ``{"text": …}`` as its template renders it."""
-    opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE))
+    half = torch.bfloat16 if multiplies_bf16(torch.device("cpu")) else None
+    opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE), dtype=half)
     questions = chat_questions()
     answers = answer(opened, questions, ANSWER_TOKENS, "converse")
     tokenizer, template = _template(opened.tokenizer)

@@ -55,8 +55,8 @@ def plan_network(
 ) -> list[LayerPlan]:
     """The plan of every layer of the dense ``model``, from what its feed-forward networks are given on ``batches``.
 
-    ``hold`` and ``advance`` are those of `stretto.evals.order.survey`, which walks the layers. Raises `UserError`: there are fewer
-    tokens than a router has inputs.
+    ``hold`` and ``advance`` are those of `stretto.evals.order.survey`, which walks the layers. What neurons write is computed as
+    autocast says, clusters and routers in fp32. Raises `UserError`: there are fewer tokens than a router has inputs.
     """
     num_tokens = sum(int(batch.real_BT.sum()) for batch in batches)
     if num_tokens < model.config.hidden_size:
@@ -165,7 +165,7 @@ def activity(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor) -> tuple[Tensor,
     length_D = down_DW.norm(dim=0)
     shares_WN = torch.cat(
         [
-            F.normalize(ORDINARY.swiglu(part_ND.float() @ gate_up_FD.T).abs_() * length_D, dim=1).T
+            F.normalize(ORDINARY.swiglu(part_ND.float() @ gate_up_FD.T).float().abs_() * length_D, dim=1).T
             for part_ND in _spaced(x_ND, FEATURE_TOKENS).split(TOKENS_AT_ONCE)
         ],
         dim=1,
@@ -184,10 +184,11 @@ def _shares(gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor, parts_EI: Tensor)
     """Length of each part's output as a share of all parts' (root of the sum of squares is 1): [N, E]."""
     inner_NW = ORDINARY.swiglu(x_ND @ gate_up_FD.T)
     return F.normalize(
-        torch.stack([(inner_NW[:, part] @ down_DW[:, part].T).norm(dim=1) for part in parts_EI], 1), dim=1
+        torch.stack([(inner_NW[:, part] @ down_DW[:, part].T).float().norm(dim=1) for part in parts_EI], 1), dim=1
     )
 
 
+@torch.autocast("cpu", enabled=False)
 def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator) -> Tensor:
     """k-means with clusters of one size: the cluster of each member [M], int64. ``num`` divides M.
 
@@ -208,6 +209,7 @@ def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator)
     return cluster_M
 
 
+@torch.autocast("cpu", enabled=False)
 def fit_router(x_ND: Tensor, worth_NE: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Router rows [E, D] and selection bias [E] whose scores put experts in the order of ``worth`` as well as a ridge regression
     can; logits have the standard deviation ``scale``.

@@ -17,6 +17,8 @@ TIMED_S = 0.25
 """Each candidate's share of the second or two that a choice may take."""
 MARGIN = 1.1
 """How much faster than the default another candidate must be: below that it is noise."""
+ROUGH_WIDTH = 256
+"""Hidden channels from which products in bf16 pay (ours): below, what stands between them takes longer."""
 
 
 def thread_counts() -> list[int]:
@@ -54,6 +56,13 @@ def fastest_threads(measure: Callable[[], float]) -> dict[int, float]:
     best = min(found, key=lambda num: found[num])
     torch.set_num_threads(best if found[default] > MARGIN * found[best] else default)
     return found
+
+
+def rough_products(device: torch.device, width: int) -> torch.autocast:
+    """A block in which products are bf16 where ``device`` has units for it and a network of ``width`` hidden channels is wide enough
+    to gain by it: for what is compared with its like and not reported, such as what a layer is worth.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=width >= ROUGH_WIDTH and multiplies_bf16(device))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The gate before a Subnet becomes a network of its own: masked and extracted logits must agree.
 
-Shape letters: B rows, T positions, N tokens compared, V vocabulary.
+Shape letters: B rows, T positions, N tokens compared, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,30 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch
 from stretto.model.elastic import extract
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Transformer
+from stretto.ops import exact
+from stretto.ops.operators import Operators
 
 FLOOR = 1e-5
 """Least relative tolerance (ours): about a hundred roundings of fp32, and a thousandth of what one wrong expert does."""
+
+
+class _LowestFirst(Operators):
+    """The ordinary operators, but of equal scores the lower id is chosen: torch's choice depends on how many experts there are, and
+    in a network that was cut from a dense one, equal scores are common.
+    """
+
+    def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
+        return exact.top_k(choice_NE, top_k)
 
 
 class ExtractionError(UserError):
@@ -74,8 +86,9 @@ def verify(
             real_BT = batch.real_BT
             if not real_BT.any():
                 continue
-            masked_NV = wide.logits(batch.ids_BT, subnet, batch.ctx)[real_BT]
-            own_NV = wide_smaller.logits(batch.ids_BT, wide_smaller.config.full(), batch.ctx)[real_BT]
+            ctx = replace(batch.ctx, operators=_LowestFirst())
+            masked_NV = wide.logits(batch.ids_BT, subnet, ctx)[real_BT]
+            own_NV = wide_smaller.logits(batch.ids_BT, wide_smaller.config.full(), ctx)[real_BT]
             differences.append((masked_NV - own_NV).abs().amax())
             scales.append(masked_NV.abs().amax())
             num_tokens += masked_NV.shape[0]

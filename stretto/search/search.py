@@ -25,6 +25,7 @@ from stretto.base.track import progress
 from stretto.evals.loss import EvalBatch, evaluate_many, without_layers
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, droppable_layers, fixed_layers
 from stretto.model.transformer import Transformer
+from stretto.ops.tuning import rough_products
 from stretto.search.latency import LatencyTable, Workload, require_match
 
 
@@ -70,7 +71,7 @@ def measure_sensitivities(
     *,
     each_layer: bool = False,
 ) -> Sensitivities:
-    """Measure every depth of the nested order, every layer left out, and the given expert counts and k.
+    """Measure every layer left out, the given expert counts and k, and depths of the nested order: all, or of many an even choice.
 
     Args:
         experts, top_ks: the counts to measure; the full ones are known to cost nothing.
@@ -80,8 +81,9 @@ def measure_sensitivities(
     subnets: dict[tuple[str, int, int], Subnet] = {("full", 0, 0): config.full()}
     for layer in droppable_layers(config):
         subnets["drop", layer, 0] = without_layers(config, {layer})
-    for depth in range(len(fixed_layers(config.num_layers)), config.num_layers):
-        subnets["depth", depth, 0] = config.subnet(depth=depth)
+    depths = range(len(fixed_layers(config.num_layers)), config.num_layers)
+    for place in np.linspace(0, len(depths) - 1, min(len(depths), DEPTHS)).round().astype(int):
+        subnets["depth", depths[place], 0] = config.subnet(depth=depths[place])
     rows = range(config.num_moe_layers)
     everywhere = set(rows)
     for name, counts in (("experts", experts), ("top_k", top_ks)):
@@ -89,7 +91,8 @@ def measure_sensitivities(
             subnets[name, num, 0] = narrowed(config, name, everywhere, num)
             if each_layer:
                 subnets |= {(f"{name}_by_row", num, row): narrowed(config, name, {row}, num) for row in rows}
-    with progress("sensitivities", len(subnets) * len(batches)) as advance:
+    rough = rough_products(model.head_VD.device, config.hidden_size)
+    with progress("sensitivities", len(subnets) * len(batches)) as advance, rough:
         reports = evaluate_many(model, list(subnets.values()), batches, advance=advance)
     full_nll = reports[0].nll
     increase = {key: report.nll - full_nll for key, report in zip(subnets, reports, strict=True)}
@@ -149,6 +152,8 @@ def _interpolate(values: Mapping[int, float], at: int) -> float:
     return float(np.interp(at, known, [values[num] for num in known]))
 
 
+DEPTHS = 8
+"""Measured at most; losses between them are interpolated, as a deep network's hardly bend from one layer to the next (ours)."""
 ENUMERATED = 20_000
 """Spaces of at most so many choices are predicted whole, in seconds; larger ones are evolved."""
 Third = Literal["active", "latency"]

@@ -28,6 +28,17 @@ def test_the_gate_lets_a_true_extraction_pass(make_model, batches, changes):
     assert found.model.config.num_layers == 5 and found.model.config.num_experts == 3
 
 
+@torch.no_grad()
+def test_experts_of_equal_scores_are_chosen_alike(make_model, batches):
+    """Routers that cannot tell the experts apart but for a bias of three values."""
+    model, generator = make_model(num_experts=12, widths=(12, 7)), torch.Generator().manual_seed(0)
+    for block in model.blocks:
+        block.mlp.gate.zero_()
+        block.mlp.bias_WE.copy_(torch.randint(3, block.mlp.bias_WE.shape, generator=generator) * 0.1)
+    found = verified_extract(model, model.config.subnet(5, 7, 3), batches)
+    assert found.difference <= found.tolerance
+
+
 def test_uneven_layers_pass(make_model, batches):
     model = make_model()
     found = verified_extract(model, UNEVEN, batches)

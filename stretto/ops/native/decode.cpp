@@ -73,7 +73,7 @@ class Barrier {
     alignas(64) std::atomic<int> round{0};
 };
 
-constexpr int PHASES = 16;  // at most, in a layer; beside them: embedding, norm, tokens for tiles, head
+constexpr int PHASES = 17;  // at most, in a layer; beside them: embedding, norm, tokens for tiles, head
 constexpr int OWN = 4096;  // elements that every thread norms or packs for itself, at most: about two microseconds
 
 // Tokens that a product takes: rows of fp32 and, where it goes through tiles, the same rows packed for them.
@@ -176,8 +176,8 @@ struct Decoder<W>::Worker {
     std::vector<int32_t> slot_token, slot_start, used;
     std::vector<float> normed, slot_weight, scores;
     std::vector<double> selection, group_score;  // of a softmax, fp32 values
-    std::vector<bfloat16> own, own_slots;  // what each thread packs for itself
-    std::vector<Span> spans, slot_spans;
+    std::vector<bfloat16> own, own_slots, own_queries;  // what each thread packs for itself
+    std::vector<Span> spans, slot_spans, runs;
     std::vector<int32_t> first_span;  // by expert, in slot_spans
     const bfloat16 *packed = nullptr, *packed_slots = nullptr;  // of `rows`, and of the slots
     Tiles tiles{d.uses_tiles};

@@ -14,6 +14,7 @@ constexpr int TILE = 6;  // tokens of a register tile: 4 · TILE sums, and the o
 #else
 constexpr int TILE = 3;
 #endif
+constexpr int NEAR = 2 * TILE;  // tokens that stay in the first-level cache while the rows of a block pass by (ours)
 
 // Keeps a value in its register: GCC would load it again for each use, and loads are what a tile has too many of.
 inline void keep(Vec& v) {
@@ -105,22 +106,26 @@ inline void rest(const W* w, size_t stride, int row, const float* const* x, int 
     }
 }
 
+// For tokens [t, last).
 template <int R, class W, class Put>
-inline void rows_of(const W* w, size_t stride, int row, const float* const* x, int num, int width, Put put) {
-    int t = 0;
-    for (; t + TILE <= num; t += TILE) tiles<R, TILE>(w, stride, row, x, t, width, put);
-    rest<R, TILE - 1>(w, stride, row, x, t, num - t, width, put);
+inline void rows_of(const W* w, size_t stride, int row, const float* const* x, int t, int last, int width, Put put) {
+    for (; t + TILE <= last; t += TILE) tiles<R, TILE>(w, stride, row, x, t, width, put);
+    rest<R, TILE - 1>(w, stride, row, x, t, last - t, width, put);
 }
 
 // put(row, count, token, values): values[0, count) = w[row, row + count) · x[token], for rows [begin, end) and all tokens.
-// Each weight row is read once, and stays in the first-level cache while the tokens pass by.
+// Each weight row is read from memory once, for the first few tokens; for the others it is in the second-level cache.
 template <class W, class Put>
 inline void product(const W* w, size_t stride, int begin, int end, const float* const* x, int num, int width, Put put) {
-    int row = begin;
-    if (num == 1)  // one token has too few sums of four rows to fill the pipelines
-        for (; row + 8 <= end; row += 8) tiles<8, 1>(w, stride, row, x, 0, width, put);
-    for (; row + 4 <= end; row += 4) rows_of<4>(w, stride, row, x, num, width, put);
-    for (; row < end; row++) rows_of<1>(w, stride, row, x, num, width, put);
+    if (num == 1) {  // one token has too few sums of four rows to fill the pipelines
+        for (; begin + 8 <= end; begin += 8) tiles<8, 1>(w, stride, begin, x, 0, width, put);
+    }
+    for (int first = 0; first < num; first += NEAR) {
+        const int last = first + NEAR < num ? first + NEAR : num;
+        int row = begin;
+        for (; row + 4 <= end; row += 4) rows_of<4>(w, stride, row, x, first, last, width, put);
+        for (; row < end; row++) rows_of<1>(w, stride, row, x, first, last, width, put);
+    }
 }
 
 // out = x / rms(x) · weight
