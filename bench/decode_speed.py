@@ -7,7 +7,8 @@ then runs in the fastest of them for each batch size, taking turns with the othe
 greedy tokens for every prompt less that of a single token, so that what is counted is decoding: a prompt's processing,
 and whatever a call costs beside it, falls out. A fixed matrix product before and after tells whether the machine was
 slow; such samples are dropped. Processor time stands beside wall time, since other jobs disturb it less. The last column
-says how many prompts got the very tokens that ours gave.
+says how many prompts got the very tokens that ours gave. With ``--tokens 1`` a sample is the time to the first token, and
+tokens of the prompt are counted.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ def compare(
 ) -> dict[str, Result]:
     """Every engine in its fastest setting on ``prompts``, in turns."""
     with progress(f"batch {len(prompts)}: choose settings", sum(len(w.settings) for w in workers.values())) as advance:
-        settings = {name: fastest_setting(worker, prompts, advance) for name, worker in workers.items()}
+        most = min(num_tokens, TUNING_TOKENS)
+        settings = {name: fastest_setting(worker, prompts, most, advance) for name, worker in workers.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in workers}
     tokens: dict[str, tuple[tuple[int, ...], ...]] = {}
     calibration = Calibration()
@@ -203,11 +205,11 @@ def compare(
         for _ in range(rounds):
             for name, worker in workers.items():
                 before = calibration.seconds()
-                long = worker.generate(prompts, num_tokens, settings[name])
                 short = worker.generate(prompts, 1, settings[name])
+                long = worker.generate(prompts, num_tokens, settings[name]) if num_tokens > 1 else None
                 after = calibration.seconds()
                 samples[name].append(_difference(long, short, max(before, after)))
-                tokens[name] = long.tokens
+                tokens[name] = (long or short).tokens
                 advance(1)
     same = {
         name: sum(mine == theirs for mine, theirs in zip(tokens[OURS], rows, strict=True))
@@ -216,14 +218,16 @@ def compare(
     return {name: Result(settings[name], samples[name], same[name]) for name in workers}
 
 
-def fastest_setting(worker: Worker, prompts: Sequence[Sequence[int]], advance: Callable[[int], None]) -> str:
-    """The setting in which ``worker`` decodes these prompts fastest by wall time, each warm."""
+def fastest_setting(
+    worker: Worker, prompts: Sequence[Sequence[int]], num_tokens: int, advance: Callable[[int], None]
+) -> str:
+    """The setting in which ``worker`` makes ``num_tokens`` for each prompt fastest by wall time, each warm."""
     seconds: dict[str, float] = {}
     for setting in worker.settings:
         worker.generate(prompts, 2, setting)
         best = float("inf")
         for _ in range(TRIES):
-            best = min(best, worker.generate(prompts, TUNING_TOKENS, setting).wall_s)
+            best = min(best, worker.generate(prompts, num_tokens, setting).wall_s)
             if best > HOPELESS * min(seconds.values(), default=best):
                 break
         seconds[setting] = best
@@ -231,12 +235,14 @@ def fastest_setting(worker: Worker, prompts: Sequence[Sequence[int]], advance: C
     return min(seconds, key=lambda setting: seconds[setting])
 
 
-def _difference(long: Answer, short: Answer, calibration_s: float) -> Sample:
+def _difference(long: Answer | None, short: Answer, calibration_s: float) -> Sample:
+    if long is None:
+        return Sample(short.wall_s, short.processor_s, calibration_s)
     return Sample(long.wall_s - short.wall_s, long.processor_s - short.processor_s, calibration_s)
 
 
 def show(console: Console, batch: int, options: argparse.Namespace, results: dict[str, Result], title: str) -> None:
-    num_tokens = batch * (options.tokens - 1)
+    num_tokens = batch * (options.tokens - 1 or options.prompt)
     shown = table(
         f"{title}: {options.prompt} + {options.tokens} tokens",
         *("", "tokens/s", "ours over it", "per processor-s", "ours over it", "quiet", "same"),

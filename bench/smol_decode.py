@@ -6,7 +6,8 @@ First, in fp32, against transformers on the package's own file, which it reads b
 answers to ten prompts, token by token. Anything but equality ends this with 1; ``--spoil`` turns one norm of ours by 1 %, which
 must end it so. Then decoding speed as `bench.decode_speed` measures it, at batch 1 and 8 in fp32 and bf16: ours, transformers,
 llama.cpp on a GGUF that we wrote from the adopted folder, and on the same quantised to Q8_0 (fewer bytes, other numbers: a
-control, not a peer of equal precision), and vLLM. Takes some minutes on two cores; ``--rounds 20 --tokens 129`` for a long run.
+control, not a peer of equal precision), and vLLM. Takes some minutes on two cores; ``--rounds 20 --tokens 129`` for a long
+run; ``--prompt 512 --tokens 1`` for the time to the first token.
 """
 
 from __future__ import annotations

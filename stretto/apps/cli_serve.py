@@ -17,7 +17,12 @@ Speculate = Annotated[bool, typer.Option("--speculate", help="Draft with a sub-m
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens written.")]
 Seed = Annotated[int | None, typer.Option(help="For the same text again.")]
-ServedDtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; fp32 on a CPU by default.")]
+ServedDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="float32 or bfloat16; fp32 on a CPU by default, where bf16 is faster if it has units for it."
+    ),
+]
 
 
 def serve(
@@ -47,7 +52,8 @@ def serve(
     fast_prefill: Annotated[
         bool,
         typer.Option(
-            "--fast-prefill", help="On a CPU: long prompts of large networks sooner; tokens then depend on the batch."
+            "--fast-prefill",
+            help="On a CPU: long prompts of large networks sooner in fp32; tokens then depend on the batch.",
         ),
     ] = False,
     api_key: Annotated[

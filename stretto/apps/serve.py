@@ -43,7 +43,7 @@ from stretto.model.spec import (
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
-from stretto.ops.tuning import fastest_threads, thread_counts
+from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.serve.dialects import Piece, Thought
 from stretto.serve.elastic import Least, ServedModel, environment_subnet
@@ -285,7 +285,10 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
     _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
     _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
-    _say(f"kernels: {kernels}")
+    weight = opened.engine.runner.model.embedding.weight
+    is_slower = weight.dtype == torch.float32 and config.hidden_size >= ROUGH_WIDTH and multiplies_bf16(weight.device)
+    hint = " (--dtype bfloat16 is faster on this processor)" if is_slower else ""
+    _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
     stats, most = opened.engine.stats(), config.max_positions
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")

@@ -257,7 +257,8 @@ class EngineConfig(Config):
     """A token's logits do not depend, to the bit, on the batch, the chunking or the cache. Slow, and needs fp32 weights."""
     fast_prefill: bool = False
     """On a CPU: steps of many tokens go through torch's matrix library instead of the compiled kernels, which is faster for
-    large networks. A token's result then depends on which of the two computed it, and so on what else is in the batch."""
+    large networks in fp32, and in bf16 where the processor has no matrix unit. A token's result then depends on which of the two
+    computed it, and so on what else is in the batch."""
     speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")
