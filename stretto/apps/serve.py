@@ -285,7 +285,7 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
     _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
     _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
-    weight = opened.engine.runner.model.embedding.weight
+    weight = opened.engine.model.embedding.weight
     is_slower = weight.dtype == torch.float32 and config.hidden_size >= ROUGH_WIDTH and multiplies_bf16(weight.device)
     hint = " (--dtype bfloat16 is faster on this processor)" if is_slower else ""
     _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
