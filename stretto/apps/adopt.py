@@ -66,6 +66,8 @@ ROWS, ROW_TOKENS = 4, 512
 """Of a calibration batch: enough for its products to be fast, few enough for its activations to be small beside a layer."""
 LAYER_BATCHES, NEURON_BATCHES = 4, 8
 """That layers are measured on where there are no experts to tell apart; and that experts are made of neurons with."""
+LEFT_OUT_BATCHES = 2
+"""Of a dense network's, on which each layer is left out: another text orders layers anew, more of it less so (ours)."""
 SHARD_BYTES = 10**9
 """Of files that are written anew: one is in memory at a time."""
 OWN_TEXT_CHARS = {"max_code_chars": 1_500_000, "max_exercise_chars": 500_000}
@@ -417,9 +419,11 @@ def _measure(
         batches = batches[:LAYER_BATCHES]
     left_out = 1 if options.layer_order == "leave-one-out" else 0
     batches = [*pieces(batches[0], config), *batches[1:]]  # as much is left out of at once as memory holds
+    if left_out and not config.num_moe_layers and len(batches) == LAYER_BATCHES:
+        left_out = LEFT_OUT_BATCHES
     what = "measure experts and layers" if config.num_moe_layers else "measure layers"
     if left_out:
-        num = batches[0].ids_BT.numel()
+        num = sum(batch.ids_BT.numel() for batch in batches[:left_out])
         what += f" (and the network without each of {len(droppable_layers(config))}, on {num:,} tokens)"
     # removal looks at differences of outputs, which bf16 does not show
     rough = nullcontext() if options.order == "removal" else rough_products(torch.device("cpu"), config.hidden_size)
