@@ -34,7 +34,8 @@ FAMILY: Family = "glm4_moe"
 """Holds the result: the one family with a sigmoid router, a selection bias, routed scaling and optional renormalisation."""
 ROUTER_SCALE = 1e-5
 """Standard deviation of a split network's router logits. A gate 2·sigmoid(z) is 1 + z/2, so experts differ from their equal
-weights by some 5e-6; scores near 1/2 are 3e-8 to 6e-8 apart in fp32, which leaves about a hundred steps in a deviation."""
+weights by some 5e-6. Ours are chosen by sigmoids in fp64; software that takes them in fp32, where scores near 1/2 are 3e-8 to 6e-8
+apart, sees about a hundred steps in a deviation."""
 WIDTH_MULTIPLE = 8
 """Of an expert's width: `torch.nn.functional.grouped_mm` takes rows of a multiple of 16 bytes, here in bf16."""
 _DEFAULT_SHARED = {"split": 1, "copy": 0}
