@@ -22,6 +22,7 @@ REMEDIES = {
     "bubblewrap": "install bubblewrap",
     "browser": "install chromium",
     "compiler": "install g++",
+    "mergekit": "pip install mergekit",
     "package verifiers": "pip install 'stretto[verifiers]'",
 }
 """What makes a test that was skipped run, by a word of the reason."""

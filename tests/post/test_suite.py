@@ -246,6 +246,18 @@ def test_what_the_network_cannot_read_it_does_not_solve(model: Path, own: str, t
     assert found.domains["even"].values[1] == 0
 
 
+def test_what_is_better_or_worse_has_no_pass_at_k(model: Path, tmp_path: Path) -> None:
+    judged = {"kind": "judged", "args": {"judge": "scripted"}}
+    suites = {"writing": SuiteConfig(sources={"stories": judged}, problems=3, max_tokens=12)}
+    found = run(model, suites, tmp_path / "out").domains["stories"]
+    rewards = [one.reward for one in read(tmp_path / "out").values()]
+    assert found.is_graded
+    assert found.score.value == pytest.approx(np.mean(rewards))
+    assert len(set(rewards)) > 1
+    assert (found.pass_at, found.majority_at) == ({}, {})
+    assert found.baselines["empty"].value == 0 < found.baselines["another"].value
+
+
 def test_answers_are_alike_by_hidden_states_if_asked(model: Path, own: str, whole: Path, tmp_path: Path) -> None:
     letters = read_evaluation(whole).domains["even"]
     (tmp_path / "out").mkdir()
