@@ -282,7 +282,8 @@ class TrainerRole:
         and then for the flips."""
         recipe = self._recipe
         is_looked_at = recipe.loss.advantage not in ADVANTAGES
-        is_new = bool(self._scorers) and any(group.task.source not in self._progress for group in groups)
+        taught = recipe.distill.teacher_of().keys() if recipe.distill is not None else set[str]()
+        is_new = any(group.task.source in taught - self._progress.keys() for group in groups)
         return recipe.train.minibatches > 1 or is_looked_at or is_new or step % FLIPS_EVERY == 0
 
     def _read(self, folder: Path) -> Checkpoint:
@@ -418,10 +419,7 @@ class TrainerRole:
         scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
         scalars |= update_scalars(found) | sample_scalars(groups) | staleness(groups, version)
         if recipe.distill is not None:
-            sources_N, taught = (
-                np.concatenate([_sources(update) for update in updates]),
-                sorted(recipe.distill.teacher_of()),
-            )
+            sources_N, taught = np.concatenate([*map(_sources, updates)]), sorted(recipe.distill.teacher_of())
             self._progress = progressed(self._progress, found, sources_N, taught)
             scalars |= source_scalars(found, sources_N, taught)
         flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)

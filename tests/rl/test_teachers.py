@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import FORMS, difference, stepped
+from bench.common.lessons import FORMS, difference, samples, stepped
 from stretto.base.errors import UserError
+from stretto.base.trajectory import Trajectory
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
@@ -258,6 +259,40 @@ def test_rewards_are_added_where_they_are_asked_for(tmp_path: Path, start: Path,
         assert difference(grads["both"], halves) < SAME < 1e-2 < difference(grads["both"], grads["alone"])
         assert "distill/kl/digits" not in found["untaught"][0].scalars
         assert difference(grads["untaught"], grads["twice"]) > 1e-2
+
+
+def test_short_answers_are_heard_beside_long_ones(tmp_path: Path, start: Path, teachers: dict[str, Path]) -> None:
+    """One source answers in a single token: without balance it is next to nothing of the gradient."""
+
+    def first_token(sample: Trajectory) -> Trajectory:
+        prompt, answer = sample.segments
+        cut = {name: getattr(answer, name)[:1] for name in ("tokens", "logprobs", "versions")}
+        return replace(sample, segments=(prompt, replace(answer, **cut)))
+
+    made = [
+        each if number % 2 else replace(each, trajectories=tuple(map(first_token, each.trajectories)))
+        for number, each in enumerate(samples(longest=40))
+    ]
+    shares = {}
+    for balance in ("none", "sequence", "tokens"):
+        plan = taught(teachers, {"balance": balance}, replay="off", rollout__max_tokens=40, train__seq_len=64)
+        report, _ = stepped(plan, start, tmp_path / balance, made)
+        shares[balance] = report.scalars["distill/share/digits"]
+    assert shares["none"] < 0.15 and all(0.3 < shares[name] < 0.7 for name in ("sequence", "tokens")), shares
+
+
+def test_the_policy_scores_beforehand_only_where_a_taught_source_is_new(
+    tmp_path: Path, start: Path, teachers: dict[str, Path]
+) -> None:
+    """An untaught one is never anything else."""
+    plan = taught({"letters": teachers["letters"]}, {"outcome_weight": 1.0, "untaught": ["digits"]})
+    trainer = TrainerRole(plan, tmp_path / "run", start, ranks=join("cpu"))
+    digits, letters = two_sources()[::2], two_sources()[1::2]
+    for step, (made, scores) in enumerate(
+        ((digits * 2, True), (digits * 2, False), (letters * 2, True), (letters * 2, False))
+    ):
+        refs = [store_group(tmp_path / f"{step}-{number}", each) for number, each in enumerate(made)]
+        assert ("routes/flips" in trainer.step(refs, step).scalars) is scores, step
 
 
 class Odd:
