@@ -82,8 +82,7 @@ def scored_alone(folder: Path, tokens: np.ndarray, mask_S: np.ndarray) -> Tensor
     return logp_SV.gather(-1, ids[0, 1:, None])[:, 0][torch.from_numpy(mask_S)]
 
 
-@pytest.mark.parametrize("form", ["full", "sampled"])
-@pytest.mark.parametrize("residence", ["resident", "swapped"])
+@pytest.mark.parametrize(("form", "residence"), [("full", "swapped"), ("sampled", "resident")])
 def test_each_source_is_scored_by_its_own_teacher(
     tmp_path: Path, start: Path, teachers: dict[str, Path], form: str, residence: str
 ) -> None:
@@ -200,7 +199,13 @@ def test_missing_and_foreign_teachers_are_refused(tmp_path: Path, start: Path, t
     refused(r"^distill\.teachers\.digits: a vocabulary of 40, the student's is 31", checkpoint=str(tmp_path / "wide"))
 
 
-@pytest.mark.parametrize("change", [{"form": "full", "balance": "gap"}, {"form": "sampled", "balance": "sigma"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"form": "full", "balance": "gap"},
+        pytest.param({"form": "sampled", "balance": "sigma"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, start: Path, teachers: dict[str, Path], change: dict[str, Any]
 ) -> None:
