@@ -44,6 +44,8 @@ def latency_command(run: Path, device: str = "auto") -> LatencyTable:
     table = measure(model, experts, top_ks, usual_workloads(model.config))
     write_table(run / LATENCY_FILE, table)
     say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
+    if table.num_uncertain:
+        say(f"{table.num_uncertain} times were disturbed whenever they were taken; measure again on a calmer machine")
     for timing in table.timings:
         full_ms = table.predict_ms(model.config, model.config.full(), timing.workload)
         say(

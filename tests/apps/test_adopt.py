@@ -136,6 +136,17 @@ def test_a_dense_network_has_depth_only(stretto: Run, make: Make, text: Path, tm
     assert tuple(measured["layer_order"]) == found.config.layer_order
 
 
+def test_layers_of_a_dense_network_are_left_out_on_more_text(
+    stretto: Run, make: Make, text: Path, tmp_path: Path
+) -> None:
+    source = make("glm, all dense", num_layers=6, dense_layers=tuple(range(6)))
+    adopted(stretto, source, tmp_path / "run", "--calibration", text, "--calibration-tokens", 4 * 2048)
+    model, info = read_checkpoint(source).model, adopt.read_info(tmp_path / "run")
+    found = survey(model, adopt._batches(info.mixture, model.config, 4 * 2048), left_out=2, watched=False)
+    measured = json.loads((tmp_path / "run/order.json").read_text())
+    assert measured["logit_error"] == {str(layer): error for layer, error in found.logit_error.items()}
+
+
 @pytest.mark.parametrize("with_text", [True, False])
 def test_a_dense_network_with_experts_is_the_same_function(
     stretto: Run, make: Make, text: Path, tmp_path: Path, with_text: bool
