@@ -55,9 +55,12 @@ def test_the_shipped_recipe_runs_and_goes_on(stretto: Run, finished: Path, tmp_p
 def test_the_start_may_teach_what_can_be_verified(stretto: Run, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     told = ("online", RECIPES / "online.toml", "--out", run, "--device", "cpu", *SMALL, "--self-teacher")
+    told = (*told, "--set", "sources.sums.weight=6")  # in a few groups there is to be one
     done = stretto(*told, "--model", finished / "sft")
     assert done.code == 0, done.err
     assert "the teachers start" in " ".join(done.out.split())
+    rows = [row for row in read_metrics(run) if "reward/mean" in row]
+    assert "distill/kl/sums" in set().union(*rows) and "distill/kl/writing" not in set().union(*rows)
     assert stretto(*told, "--resume").code == 0  # the same start, found by itself
 
 
