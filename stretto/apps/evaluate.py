@@ -29,7 +29,6 @@ from stretto.post.suite import (
 )
 from stretto.report.evals import (
     Comparison,
-    answers_table,
     compare,
     comparison_page,
     comparison_table,
@@ -68,7 +67,7 @@ def eval_command(
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
     console = rich.get_console()
-    for table in (score_table(found), answers_table(found), cost_table(found)):
+    for table in (score_table(found), cost_table(found)):
         console.print(table)
     console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
     return found

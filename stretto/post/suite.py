@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -327,14 +328,21 @@ class _Sitting:
         self.samples = _read_samples(self._path)
 
     async def answer(self, subnet: Subnet | None, device: str) -> None:
-        """Draw and judge what is missing, one suite after the other, on one engine."""
-        any_recipe = self._recipe(next(iter(self._suites.values())))
-        engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
-        try:
+        """Draw and judge what is missing, one suite after the other, on one engine; before, look at every problem."""
+        with ExitStack() as held:
+            opened = {}
             for name, suite in self._suites.items():
-                await self._answer_suite(name, suite, engine)
-        finally:
-            engine.close()
+                tables = SourceTables(suite.sources, suite.sandbox)
+                # agent and verifier ask theirs from threads of their own
+                opened[name] = held.enter_context(tables.opened()), held.enter_context(tables.opened())
+                for key, source in opened[name][0].items():
+                    source.validate()
+                    self.domains[key] = self._planned(name, suite, source)
+            any_recipe = self._recipe(next(iter(self._suites.values())))
+            engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
+            held.callback(engine.close)
+            for name, (sources, judging) in opened.items():
+                await self._answer_suite(name, engine, sources, judging)
 
     def _recipe(self, suite: SuiteConfig) -> RlRecipe:
         """What the agent loop reads of a run."""
@@ -352,26 +360,20 @@ class _Sitting:
         }
         return validate(RlRecipe, told, "suite")
 
-    async def _answer_suite(self, suite_name: str, suite: SuiteConfig, engine: EngineRole) -> None:
-        recipe, tables = self._recipe(suite), SourceTables(suite.sources, suite.sandbox)
-        # agent and verifier ask theirs from threads of their own
-        with tables.opened() as sources, tables.opened() as judging:
-            for name, source in sources.items():
-                source.validate()
-                self.domains[name] = self._planned(suite_name, suite, source)
-            rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
-            clients = Clients([engine], rewards)
-            agent = AgentRole(
-                recipe, self._path.parent, self._dialogue.tokenizer, lambda: sources, lambda caller: clients
-            )
-            try:
-                await self._draw(agent, suite_name, suite)
-                if self._options.baselines:
-                    for name in sources:
-                        self.domains[name].baselines = await self._baselines(name, judging[name], rewards)
-            finally:
-                await agent.close()
-                await rewards.close()
+    async def _answer_suite(
+        self, name: str, engine: EngineRole, sources: Mapping[str, TaskSource], judging: Mapping[str, TaskSource]
+    ) -> None:
+        recipe = self._recipe(self._suites[name])
+        rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
+        clients, tokenizer = Clients([engine], rewards), self._dialogue.tokenizer
+        agent = AgentRole(recipe, self._path.parent, tokenizer, lambda: sources, lambda caller: clients)
+        try:
+            await self._draw(agent, name, self._suites[name])
+            for key in sources if self._options.baselines else ():
+                self.domains[key].baselines = await self._baselines(key, judging[key], rewards)
+        finally:
+            await agent.close()
+            await rewards.close()
 
     def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
         size, num = source.num_items, suite.problems

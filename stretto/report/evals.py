@@ -14,7 +14,7 @@ from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, interval, norm, resampled, share_interval
-from stretto.post.suite import Evaluation
+from stretto.post.suite import BASELINES, Evaluation
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, ORANGE, SERIES, Label
@@ -23,8 +23,12 @@ _READ = f"Ranges hold {LEVEL:.0%} of what other problems of the same kind would 
 _WORDS = {"empty": "nothing", "constant": "always 0", "frequent": "most frequent", "another": "another's"}
 
 
+def _range(found: Interval) -> str:
+    return f"{percent(found.low).removesuffix(' %')} … {percent(found.high)}"
+
+
 def _share(found: Interval, note: str = "") -> Cell:
-    return Cell(percent(found.value), found.value, note or f"{percent(found.low)} … {percent(found.high)}")
+    return Cell(percent(found.value), found.value, note or _range(found))
 
 
 def _signed(found: Interval) -> str:
@@ -38,18 +42,26 @@ def score_table(found: Evaluation) -> Table:
     several = [f"pass@{most}", f"maj@{most}"] if most > 1 else []
     rows = []
     for name, result in found.domains.items():
-        kinds = result.baselines
-        best = max(kinds, key=lambda kind: kinds[kind].value, default="")
-        every = ", ".join(f"{_WORDS[kind]} {percent(each.value)}" for kind, each in kinds.items())
+        best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default="")
         found_at = [result.pass_at.get(most), result.majority_at.get(most)] if several else []
         cells = [_share(result.score), *(NOTHING if each is None else _share(each) for each in found_at)]
-        cells.append(_share(kinds[best], every) if best else NOTHING)
+        cells.append(_share(result.baselines[best], _WORDS[best]) if best else NOTHING)
         unjudged = f"{result.num_infra} samples unjudged" if result.num_infra else ""
         num = len(result.items)
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells, Cell(f"{num}", num, unjudged)))
     columns = ("Domain", "Score", *several, "Knowing nothing", "Problems")
     total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
     return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), _READ)
+
+
+def baseline_table(found: Evaluation) -> Table:
+    """What answers score that know nothing of the problem."""
+    rows = [
+        (Cell(name), *(_share(result.baselines[kind]) if kind in result.baselines else NOTHING for kind in BASELINES))
+        for name, result in found.domains.items()
+        if result.baselines
+    ]
+    return Table("Knowing nothing", ("Domain", *(_WORDS[kind] for kind in BASELINES)), tuple(rows))
 
 
 def answers_table(found: Evaluation) -> Table:
@@ -107,9 +119,7 @@ def evaluation_page(found: Evaluation) -> Page:
     }
     idle = [name for name, result in found.domains.items() if result.score.low <= best[name]]
     mean, num = found.mean, counted(len(found.domains), "domain")
-    headline = (
-        f"{found.name} scores {percent(mean.value)} ({percent(mean.low)} … {percent(mean.high)}) on the mean of {num}."
-    )
+    headline = f"{found.name} scores {percent(mean.value)} ({_range(mean)}) on the mean of {num}."
     if idle:
         headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
     facts = (
@@ -117,7 +127,9 @@ def evaluation_page(found: Evaluation) -> Page:
         f"{found.asked['samples']} samples a problem",
     )
     sections = (
-        Section("scores", "Scores", headline, lambda: score_bars(found), "bars", (score_table(found),)),
+        Section(
+            "scores", "Scores", headline, lambda: score_bars(found), "bars", (score_table(found), baseline_table(found))
+        ),
         Section("answers", "Answers", tables=(answers_table(found),)),
         Section("cost", "Cost", tables=(cost_table(found),)),
     )

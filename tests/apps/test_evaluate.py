@@ -33,7 +33,7 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     out = tmp_path / "full"
     done = stretto("eval", served_run, "--suite", suite, "--samples", 2, "-o", out)
     assert done.code == 0, done.err
-    for words in ("Scores", "Knowing", "Answers", "What the scores cost", "report.html"):
+    for words in ("Scores", "Knowing", "What the scores cost", "report.html"):
         assert words in done.out, words
     found = json.loads((out / "eval.json").read_text())
     assert found["name"] == "tiny"
