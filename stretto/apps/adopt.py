@@ -49,7 +49,7 @@ from stretto.evals.loss import EvalBatch
 from stretto.evals.neurons import plan_layer, plan_network
 from stretto.evals.order import ExpertRule, expert_orders, layer_order, pieces, survey
 from stretto.evals.routing import LayerRouting
-from stretto.model.checkpoint import write_checkpoint
+from stretto.model.checkpoint import generation_settings, write_checkpoint
 from stretto.model.families import Family, remarks, stored_tensors
 from stretto.model.gguf_read import GgufFile, gguf_file, packaged
 from stretto.model.parallel import device_name
@@ -157,15 +157,18 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
         UserError: no such source, one that is damaged, not supported or without a tokenizer; ``out`` holds something else or is
             another process's; too little text; no room on the disk.
     """
+    _require_clear(out)  # before a claim, which would leave its mark in a folder that is somebody's
     with claimed(out):
         _clear(out)
         folder = find_source(source)
         tokenizer = _tokenizer(folder, out)
-        if (folder / LINEAGE_FILE).is_file() and options.before != Elsewhere():
+        parent = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+        if parent is not None and options.before != Elsewhere():
             raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
-        for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
-            say(f"{folder}: {remark}")
         with StreamedState(folder) as state:
+            for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
+                say(f"{folder}: {remark}")
+            generation_settings(tokenizer, state.config)  # refused before anything is measured
             dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
@@ -187,7 +190,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
                 def lineage(copied: Mapping[Path, str]) -> Lineage:
                     digests = hashes() | {path.name: digest for path, digest in copied.items()}
                     told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
-                    return _lineage(out.name, folder, tokenizer, network.config, info, meter, told, options.before)
+                    return _lineage(out.name, parent, tokenizer, network.config, info, meter, told, options.before)
 
                 _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
     num_tokens = measured.num_tokens if measured is not None else 0
@@ -243,17 +246,26 @@ def _fetched(name: str) -> Path:
         raise UserError(f"{name}: could not be fetched: {problem}; call again, it goes on where it stopped") from None
 
 
-def _clear(out: Path) -> None:
-    """Make sure that ``out`` holds nothing but what an earlier call left that did not end. Raises `UserError`: it does."""
+def _require_clear(out: Path) -> None:
+    """Raises `UserError`: ``out`` holds anything but what an earlier call left that did not end."""
     if (out / CHECKPOINT).exists():
         raise UserError(f"{out}: holds a checkpoint already; choose another folder")
     if (out / RUN_FILE).is_file() and (stage := read_info(out).stage) != "adopt":
         raise UserError(f"{out}: the folder of a {stage} run; choose another")
-    for path in sorted(out.iterdir()):
-        if path.name.startswith(f".{CHECKPOINT}.") and path.name.endswith(".partial"):
-            remove(path)  # of a process that was killed: the folder is ours
-        elif path.name not in (LOCK_FILE, RUN_FILE, ORDER_FILE, DATA):
+    for path in sorted(out.iterdir()) if out.is_dir() else ():
+        if path.name not in (LOCK_FILE, RUN_FILE, ORDER_FILE, DATA) and not _is_partial(path):
             raise UserError(f"{out}: holds {path.name}, which is no part of a run; choose a new folder")
+
+
+def _clear(out: Path) -> None:
+    """Remove what a process that was killed left in ``out``, which is ours. Raises as `_require_clear`."""
+    _require_clear(out)
+    for path in filter(_is_partial, out.iterdir()):
+        remove(path)
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.startswith(f".{CHECKPOINT}.") and path.name.endswith(".partial")
 
 
 def _tokenizer(folder: Path, out: Path) -> Path:
@@ -454,7 +466,7 @@ def _measure(
 
 def _lineage(
     name: str,
-    folder: Path,
+    parent: Lineage | None,
     tokenizer: Path,
     config: ModelConfig,
     info: RunInfo,
@@ -464,12 +476,11 @@ def _lineage(
 ) -> Lineage:
     """Of a foreign network there are no parents; one of ours brings its own record, and what it cost."""
     counts = count(config, config.full())
-    is_ours = (folder / LINEAGE_FILE).is_file()
     return new_lineage(
         name=name,
         stage="adopt",
-        parents=(read_lineage(folder),) if is_ours else (),
-        adopted=None if is_ours else before,
+        parents=() if parent is None else (parent,),
+        adopted=before if parent is None else None,
         total_params=counts.total_params,
         active_params=counts.active_params,
         receipt=meter.receipt(),

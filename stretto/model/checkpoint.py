@@ -79,6 +79,8 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _AGAIN = "copy or fetch the checkpoint again"
 _SHARD_BYTES = 5 * 10**9
 """Size at which transformers, too, begins another file."""
+_LONGEST_NAME = 255
+"""Of a file, on every common system."""
 _COPY_BYTES = 1 << 24
 """Of a file that is copied, at a time."""
 
@@ -148,7 +150,7 @@ def write_checkpoint(
     for choice in (presets or {}).values():
         choice.of(config)
     _refuse_other_files(folder)
-    generation = _generation(Path(tokenizer_dir), config) if tokenizer_dir is not None else {}
+    generation = generation_settings(Path(tokenizer_dir), config) if tokenizer_dir is not None else {}
     with replacing(folder) as partial:
         partial.mkdir(parents=True)
         ids = {name: generation.get(name) for name in _TOKEN_IDS}
@@ -191,16 +193,15 @@ def read_checkpoint(
     description = describe(folder)
     config, family = description.config, description.family
     with open_tensors(folder) as files:
+        tensors = readable(config, family, files, folder)
         dtype = dtype or files.dtype("model.embed_tokens.weight")
         model = skeleton(config)
         state = {
             name: torch.zeros(tensor.shape, dtype=torch.float32 if name.endswith(".bias_WE") else dtype, device=device)
             for name, tensor in model.state_dict().items()
         }
-        tensors = readable_tensors(config, family)
         for stored in tensors:
             fill(stored, files, state, folder)
-        refuse_unexpected(files, tensors, config)
     if (folder / STRETTO_FILE).is_file() and config.num_moe_layers:
         fill_branches(folder, config, state)
     model.load_state_dict(state, assign=True)
@@ -271,6 +272,8 @@ def describe(folder: Path) -> StrettoFile:
 
 
 def _refuse_other_files(folder: Path) -> None:
+    if (folder / "config.json").is_file() and not (folder / STRETTO_FILE).is_file():
+        raise UserError(f"{folder}: would be replaced, and holds a checkpoint of other software; choose another folder")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() or not any(fnmatch(path.name, pattern) for pattern in _OURS):
             raise UserError(
@@ -278,9 +281,10 @@ def _refuse_other_files(folder: Path) -> None:
             )
 
 
-def _generation(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """What generation_config.json says: what the one beside the tokenizer does, and where it says nothing, that generation ends at
-    a document's and at a turn's end.
+def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """What generation_config.json will say: what the one beside the tokenizer in ``folder`` does, and where it says nothing, that
+    generation ends at a document's and at a turn's end. Raises `UserError`: no tokenizer is there, one with more tokens than the
+    embedding has rows, or ids that are none.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -289,27 +293,55 @@ def _generation(folder: Path, config: ModelConfig) -> dict[str, Any]:
         )
     turn_end = tokenizer.rust.token_to_id(TURN_END) if tokenizer.chat_template else None
     ends = [tokenizer.eos_id] if turn_end in (None, tokenizer.eos_id) else [tokenizer.eos_id, turn_end]
-    ids = (tokenizer.named_id("bos_token"), ends, tokenizer.named_id("pad_token"))
-    found = {name: value for name, value in zip(_TOKEN_IDS, ids, strict=True) if value is not None}
+    named = (tokenizer.named_id("bos_token"), ends, tokenizer.named_id("pad_token"))
+    found = {name: value for name, value in zip(_TOKEN_IDS, named, strict=True) if value is not None}
     path = folder / GENERATION_FILE
     own = read_json(path) if path.is_file() else {}
     if not isinstance(own, dict):
         raise UserError(f"{path}: (whole file): not a JSON object; the file is damaged")
+    for name in _TOKEN_IDS:
+        told = own.get(name)
+        ids = told if isinstance(told, list) and told else [told]
+        if told is not None and any(type(index) is not int for index in ids):
+            raise UserError(f"{path}: {name}: {told!r} is no token's id; correct it, or remove the file")
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
+
+
+def readable(config: ModelConfig, family: Family, files: TensorSource, folder: Path) -> list[Stored]:
+    """What of ``files`` is read, after a look at their headers: one tensor after the other, before anything is built by what
+    config.json says of its size. Raises `UserError`: a tensor is missing, unexpected, of another shape or of a dtype that is not read.
+    """
+    found = []
+    for stored in readable_tensors(config, family):
+        if (place := _place(stored, files, folder)) is not None:
+            files.check(place.name, place.shape)
+        found.append(stored)
+    _refuse_unexpected(files, found, config)
+    return found
+
+
+def _place(stored: Stored, files: TensorSource, folder: Path) -> Alias | None:
+    """Where ``stored`` lies; None: nowhere, and it need not. Raises `UserError`: it is missing."""
+    places = [Alias(stored.name, stored.shape), *stored.aliases]
+    place = next((place for place in places if place.name in files.names), None)
+    if place is None:
+        if stored.ours is None or stored.is_copy:
+            return None
+        raise UserError(
+            f"{folder}: {stored.name}: missing from the weights, and config.json has a place for it; fetch the checkpoint again"
+        )
+    if stored.ours is None and files.is_empty(place.name):
+        return None  # transformers stores a shared expert of no width where ``n_shared_experts`` is 0
+    return place
 
 
 def fill(stored: Stored, files: TensorSource, state: Mapping[str, Tensor], folder: Path) -> None:
     """Read ``stored`` of the checkpoint ``folder``, whose ``files`` these are, into its place in ``state``, our state dict or the
     part of it that is wanted. Raises `UserError` as `read_checkpoint` does.
     """
-    places = [Alias(stored.name, stored.shape), *stored.aliases]
-    place = next((place for place in places if place.name in files.names), None)
+    place = _place(stored, files, folder)
     if place is None:
-        if stored.ours is None or stored.is_copy:
-            return
-        raise UserError(f"{folder}: {stored.name}: missing from the weights; fetch the checkpoint again")
-    if stored.ours is None and files.is_empty(place.name):
-        return  # transformers stores a shared expert of no width where ``n_shared_experts`` is 0
+        return
     if not all(from_stored(piece, tensor, state) for piece, tensor in _pieces(stored, place, files, state)):
         remedy = "use a checkpoint without them"
         if (folder / STRETTO_FILE).is_file():
@@ -332,17 +364,30 @@ def _pieces(
         yield stored.of_expert(expert, num_ours), tensor.mT if tensor.dim() == 2 else tensor
 
 
-def refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
+def _refuse_unexpected(files: TensorSource, tensors: list[Stored], config: ModelConfig) -> None:
     known = {stored.name for stored in tensors} | {alias.name for stored in tensors for alias in stored.aliases}
-    for name in files.names:
+    # multi-token prediction, an extra of GLM's, DeepSeek's and ERNIE's checkpoints that plain decoding leaves out
+    extra = {_layer(name) for name in files.names if ".eh_proj." in name}
+    for name in sorted(files.names):
         if name in known or name.endswith("rotary_emb.inv_freq") or name.startswith("model.mtp_"):
             continue
-        layer = name.split(".")[2] if name.startswith("model.layers.") else ""
-        if layer.isdigit() and int(layer) >= config.num_layers:
-            continue  # multi-token prediction, an extra of GLM's and ERNIE's checkpoints that plain decoding leaves out
+        layer = _layer(name)
+        if layer is not None and layer >= config.num_layers:
+            if layer in extra:
+                continue
+            raise UserError(
+                f"{files.path(name)}: {name}: a layer more than the {config.num_layers} (num_hidden_layers) of config.json;"
+                f" the files do not belong together, {_AGAIN}"
+            )
         raise UserError(
             f"{files.path(name)}: {name}: a tensor this architecture has no place for; use a checkpoint of the plain text model"
         )
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a tensor of this name belongs to."""
+    number = name.split(".")[2] if name.startswith("model.layers.") else ""
+    return int(number) if number.isdigit() else None
 
 
 def fill_branches(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
@@ -465,7 +510,7 @@ class TensorFiles(ExitStack):
         if not isinstance(weight_map, dict):
             raise UserError(f"{index}: weight_map: missing; {_AGAIN}")
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+            if not isinstance(shard, str) or Path(shard).name != shard or len(shard) > _LONGEST_NAME:
                 raise UserError(f"{index}: weight_map.{name}: {shard!r} is not a file of this folder; {_AGAIN}")
         held = {shard: self._open(folder / shard) for shard in sorted(set(weight_map.values()))}
         for name, shard in weight_map.items():
@@ -536,13 +581,17 @@ class TensorFiles(ExitStack):
         """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: it is missing, of another
         shape, or of a dtype that is none of fp32, bf16 and fp16.
         """
+        self.check(name, shape)
+        return self.raw(name, part)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """What `read` raises, from the header alone."""
         self.dtype(name)
         stored = self.stored_as(name)[1]
         if stored != shape:
             raise UserError(
                 f"{self.path(name)}: {name}: shape {list(stored)} where config.json gives {list(shape)}; the files do not belong together, {_AGAIN}"
             )
-        return self.raw(name, part)
 
 
 def _write_weights(

@@ -358,15 +358,20 @@ class GgufFile(ExitStack):
         """Whether ``name`` has no elements."""
         return 0 in self._place(name).shape
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, dequantised. Raises `UserError`: it is missing, of another shape, or of a
-        type that the ``gguf`` library cannot read.
-        """
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises `UserError`: ``name`` is missing, or of another shape."""
         place = self._place(name)
         if [size for size in place.shape if size != 1] != [size for size in shape if size != 1]:
             raise UserError(
                 f"{place.path}: {name}: shape {list(place.shape)} where the metadata give {list(shape)}; {_AGAIN}"
             )
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
+        """``part`` of the tensor ``name`` of ``shape``, dequantised. Raises `UserError`: it is missing, of another shape, or of a
+        type that the ``gguf`` library cannot read.
+        """
+        self.check(name, shape)
+        place = self._place(name)
         if place.is_stack:
             return self._stack(name, place, part)
         data = place.tensor.data if place.expert is None else place.tensor.data[place.expert]

@@ -42,8 +42,12 @@ class TensorSource(Protocol):
         """Whether ``name`` has no elements."""
         ...
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """What `read` raises, without reading. Raises `UserError`: as `dtype` does, or another shape."""
+        ...
+
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
-        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: as `dtype` does, or another shape."""
+        """``part`` of the tensor ``name`` of ``shape``, on the CPU. Raises `UserError`: as `check` does."""
         ...
 
 
@@ -84,10 +88,34 @@ class Dequantised:
     def read(self, name: str, shape: tuple[int, ...], part: tuple[int | slice, ...] = ()) -> Tensor:
         if not self._is_quantised(name):
             return self._inner.read(name, shape, part)
-        self._need_scales(name)
+        self.check(name, shape)
         read = self._read_mxfp4 if name in self._packed else self._read_fp8
         experts = tuple(takewhile(lambda index: isinstance(index, int), part)) if len(shape) > 2 else ()
         return read(name, shape, experts)[part[len(experts) :]]
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self._is_quantised(name):
+            self._inner.check(name, shape)
+            return
+        self._need_scales(name)
+        if name in self._packed:
+            groups = (*shape[:-2], shape[-1], shape[-2] // 32)
+            self._compare(f"{name}_blocks", (*groups, 16))
+            self._compare(f"{name}_scales", groups)
+            return
+        self._compare(name, shape)
+        if (block := self._block(name, shape)) is not None:
+            cut = tuple(-(-size // of) for size, of in zip(shape[-2:], block, strict=False))
+            self._compare(name + self._how.scales, (*shape[:-2], *cut) if len(shape) > 1 else (1,))
+
+    def _block(self, name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Rows and columns of ``name`` that share a scale; None: all do."""
+        stored = self._inner.stored_as(name + self._how.scales)[1]
+        if math.prod(stored) == 1:
+            return None
+        if stored[-2:] == (1, 1) and len(shape) > 1:
+            return shape[-2], shape[-1]
+        return self._how.block or (1, shape[-1])
 
     def _is_quantised(self, name: str) -> bool:
         return name in self._packed or (name in self._names and self._inner.stored_as(name)[0] == _FP8)
@@ -101,18 +129,12 @@ class Dequantised:
 
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
         """A scale is that of all, of one matrix, of a row, or of a block, of which the last ones may be cut short."""
-        scales = name + self._how.scales
-        self._check(name, self._inner.stored_as(name)[1], shape)
-        stored = self._inner.stored_as(scales)[1]
+        scales, block = name + self._how.scales, self._block(name, shape)
         values_RC = self._inner.raw(name, experts).float()
-        if math.prod(stored) == 1:
+        if block is None:
             return values_RC * _as_float(self._inner.raw(scales)).reshape(())
-        rows, columns = self._how.block or (1, shape[-1])
-        if stored[-2:] == (1, 1):
-            rows, columns = shape[-2:]
-        self._check(scales, stored, (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)))
         scales_rc = _as_float(self._inner.raw(scales, experts))
-        for dim, size in ((-2, rows), (-1, columns)):
+        for dim, size in zip((-2, -1), block, strict=True):
             scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
         return values_RC * scales_rc
 
@@ -120,17 +142,14 @@ class Dequantised:
         """Stored one row of the product after another, two values a byte, the lower four bits first; ``shape`` has the rows
         last, as gpt-oss's unquantised tensors do.
         """
-        rows, columns = shape[-1], shape[-2]
-        groups = (*shape[:-2], rows, columns // 32)
-        self._check(f"{name}_blocks", self._inner.stored_as(f"{name}_blocks")[1], (*groups, 16))
-        self._check(f"{name}_scales", self._inner.stored_as(f"{name}_scales")[1], groups)
         bytes_RGB = self._inner.raw(f"{name}_blocks", experts)
         codes_RG32 = torch.stack((bytes_RGB & 15, bytes_RGB >> 4), dim=-1).flatten(-2).int()
         values = torch.tensor((*_FP4_VALUES, *(-value for value in _FP4_VALUES)))
         exponents_RG = self._inner.raw(f"{name}_scales", experts).int() - _E8M0_BIAS
         return torch.ldexp(values[codes_RG32], exponents_RG[..., None]).flatten(-2).mT
 
-    def _check(self, name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    def _compare(self, name: str, expected: tuple[int, ...]) -> None:
+        stored = self._inner.stored_as(name)[1]
         if stored != expected:
             raise UserError(
                 f"{self._inner.path(name)}: {name}: shape {list(stored)} where config.json gives {list(expected)}; the files"

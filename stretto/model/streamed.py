@@ -22,9 +22,9 @@ from stretto.model.checkpoint import (
     fill,
     fill_branches,
     open_tensors,
-    refuse_unexpected,
+    readable,
 )
-from stretto.model.families import Stored, readable_tensors
+from stretto.model.families import Stored
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 
@@ -45,20 +45,19 @@ class StreamedState(Mapping[str, Tensor]):
         self.folder = folder
         self.description: StrettoFile = describe(folder)
         self.config = config = self.description.config
+        with ExitStack() as held:
+            self._files = held.enter_context(open_tensors(folder))
+            tensors = readable(config, self.description.family, self._files, folder)
+            self.dtype = dtype or self._files.dtype("model.embed_tokens.weight")
+            self._held_open = held.pop_all()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(config).state_dict().items()}
         self._stored: dict[str, list[Stored]] = defaultdict(list)
-        tensors = readable_tensors(config, self.description.family)
         part = ""
         for stored in tensors:
             part = (
                 part_of(stored.ours) if stored.ours is not None else part
             )  # a constant lies among its layer's tensors
             self._stored[part].append(stored)
-        with ExitStack() as held:
-            self._files = held.enter_context(open_tensors(folder))
-            refuse_unexpected(self._files, tensors, config)
-            self.dtype = dtype or self._files.dtype("model.embed_tokens.weight")
-            self._held_open = held.pop_all()
         self._part = ""
         self._held: dict[str, Tensor] = {}
 

@@ -360,6 +360,57 @@ def test_a_source_that_cannot_be_adopted(stretto: Run, make: Make, text: Path, t
     assert not out.exists() or sorted(path.name for path in out.iterdir()) in ([".lock"], [".lock", "data"])
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", "null", ("config.json: (whole file): not a JSON object",)),
+        ("config.json", "[" * 99_999, ("config.json: not readable as JSON",)),
+        (
+            "generation_config.json",
+            '{"eos_token_id": []}',
+            ("generation_config.json: eos_token_id: [] is no token's id",),
+        ),
+        ("generation_config.json", '{"pad_token_id": "x"}', ("pad_token_id: 'x' is no token's id",)),
+        ("tokenizer_config.json", "[]", ("tokenizer_config.json: (whole file)",)),
+        ("stretto.json", "[]", ("stretto.json: schema_version",)),
+        ("lineage.json", '{"schema_version": 1}', ("lineage.json: ",)),
+    ],
+)
+def test_a_damaged_file_is_refused_before_anything_is_measured(
+    stretto: Run,
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    content: str,
+    words: tuple[str],
+) -> None:
+    source = make("qwen")
+    (source / file).write_text(content)
+    monkeypatch.setattr(adopt, "_text", None)
+    refused(stretto("adopt", source, "-o", tmp_path / "run"), *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_does_not_match_the_embedding(
+    stretto: Run, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make("qwen", vocab_size=300)
+    train_tokenizer(iter([" ".join(f"w{number}x{number}" for number in range(999))]), 400).save(source)
+    monkeypatch.setattr(adopt, "_text", None)
+    refused(stretto("adopt", source, "-o", tmp_path / "run"), str(source), "the network vocab_size 300")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_that_is_the_output_stays_as_it_was(stretto: Run, make: Make) -> None:
+    source = make("qwen")
+    before = {path: path.read_bytes() for path in source.iterdir()}
+    refused(stretto("adopt", source, "-o", source), "which is no part of a run; choose a new folder")
+    assert {path: path.read_bytes() for path in source.iterdir()} == before
+    adopted(stretto, source, source / "run", "--order", "none")
+    assert read_checkpoint(source / "run/checkpoint").config == read_checkpoint(source).config
+
+
 def test_text_shorter_than_a_batch(stretto: Run, make: Make, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("line 12: 144 is the square of 12\n" * 9)

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, read_lineage
+from stretto.model import checkpoint, streamed
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets, weights_hash, write_checkpoint
 from stretto.model.families import NEVER_CHOSEN
 from stretto.model.spec import SubnetChoice
+from stretto.model.streamed import StreamedState
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.model.checkpoints import (
@@ -201,6 +203,42 @@ def test_a_folder_that_holds_anything_else_is_not_replaced(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         write_checkpoint(tmp_path / "c", model, model.config)
     assert (tmp_path / "c" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_that_other_software_wrote_is_not_replaced(tmp_path: Path) -> None:
+    model = network(**GLM)
+    write_checkpoint(tmp_path / "c", model, model.config)
+    forget_ours(tmp_path / "c")
+    before = (tmp_path / "c" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="c: would be replaced, and holds a checkpoint of other software"):
+        write_checkpoint(tmp_path / "c", network(**ERNIE), network(**ERNIE).config)
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == before
+
+
+SIZES = (
+    ({"num_hidden_layers": 3}, r"model\.layers\.3\.\S+: a layer more than the 3 \(num_hidden_layers\) of config\.json"),
+    ({"num_hidden_layers": 10_000}, r"model\.layers\.4\.input_layernorm\.weight: missing"),
+    ({"n_routed_experts": 10_000}, r"mlp\.gate\.weight: shape \[8, 64\] where config\.json gives \[10000, 64\]"),
+    ({"vocab_size": 10**15}, r"embed_tokens\.weight: shape \[300, 64\]"),
+    ({"num_attention_heads": 10**6}, r"q_proj\.weight: shape"),
+    ({"moe_intermediate_size": 10**12}, r"gate_proj\.weight: shape \[16, 64\]"),
+)
+
+
+@pytest.mark.parametrize(("told", "message"), SIZES)
+def test_a_config_that_tells_other_sizes_is_refused_before_anything_is_built(
+    told: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network(**GLM)
+    write_checkpoint(tmp_path / "c", model, model.config)
+    forget_ours(tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", **told)
+    for module in (checkpoint, streamed):
+        monkeypatch.setattr(module, "skeleton", None)
+    for read in (read_checkpoint, StreamedState):
+        with pytest.raises(UserError, match=message) as caught:
+            read(tmp_path / "c")
+        assert str(tmp_path / "c") in str(caught.value)
 
 
 def test_an_interrupted_write_leaves_the_older_checkpoint(tmp_path: Path) -> None:

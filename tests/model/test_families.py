@@ -286,6 +286,7 @@ def test_no_engine_is_told_to_look_for_prediction_layers() -> None:
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": "all"}}, "partial_rotary_factor: 'all' is not"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor: nan is not"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "partial_rotary_factor: 1e.308 is not"),
+        ("glm4_moe", {"max_position_embeddings": 10**12}, "max_position_embeddings: 1000000000000 is not"),
         ("glm4_moe", {"rms_norm_eps": math.inf}, "norm_eps: .*finite"),
         ("glm4_moe", {"rms_norm_eps": "1e-6"}, "norm_eps: '1e-6' is not a number"),
         ("glm4_moe", {"vocab_size": True}, "vocab_size: True is not a number"),

@@ -101,12 +101,12 @@ def test_constants_and_copies_are_not_taken_on_trust(tmp_path):
         (truncate, "truncated or damaged"),
         (put("model.safetensors", "model.extra", torch.zeros(2)), "no place for"),
         (put("model.safetensors", "model.layers.1.mlp.gate.weight", torch.zeros(3, 64)), r"shape \[3, 64\]"),
+        (put("model.safetensors", "model.layers.1.mlp.gate.weight", torch.zeros(8, 64).int()), "dtype I32"),
     ],
 )
-def test_damage_is_found_no_later_than_its_part(tmp_path, damage, words):
+def test_damage_that_headers_tell_is_found_before_anything_is_read(tmp_path, damage, words):
     model = network(**NETWORKS["qwen"][1])
     write_checkpoint(tmp_path, model, model.config, family="qwen3_moe")
     damage(tmp_path)
-    with pytest.raises(UserError, match=words), StreamedState(tmp_path) as state:
-        assert len(state["blocks.0.mlp.gate"]) == 8
-        state["blocks.1.mlp.gate_up"]
+    with pytest.raises(UserError, match=words):
+        StreamedState(tmp_path)

@@ -69,6 +69,10 @@ def parse_family(name: str, source: str = "--family") -> Family:
     )
 
 
+_MOST_POSITIONS = 1 << 30
+"""A hundred times what the longest context of any network is."""
+
+
 # --- what a family can hold -------------------------------------------------------------------------------------------
 
 _SAID: dict[str, tuple[str, str]] = {
@@ -250,7 +254,7 @@ def from_hf(tree: Mapping[str, Any], source: str) -> tuple[ModelConfig, Family]:
         "num_heads": num_heads,
         "num_kv_heads": _null_or(reader, "num_key_value_heads", table.num_kv_heads, num_heads),
         "head_dim": _null_or(reader, "head_dim", table.head_dim, usual_head),
-        "max_positions": reader.get("max_position_embeddings"),
+        "max_positions": reader.whole("max_position_embeddings", most=_MOST_POSITIONS),
         "norm_eps": reader.get("rms_norm_eps", table.norm_eps),
         "tie_embeddings": reader.get("tie_word_embeddings", table.is_tied),
         **table.always,
@@ -340,10 +344,11 @@ def stored_tensors(config: ModelConfig, family: Family) -> Iterator[Stored]:
     return tensors.stored_tensors(config, TABLES[family])
 
 
-def readable_tensors(config: ModelConfig, family: Family) -> list[Stored]:
+def readable_tensors(config: ModelConfig, family: Family) -> Iterator[Stored]:
     """`stored_tensors`, and a tied head that other software may have stored all the same."""
-    found = list(stored_tensors(config, family))
-    return [*found, tensors.tied_head(config)] if stored_tied(config, family) else found
+    yield from stored_tensors(config, family)
+    if stored_tied(config, family):
+        yield tensors.tied_head(config)
 
 
 def stored_experts(config: ModelConfig, family: Family) -> int:
