@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardReques
 from stretto.rl.recipe import RewardConfig
 from stretto.rl.reward import RewardRole
 from stretto.rl.samples import load_group, read_logs
-from stretto.tasks.task import Answer, Problem, Score
+from stretto.tasks.registry import open_source
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from tests.rl.agents import TASK, Rewards, Toy, log_of, recipe, spoken_turn, tokenizer
+from tests.tasks.judges import judging, shown
 
 TEXTS = ("a dog sat", "a dog sat", "the log and the mat", "")
 GROUP = replace(TASK, group=len(TEXTS))
@@ -29,8 +33,8 @@ class Choir:
 
     name = "choir"
 
-    def __init__(self, failures: dict[int, int] | None = None):
-        self.num = 0
+    def __init__(self, failures: dict[int, int] | None = None, texts: Sequence[str] = TEXTS):
+        self.num, self._texts = 0, texts
         self._failures = dict(failures or {})
 
     async def generate(self, request: GenerateRequest) -> Generated:
@@ -39,7 +43,7 @@ class Choir:
         if self._failures.get(number, 0) > 0:
             self._failures[number] -= 1
             raise Trouble("out of memory")
-        tokens = spoken_turn(TEXTS[number])
+        tokens = spoken_turn(self._texts[number])
         routes = np.zeros((len(request.tokens) + len(tokens) - 1, 1, 2), np.uint8)
         ones = np.full(len(tokens), -1.0, np.float32)
         segment = Segment(tokens, True, ones, np.zeros(len(tokens), np.int32))
@@ -69,9 +73,14 @@ class Contest(Toy):
 
 
 def singers(
-    folder: Path, source: Toy, engine: Any = None, rewards: Any = None, config: RewardConfig | None = None
+    folder: Path,
+    source: TaskSource,
+    engine: Any = None,
+    rewards: Any = None,
+    config: RewardConfig | None = None,
+    max_len: int = 150,
 ) -> AgentRole:
-    told = recipe().replace(rewards={} if config is None else {"toy": config})
+    told = recipe(chunk_tokens=400, max_len=max_len).replace(rewards={} if config is None else {"toy": config})
     return AgentRole(
         told,
         folder,
@@ -140,13 +149,13 @@ def test_a_group_is_judged_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_fails_is_no_reward_and_costs_no_sample(tmp_path: Path) -> None:
-    source, engine = Contest(broken=3), Choir()
-    with pytest.raises(GroupFailed, match="item 7: raised RuntimeError: the judge is asleep"):
-        # the last attempt too: no group without a judgement
-        asyncio.run(singers(tmp_path, source, engine).run_group(GROUP, 0, is_last=True))
+    source, engine = Contest(broken=6), Choir()
+    for attempt in (0, 1):  # the last attempt too: no group without a judgement
+        with pytest.raises(GroupFailed, match=r"item 7: raised RuntimeError: the judge is asleep"):
+            asyncio.run(singers(tmp_path, source, engine).run_group(GROUP, attempt, is_last=attempt == 1))
     assert not list(tmp_path.rglob("*.group"))
-    assert [each.reward for each in told(stored(singers(tmp_path, source, engine), 1))] == [1 / 3, 1 / 3, 1.0, 0.0]
-    assert engine.num == len(TEXTS)
+    assert [each.reward for each in told(stored(singers(tmp_path, source, engine), 2))] == [1 / 3, 1 / 3, 1.0, 0.0]
+    assert engine.num == len(TEXTS) and len(source.seen) == 7
 
 
 def test_what_is_left_of_a_group_is_judged_as_one(tmp_path: Path) -> None:
@@ -192,3 +201,40 @@ def test_a_verifier_that_gives_up_on_a_group_is_asked_again(tmp_path: Path) -> N
     assert [each.reward for each in told(stored(singers(tmp_path, Contest(), rewards=rewards)))] == [9, 9, 19, 0]
     assert [each.text for each in rewards.requests] == [*TEXTS, *TEXTS]
     assert len({each.seed for each in rewards.requests}) == len(TEXTS)
+
+
+HONEST = "a dog sat on the log"
+SUNG = (
+    HONEST,
+    "the cat and the mat",
+    "tell of the cat and the dog now",  # the prompt
+    "cat " * 12,  # a word that the judge likes
+    HONEST + " and" + " so the log is a log" * 6,  # padding
+    "",
+)
+
+
+def naive(body: dict[str, Any]) -> str:
+    """Points for length, for cats, and for what sounds like the request."""
+    request, answer = ([*text.casefold().split()] for text in shown(body))
+    points = min(3, len(answer) // 4) + min(4, answer.count("cat")) + (3 if len({*request} & {*answer}) > 4 else 0)
+    return f"SCORES: {min(10, 1 + points)}"
+
+
+def test_hacks_of_a_real_judge_earn_no_more_than_an_honest_short_answer(tmp_path: Path) -> None:
+    """From sampled tokens over a verifier and HTTP to the stored group."""
+    prompts = tmp_path / "prompts.jsonl"
+    rubric = [{"criterion": "It is good", "points": 10}]
+    prompts.write_text(json.dumps({"prompt": SUNG[2], "rubric": rubric}))
+    config = RewardConfig(length_budget=2.0, length_control=True, copy_at=0.5, distinct_at=0.5)
+    task = replace(TASK, item=0, group=len(SUNG), max_tokens=400)
+    with judging(naive) as (url, asked):
+        endpoint = {"url": url, "model": "m", "cache": str(tmp_path / "cache"), "timeout_s": 30.0}
+        source = open_source("toy", SimpleNamespace(kind="judged", args={"path": str(prompts), "judge": endpoint}))
+        agent = singers(tmp_path, source, Choir(texts=SUNG), config=config, max_len=900)
+        group = load_group(asyncio.run(agent.run_group(task, 0)).location)
+    qualities = [each.verdict.parts["quality"] for each in group.trajectories]
+    honest, _, *hacks = (each.verdict.reward for each in group.trajectories)
+    assert min(qualities[2:5]) > qualities[0] > 0, "each of them pleases the judge more"
+    assert honest > 0 and max(hacks) <= honest, [each.verdict for each in group.trajectories]
+    assert len(asked) == 5, "an empty answer is shown to nobody"

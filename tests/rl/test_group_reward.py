@@ -65,6 +65,27 @@ def test_length_control_takes_off_the_trend_from_longer_ones() -> None:
     assert length_controlled(quality, lengths, one).tolist() == quality.tolist()
 
 
+def test_a_table_controls_length_where_it_says_so() -> None:
+    answers = [
+        written(text, reward, num) for text, reward, num in zip("abc", (0.2, 0.4, 0.6), (10, 20, 40), strict=True)
+    ]
+    found = group_rewards(RewardConfig(length_control=True), PROMPT, "", answers)
+    np.testing.assert_allclose([each.reward for each in found], [0.2, 0.4, 0.4])
+    assert [each.parts["controlled"] for each in found] == [each.reward for each in found]
+    assert rewards(RewardConfig(format="."), *answers) == [0.2, 0.4, 0.6]
+
+
+def test_a_factor_makes_no_negative_reward_better() -> None:
+    config = RewardConfig(diversity="words", length_budget=1.0)
+    answers = [
+        written(HONEST, -1.0, 10),
+        written(HONEST, 0.5, 10),
+        written(OTHERS[0], 0.5, 10),
+        written(OTHERS[1], -2.0, 90),
+    ]
+    np.testing.assert_allclose(rewards(config, *answers), [-1.0, 0.5 * 2 / 3, 0.5, -2.0])
+
+
 def test_quality_times_diversity() -> None:
     config = RewardConfig(diversity="words")
     answers = [written(HONEST, 0.5), written(HONEST, 0.5), written(OTHERS[0], 0.5), written(OTHERS[1], -1.0)]

@@ -1,0 +1,60 @@
+"""A judge over real HTTP that says what a test tells it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Said = Callable[[dict[str, Any]], str | int | None]
+
+
+@contextmanager
+def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server on a free port; yields its address and the requests that it got. ``said`` gives an answer's text, a status, or
+    None: no answer for a second."""
+    asked: list[dict[str, Any]] = []
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None: ...
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
+            text = said(body)
+            if text is None:
+                over.wait(1.0)
+            status = text if isinstance(text, int) else 200
+            content = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def question(body: dict[str, Any]) -> str:
+    return str(body["messages"][0]["content"])
+
+
+def shown(body: dict[str, Any]) -> list[str]:
+    """The texts between marks: the request, then answers."""
+    mark = question(body).split("<", 1)[1].split(">", 1)[0]
+    return [part.split(f"\n</{mark}>")[0] for part in question(body).split(f"<{mark}>\n")[1:]]
