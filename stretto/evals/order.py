@@ -28,7 +28,7 @@ from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layer
 from stretto.model.transformer import MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import Slots, experts
 from stretto.ops.logprob import IGNORED
-from stretto.ops.operators import ORDINARY, Operators
+from stretto.ops.operators import ORDINARY, Operators, Routes
 
 Hold = Callable[[str], AbstractContextManager[object]]
 """Holds the weights of a part (``embedding``, ``blocks.3``, ``norm``, ``head``) in memory while it is open."""
@@ -70,7 +70,7 @@ class Survey:
     logit_error: dict[int, float]
     """As in `LayerRanking`; empty where no batch was left for it."""
     flops: int
-    """Of the forward passes, as a receipt counts them."""
+    """Of the forward passes, as a receipt counts them, and of `removal_order`."""
 
 
 def rank_layers(model: Transformer, batches: Sequence[EvalBatch]) -> LayerRanking:
@@ -97,19 +97,22 @@ def layer_order(config: ModelConfig, worth: Mapping[int, float]) -> tuple[int, .
 
 
 def expert_orders(config: ModelConfig, found: Survey, rule: ExpertRule) -> tuple[tuple[int, ...], ...]:
-    """Per MoE layer, experts from first kept to first dropped, super experts before all others.
-
-    ``reap`` and ``frequency`` rank by saliency and by load; ``removal`` takes `removal_order`.
-    """
+    """Per MoE layer, experts from first kept to first dropped, super experts before all others."""
     above_all = super_experts(config, found.experts)
-    orders = []
-    for layer in found.experts:
-        if rule == "removal":
-            worth: Sequence[float] = [-found.removal[layer.row].index(expert) for expert in range(len(layer.load))]
-        else:
-            worth = layer.saliency if rule == "reap" else layer.load
-        orders.append(expert_order(worth, above_all[layer.row], config.expert_groups))
-    return tuple(orders)
+    return tuple(
+        expert_order(_worth(found, layer, rule), above_all[layer.row], config.expert_groups) for layer in found.experts
+    )
+
+
+def _worth(found: Survey, layer: LayerRouting, rule: ExpertRule) -> Sequence[float]:
+    """Of each expert.
+
+    ``reap`` takes the saliency, ``removal`` `removal_order`, ``frequency`` the load.
+    """
+    if rule == "removal":
+        order = found.removal[layer.row]
+        return [-order.index(expert) for expert in range(len(order))]
+    return layer.saliency if rule == "reap" else layer.load
 
 
 def expert_order(worth: Sequence[float], protected: Collection[int], groups: int = 1) -> tuple[int, ...]:
@@ -204,7 +207,9 @@ def survey(
                     advance(1)
                 mlp = model.blocks[layer].mlp
                 if watch is not None and watch.inputs and isinstance(mlp, MoeLayer):
-                    removed[mlp.row] = removal_order(mlp, torch.cat(watch.inputs))
+                    inputs_ND = torch.cat(watch.inputs)
+                    removed[mlp.row] = removal_order(mlp, inputs_ND)
+                    sums.flops += removal_flops(mlp, len(inputs_ND))
         if left_out > first:
             with hold("norm"), hold("embedding" if model.head is None else "head"):
                 _compare(model, [carried for carried in group if carried.measured], sums)
@@ -309,16 +314,13 @@ class _Scored(Operators):
         return self._logits_NE
 
 
-def _weights(layer: MoeLayer, logits_NE: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """What the router of ``layer`` chooses among the experts that each token may use: ids [N, K], and every expert's weight
-    [N, E], 0 where it is not chosen.
-    """
+def _routes(layer: MoeLayer, logits_NE: Tensor, allowed_NE: Tensor) -> Routes:
+    """What the router of ``layer`` chooses among the experts that each token may use."""
     num = len(logits_NE)
     branch_N = torch.zeros(num, dtype=torch.int64, device=logits_NE.device)
     widths = RowWidths(branch_N, allowed_NE[:, layer.rank_E.argsort()], torch.zeros_like(branch_N, dtype=torch.bool))
     top_k = layer.config.top_k_by_layer[layer.row]
-    routes, _ = layer.route(logits_NE.unsqueeze(1), logits_NE.shape[1], top_k, widths, _Scored(logits_NE))
-    return routes.chosen_NK, torch.zeros_like(logits_NE).scatter_(1, routes.chosen_NK, routes.gates_NK)
+    return layer.route(logits_NE.unsqueeze(1), logits_NE.shape[1], top_k, widths, _Scored(logits_NE))[0]
 
 
 def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
@@ -338,35 +340,51 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
     return torch.cat(made)
 
 
+def _every(num_tokens: int, num_experts: int) -> int:
+    """Of so many tokens, `removal_order` looks at one in this many."""
+    most = max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2))
+    return -(-num_tokens // most)
+
+
+def removal_flops(layer: MoeLayer, num_tokens: int) -> int:
+    """Of `removal_order` for so many inputs: every expert's output for those it looks at, and their products."""
+    num_experts, hidden = layer.gate.shape
+    looked_at = -(-num_tokens // _every(num_tokens, num_experts))
+    return 2 * looked_at * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
+
+
 def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
     """Experts of ``layer`` in the reverse of the order in which they are taken away, one at a time: always the one whose absence
     changes the layer's output least (squared length of the change, mean over tokens), given those that are gone.
 
     Unlike a score of each expert alone it sees what the router does then: the next best expert steps in, and gates are
-    renormalised. (Under a softmax whose gates are not, an absence also raises the gates of tokens that never chose the expert;
-    that part of the change is not weighed.) ``x_ND`` are inputs of the layer; of more than `REMOVAL_TOKENS`, or than `REMOVAL_ELEMENTS` allow,
-    as many are taken, evenly spaced.
+    renormalised. What an absence changes for tokens that did not choose the expert is not weighed: under a softmax whose gates are
+    not renormalised it raises theirs, and a group may be chosen for an expert that is not. Groups lose an expert each in turn.
+    ``x_ND`` are inputs of the layer; of more than `REMOVAL_TOKENS`, or than `REMOVAL_ELEMENTS` allow, as many are taken, evenly
+    spaced.
     """
-    num_experts = len(layer.gate)
-    most = max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2))
-    x_ND = x_ND[:: -(-len(x_ND) // most)]
-    top_k = layer.config.top_k_by_layer[layer.row]
+    config, num_experts = layer.config, len(layer.gate)
+    x_ND = x_ND[:: _every(len(x_ND), num_experts)]
+    top_k = config.top_k_by_layer[layer.row]
     logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate, layer.gate_bias), _products(layer, x_ND)
     kept_E = torch.ones(num_experts, dtype=torch.bool, device=x_ND.device)
-    whole_NE = _weights(layer, logits_NE, kept_E.expand_as(logits_NE))[1]
+    whole = _routes(layer, logits_NE, kept_E.expand_as(logits_NE))
 
     def choose(rows_N: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Choices [N, K] of the tokens ``rows_N``, and the squared change of their outputs."""
-        chosen_NK, weights_NE = _weights(layer, logits_NE[rows_N], allowed_NE)
-        change_NE = weights_NE - whole_NE[rows_N]
-        return chosen_NK, torch.einsum("ne,nef,nf->n", change_NE, products_NEE[rows_N], change_NE).double()
+        routes = _routes(layer, logits_NE[rows_N], allowed_NE)
+        ids_NS = torch.cat((routes.chosen_NK, whole.chosen_NK[rows_N]), dim=1)  # what is written now, and what was
+        signed_NS = torch.cat((routes.gates_NK, -whole.gates_NK[rows_N]), dim=1)
+        products_NSS = products_NEE[rows_N[:, None, None], ids_NS[:, :, None], ids_NS[:, None, :]]
+        return routes.chosen_NK, torch.einsum("ns,nst,nt->n", signed_NS, products_NSS, signed_NS).double()
 
     chosen_NK = torch.zeros(len(x_ND), top_k, dtype=torch.int64, device=x_ND.device)
     rise_NK = torch.zeros(len(x_ND), top_k, dtype=torch.float64, device=x_ND.device)
     used_NKE = torch.zeros(len(x_ND), top_k, num_experts, dtype=torch.bool, device=x_ND.device)
-    is_shared = layer.config.router == "softmax" and not layer.config.normalize_gates  # all kept experts share one sum
+    # all kept experts share one sum, or lift their group's score: who is chosen does not tell whom an absence touches
+    is_shared = (config.router == "softmax" and not config.normalize_gates) or config.expert_groups > 1
     stale_N, gone = torch.ones(len(x_ND), dtype=torch.bool, device=x_ND.device), list[int]()
-    while num_experts - len(gone) > top_k:
+    while num_experts - len(gone) > config.holding(0, top_k):
         rows_N = stale_N.nonzero().squeeze(1)  # tokens that the last removal changed anything for
         allowed_NE = kept_E.expand(len(rows_N), -1)
         chosen_NK[rows_N], before_N = choose(rows_N, allowed_NE)
@@ -377,7 +395,9 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
             used_NKE[rows_N, slot] = torch.zeros_like(allowed_NE).scatter(1, others_NK, True).scatter(1, own_N1, True)
         rise_E = torch.zeros(num_experts, dtype=torch.float64, device=x_ND.device)
         rise_E.index_add_(0, chosen_NK.flatten(), rise_NK.flatten())
-        least = int(rise_E.masked_fill(~kept_E, torch.inf).argmin())
+        left_M = kept_E.view(config.expert_groups, -1).sum(1)
+        turn_E = (left_M == left_M.max()).repeat_interleave(num_experts // config.expert_groups)
+        least = int(rise_E.masked_fill(~(kept_E & turn_E), torch.inf).argmin())
         gone.append(least)
         kept_E[least] = False
         stale_N = used_NKE[:, :, least].any(1) | is_shared

@@ -130,30 +130,47 @@ def test_the_peak_is_the_largest_element_before_the_gate(make_model, batches):
         assert found.peak[expert] == pytest.approx(float(y.abs().max()), rel=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"router": "softmax"}, {"normalize_gates": False, "routed_scaling": 2.5}])
+@pytest.mark.parametrize(
+    ("num", "changes"),
+    [
+        (7, {}),
+        (7, {"router": "softmax"}),
+        (7, {"router": "softmax", "normalize_gates": False}),
+        (7, {"normalize_gates": False, "routed_scaling": 2.5}),
+        (12, {"expert_groups": 3, "top_groups": 2}),
+    ],
+)
 @torch.no_grad()
-def test_removal_takes_what_changes_the_output_least(make_model, changes):
-    """Against trying every removal by running the layer without it."""
-    model = make_model(num_shared_experts=0, num_experts=7, top_k=2, widths=(7,), num_branches=1, **changes)
-    layer = model.blocks[2].mlp
+def test_removal_takes_what_changes_the_output_least(make_model, num, changes):
+    """Against trying every removal by running the layer without it, on the tokens that chose the expert."""
+    model = make_model(num_shared_experts=0, num_experts=num, top_k=2, widths=(num,), num_branches=1, **changes)
+    layer, groups = model.blocks[2].mlp, model.config.expert_groups
     x_ND = torch.randn(64, 24, generator=torch.Generator().manual_seed(3))
 
-    def output(kept):
-        smaller = torch.zeros(7, dtype=torch.bool)
+    def run(kept):
+        smaller = torch.zeros(num, dtype=torch.bool)
         smaller[list(kept)] = True
-        layer.rank_E.copy_(torch.where(smaller, 0, 6))  # all that are kept share the first rank
-        return layer(x_ND.unsqueeze(0), 1 if len(kept) < 7 else 7, 2, None)[0][0]
+        layer.rank_E.copy_(torch.where(smaller, 0, num - 1))  # all that are kept share the first rank
+        arguments = x_ND.unsqueeze(0), 1 if len(kept) < num else num, 2, None
+        return layer.route(*arguments)[0].chosen_NK, layer(*arguments)[0][0]
 
     ranks_E = layer.rank_E.clone()
-    kept, gone, whole = set(range(7)), [], output(range(7))
-    while len(kept) > 2:
-        damage = {expert: float((output(kept - {expert}) - whole).square().sum()) for expert in kept}
+    kept, gone, whole_ND = set(range(num)), [], run(range(num))[1]
+    while len(kept) > model.config.holding(0, 2):
+        chosen_NK, now_ND = run(kept)
+        sizes = [sum(expert * groups // num == group for expert in kept) for group in range(groups)]
+        damage = {}
+        for expert in kept:
+            if sizes[expert * groups // num] == max(sizes):
+                is_hit_N = (chosen_NK == expert).any(1)
+                errors_N = ((without_ND - whole_ND).square().sum(1) for without_ND in (run(kept - {expert})[1], now_ND))
+                damage[expert] = float((next(errors_N) - next(errors_N))[is_hit_N].sum())
         gone.append(min(damage, key=lambda expert: damage[expert]))
         kept.remove(gone[-1])
     layer.rank_E.copy_(ranks_E)
     order = removal_order(layer, x_ND)
-    assert list(order[:1:-1]) == gone
-    assert set(order[:2]) == kept
+    assert list(order[: len(kept) - 1 : -1]) == gone
+    assert set(order[: len(kept)]) == kept
 
 
 def test_rules_rank_differently_and_a_dead_expert_goes_first(make_model, batches):
