@@ -34,9 +34,10 @@ Hold = Callable[[str], AbstractContextManager[object]]
 """Holds the weights of a part (``embedding``, ``blocks.3``, ``norm``, ``head``) in memory while it is open."""
 ExpertRule = Literal["removal", "reap", "frequency"]
 """How experts are compared: see `expert_order`."""
-SUPER_QUANTILE, SUPER_SHARE, SUPER_DEPTH = 0.995, 0.1, 0.75
+SUPER_QUANTILE, SUPER_SHARE, SUPER_DEPTH, SUPER_TIMES = 0.995, 0.1, 0.75, 10.0
 """A super expert writes an element above this quantile of all experts' largest and above this share of the largest of all, in
-the leading share of the layers (2507.23279; numbers as in REAP's published code). Losing one wrecks a network."""
+the leading share of the layers (2507.23279; numbers as in REAP's published code), and above so many times their median (ours: of
+a hundred experts one is always above the quantile, and keeping it for that cost more than it saved). Losing one wrecks a network."""
 CARRIED_BYTES = 1 << 30
 """Hidden states carried at once for leave-one-out (ours): with every layer's variant, a few thousand tokens of a large network."""
 REMOVAL_TOKENS = 4096
@@ -134,7 +135,9 @@ def super_experts(config: ModelConfig, layers: Iterable[LayerRouting]) -> dict[i
     peaks = torch.tensor([peak for layer in layers for peak in layer.peak], dtype=torch.float64)
     if not len(peaks):
         return {}
-    least = max(float(peaks.quantile(SUPER_QUANTILE)), SUPER_SHARE * float(peaks.max()))
+    least = max(
+        float(peaks.quantile(SUPER_QUANTILE)), SUPER_SHARE * float(peaks.max()), SUPER_TIMES * float(peaks.median())
+    )
     early = int(SUPER_DEPTH * config.num_layers)
     return {
         layer.row: frozenset(

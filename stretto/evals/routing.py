@@ -16,7 +16,7 @@ from stretto.evals.loss import EvalBatch
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.grouped import Clamp, ExpertBiases, Slots, experts
-from stretto.ops.operators import Operators
+from stretto.ops.operators import Operators, route
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -30,7 +30,7 @@ class LayerRouting:
     load: tuple[int, ...]
     """How many times each expert was chosen."""
     saliency: tuple[float, ...]
-    """Mean over the tokens routed to an expert of gate · length of its output; 0 for one never chosen."""
+    """REAP's, of the expert's output: see `Watch`; 0 for one never chosen."""
     peak: tuple[float, ...]
     """Largest element, by size, that an expert wrote before its gate; 0 for one never chosen."""
 
@@ -38,17 +38,21 @@ class LayerRouting:
 class Watch(Operators):
     """The ordinary operators, to the bit, and a note of what the experts of every layer write.
 
-    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999), with the gates that weight the
-    outputs in this network: renormalised over the chosen experts where the network does so, and chosen with its selection
-    bias. (The published code takes a softmax and the k largest logits whatever the network's router is.)
+    Saliency is REAP's S_j = mean over tokens routed to j of gate_j · ‖f_j‖₂ (2510.13999). The gates are a softmax of the router's
+    logits (renormalised over the chosen experts where the network's gates are), as in the published code, whatever the router
+    is: a sigmoid's differ too little. Tokens that chose an expert for its selection bias alone do not count. They have small gates,
+    and the bias sends them to experts that would otherwise be used too little; with them the mean ranks experts by how little
+    the router had to be pushed (bench/keep_half.py). The published code counts tokens that the bias has sent elsewhere, too.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         counts = config.experts_by_layer
+        self._config = config
         self._load_E = [torch.zeros(num, dtype=torch.int64, device=device) for num in counts]
+        self._num_E = [torch.zeros(num, dtype=torch.int64, device=device) for num in counts]
         self._weight_E = [torch.zeros(num, dtype=torch.float64, device=device) for num in counts]
         self._peak_E = [torch.zeros(num, device=device) for num in counts]
-        self._row = 0
+        self._row, self._logits_NE = 0, torch.empty(0)
         self._real_N = torch.empty(0)
         self.inputs: list[Tensor] | None = None
         """What layers are given, real tokens only, [N, D] a call; kept only where a caller puts a list here."""
@@ -63,6 +67,23 @@ class Watch(Operators):
         self._row = row
         return own_BTK
 
+    def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
+        self._logits_NE = logits_NE  # without the experts that may not be chosen
+        return super().router_scores(logits_NE, softmax)
+
+    def _weighed(self, chosen_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each choice would have been one without the selection bias, and its weight in the saliency."""
+        config, (_, top_k) = self._config, chosen_NK.shape
+        groups = config.expert_groups, config.top_groups
+        scores_NE, is_softmax = self._logits_NE.softmax(-1), config.router == "softmax"
+        free = route(
+            self._logits_NE, None, None, top_k, softmax=is_softmax, normalize=False, scaling=1.0, groups=groups
+        )
+        is_free_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter_(1, free.chosen_NK, True)
+        if config.normalize_gates:
+            scores_NE = scores_NE / scores_NE.gather(1, free.chosen_NK).sum(-1, keepdim=True)
+        return is_free_NE.gather(1, chosen_NK), scores_NE.gather(1, chosen_NK)
+
     def experts(
         self,
         x_ND: Tensor,
@@ -73,17 +94,21 @@ class Watch(Operators):
         biases: ExpertBiases | None = None,
         clamp: Clamp | None = None,
     ) -> Tensor:
-        row = self._row
+        row, (is_free_NK, weight_NK) = self._row, self._weighed(chosen_NK)
 
         def note(slots: Slots, y_PD: Tensor) -> None:
             real_P = self._real_N[slots.token_P]
             if slots.real_P is not None:
                 real_P = real_P & slots.real_P
-            expert_P, gate_P = (each_NK.reshape(-1)[slots.order_P] for each_NK in (chosen_NK, gates_NK))
-            length_P = y_PD.float().norm(dim=-1) * real_P
+            expert_P, gate_P, is_free_P, weight_P = (
+                each_NK.reshape(-1)[slots.order_P] for each_NK in (chosen_NK, gates_NK, is_free_NK, weight_NK)
+            )
+            once_P = gate_P.clamp_min(TINY)  # what is seen has its gate in it
+            length_P = y_PD.float().norm(dim=-1) / once_P * weight_P * (real_P & is_free_P)
             self._load_E[row].index_add_(0, expert_P, real_P.long())
+            self._num_E[row].index_add_(0, expert_P, (real_P & is_free_P).long())
             self._weight_E[row].index_add_(0, expert_P, length_P.double())
-            peak_P = y_PD.abs().amax(dim=-1).float() / gate_P.clamp_min(TINY) * real_P
+            peak_P = y_PD.abs().amax(dim=-1).float() / once_P * real_P
             self._peak_E[row].scatter_reduce_(0, expert_P, peak_P, "amax")
 
         if self.inputs is not None:
@@ -92,9 +117,13 @@ class Watch(Operators):
 
     def noted(self, row: int) -> LayerRouting:
         """What was seen of MoE layer ``row``."""
-        load_E = self._load_E[row]
-        saliency_E = self._weight_E[row] / load_E.clamp_min(1)
-        return LayerRouting(row, tuple(load_E.tolist()), tuple(saliency_E.tolist()), tuple(self._peak_E[row].tolist()))
+        saliency_E = self._weight_E[row] / self._num_E[row].clamp_min(1)
+        return LayerRouting(
+            row,
+            load=tuple(self._load_E[row].tolist()),
+            saliency=tuple(saliency_E.tolist()),
+            peak=tuple(self._peak_E[row].tolist()),
+        )
 
 
 @torch.no_grad()

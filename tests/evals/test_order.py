@@ -21,7 +21,7 @@ from stretto.evals.order import (
 )
 from stretto.evals.routing import Watch, routing
 from stretto.model.spec import droppable_layers
-from stretto.model.transformer import Context
+from stretto.model.transformer import Context, build
 from stretto.ops.grouped import experts_reference
 from stretto.ops.logprob import IGNORED
 
@@ -184,6 +184,29 @@ def test_rules_rank_differently_and_a_dead_expert_goes_first(make_model, batches
     assert orders["frequency"][0] == tuple(sorted(range(6), key=lambda expert: -found.experts[0].load[expert]))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"router": "softmax", "normalize_gates": False},
+        {"num_experts": 12, "widths": (12, 6), "expert_groups": 3, "top_groups": 2, "routed_scaling": 2.5},
+    ],
+)
+@pytest.mark.parametrize("rule", ["removal", "reap"])
+def test_what_is_kept_is_worth_more_than_what_is_dropped(make_model, batches, rule, changes):
+    model = make_model(**changes)
+    order, lost = expert_orders(model.config, survey(model, batches, removal=True), rule), []
+    for kept in (order, tuple(each[::-1] for each in order)):
+        cut = build(model.config.replace(expert_order=kept), 0)  # refuses groups that do not take turns
+        cut.load_state_dict(model.state_dict())
+        lost.append(
+            evaluate_many(cut, [cut.config.subnet(experts=model.config.num_experts // 2)], batches, against_full=True)[
+                0
+            ].kl
+        )
+    assert lost[0] < lost[1]
+
+
 def test_an_order_of_groups_keeps_them_equal():
     worth = [9, 8, 7, 1, 2, 3, 4, 5, 6, 0, 0, 0]
     order = expert_order(worth, protected={3}, groups=3)
@@ -204,6 +227,11 @@ def test_a_super_expert_is_kept_before_all_others(make_model):
     )
     assert found[1] == {2}
     assert not found[5]  # the last quarter of the layers writes large values anyway
+
+
+def test_the_largest_of_few_experts_is_not_super_for_that(make_model):
+    layers = [LayerRouting(row, (9,) * 6, (1.0,) * 6, (1.0, 1.0, 9.0 - row, 1.0, 1.0, 1.0)) for row in range(6)]
+    assert not any(super_experts(make_model().config, layers).values())
 
 
 def test_no_target_and_no_expert(make_model, batches):
