@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from stretto.apps.cli_post import compare, distill, evaluate, merge, online, sft
+from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
 from stretto.base.errors import UserError
@@ -409,9 +409,11 @@ def demo(
     demo_command(out or Path("runs/demo"), fresh=not resume)
 
 
-for command in (rl, sft, merge, distill, online, top, serve, chat, generate, bench_serve, compare):
+for command in (run, sft, rl, distill, online, top, merge):
     app.command()(command)
 app.command("eval")(evaluate)
+for command in (compare, serve, chat, generate, bench_serve):
+    app.command()(command)
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from stretto.apps.cli_serve import Device
+from stretto.base.errors import UserError
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)]
 Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
@@ -19,7 +20,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest sn
 
 def sft(
     recipe: Recipe,
-    model: Annotated[Path, typer.Option(help="Run or checkpoint to train.", show_default=False)],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run or checkpoint to train; without it, the start of an RL recipe is, on its sources' own answers."
+        ),
+    ] = None,
     data: Annotated[
         list[str],
         typer.Option(
@@ -50,15 +56,24 @@ def sft(
 ) -> None:
     """Train a checkpoint on conversations: every weight or adapters, one size or all of them."""
     from stretto.base.config import read_recipe
+    from stretto.rl.recipe import RlRecipe
     from stretto.train.recipe import SftRecipe
 
+    folder = out or Path("runs") / recipe.stem
+    if model is None and not data:
+        start = read_recipe(recipe, RlRecipe, settings)
+        from stretto.apps.rl import made_start
+
+        sys.stdout.write(f"checkpoint: {made_start(start, folder)}\n")
+        return
+    if model is None:
+        raise UserError("--model: missing; name the run or checkpoint to train")
     told = [*settings, *([f"lora.rank={lora}"] if lora is not None else [])]
     told += [f"train.steps={steps}"] if steps is not None else []
     parsed = read_recipe(recipe, SftRecipe, told)
     from stretto.apps.data import TextOptions
     from stretto.apps.sft import sft_command
 
-    folder = out or Path("runs") / recipe.stem
     made = sft_command(
         parsed,
         model,
@@ -221,3 +236,28 @@ def distill(
 
     folder = out or Path("runs") / recipe.stem
     distill_command(parsed, folder, model, subnet=subnet, resume=resume, device=device, wandb_project=wandb)
+
+
+def run(
+    recipe: Recipe,
+    model: Annotated[
+        Path | None, typer.Option(help="Run or checkpoint to begin with; not where the recipe has a start of its own.")
+    ] = None,
+    out: RunOut = None,
+    first: Annotated[
+        str | None,
+        typer.Option("--from", help="Do this stage and all after it again: sft, experts, distill, online or evaluate."),
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print commands, tokens, FLOPs and hours, and do nothing.")
+    ] = False,
+    price: Annotated[float | None, typer.Option(help="Of an hour of a device, for --dry-run.")] = None,
+    settings: Settings = [],  # noqa: B006 - typer reads it once
+    device: Device = "auto",
+) -> None:
+    """Run a whole post-training: SFT, an expert for each domain, one student of them all, online RL; again, it goes on."""
+    from stretto.apps.pipeline import run_command
+
+    told = {"first": first, "until": until, "dry_run": dry_run, "price": price, "device": device}
+    run_command(recipe, out or Path("runs") / recipe.stem, model, settings, **told)

@@ -1,0 +1,210 @@
+"""A whole post-training as one recipe: its stages in order, and the complete recipe of each. Imports no torch.
+
+SFT → an expert for each domain, side by side → one student that they all teach → online RL → what each of them can do. Every
+stage is a command of its own, and what a pipeline says of it is what its own recipe would say: over ``[common]``, which all
+stages of reinforcement learning share, with the sources of the domains. All recipes are complete before the first stage starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config, ConfigT, validate
+from stretto.base.errors import UserError
+from stretto.base.paths import CHECKPOINT
+from stretto.rl.recipe import START, RlRecipe, SourceConfig
+from stretto.train.recipe import SftRecipe
+
+StageName = Literal["sft", "experts", "distill", "online", "evaluate"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+COMPARISON_FILE = "comparison.json"
+Table = dict[str, Any]
+
+
+class DomainConfig(Config):
+    """What one expert learns, and what the student learns from it."""
+
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    """By names that no other domain has."""
+    expert: Table = Field(default_factory=dict)
+    """Where its recipe differs from ``[experts.recipe]``."""
+
+
+class SftConfig(Config):
+    """The stage that experts and student begin with."""
+
+    data: tuple[str, ...] = ()
+    """Conversations, ``PATH[@WEIGHT]`` each; none: the sources' own answers."""
+    recipe: Table = Field(default_factory=dict)
+    """Of `SftRecipe` with ``data``, of `RlRecipe` without: there, ``start`` says which network begins from nothing."""
+
+
+class ExpertsConfig(Config):
+    """The stage that makes the teachers."""
+
+    recipe: Table = Field(default_factory=dict)
+    at_once: int = Field(default=1, gt=0)
+    """Experts trained side by side."""
+    attempts: int = Field(default=2, gt=0)
+    """Of each; a second one goes on from the first one's last snapshot. The others go on meanwhile."""
+
+
+class EvaluateConfig(Config):
+    """What each stage's result is asked."""
+
+    samples: int = Field(default=1, gt=0)
+    """Of each problem."""
+    problems: int = Field(default=64, gt=0)
+    """Held out, of each source."""
+
+
+class PipelineRecipe(Config):
+    """A pipeline. A stage whose table is missing is left out."""
+
+    domains: dict[str, DomainConfig] = Field(min_length=1)
+    common: Table = Field(default_factory=dict)
+    """What experts, distillation and online RL have in common: tables of an `RlRecipe`."""
+    sft: SftConfig | None = None
+    experts: ExpertsConfig | None = None
+    distill: Table | None = None
+    """Where the distillation's recipe differs from ``common``; its teachers are the experts, by the names of their domains."""
+    online: Table | None = None
+    """And the online stage's; with ``sources`` of its own beside those of the domains."""
+    evaluate: EvaluateConfig | None = EvaluateConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        seen: dict[str, str] = {}
+        for domain, config in self.domains.items():
+            if not re.fullmatch(r"[\w-]+", domain):  # a folder is called so
+                raise ValueError(f"domains.{domain}: letters, digits, _ and - make a name; choose another")
+            for source in config.sources:
+                if source in seen:
+                    raise ValueError(
+                        f"domains.{domain}.sources.{source}: domain {seen[source]!r} has a source of that name; choose another"
+                    )
+                seen[source] = domain
+        if self.distill is not None and self.experts is None:
+            raise ValueError("distill: there are no teachers without experts; add [experts], or leave [distill] out")
+        return self
+
+    @property
+    def sources(self) -> Table:
+        """Of all domains, as plain data."""
+        tables = (config.sources.items() for config in self.domains.values())
+        return {name: source.model_dump(mode="json") for each in tables for name, source in each}
+
+
+MODEL, RECIPE = "{model}", "{recipe}"
+"""In a step's arguments: the checkpoint that the pipeline begins with, and the file of the step's recipe. ``{NAME}`` there, and in
+its recipe, is the checkpoint of the step NAME."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command of a pipeline."""
+
+    stage: StageName
+    name: str
+    """``sft``, ``experts/math``…: its folder within the pipeline's."""
+    arguments: tuple[str, ...]
+    """Of stretto, but for ``--out``, ``--device`` and ``--resume``."""
+    recipe: RlRecipe | SftRecipe
+    result: str = CHECKPOINT
+    """What is there in its folder when it is done."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That are trained on, at most."""
+        recipe = self.recipe
+        if isinstance(recipe, SftRecipe):
+            return recipe.train.steps * recipe.train.rows * recipe.train.seq_len
+        if self.stage == "evaluate":
+            return 0
+        if self.stage == "sft":
+            return recipe.start.steps * recipe.start.rows * recipe.train.seq_len if recipe.start else 0
+        return recipe.train.steps * recipe.train.prompts * recipe.rollout.group * recipe.rollout.max_tokens
+
+
+def plan(recipe: PipelineRecipe, source: str) -> tuple[Step, ...]:
+    """The steps of ``recipe`` in order; ``source`` is its file. Raises `UserError`: the recipe of a stage is impossible; the line
+    names the stage."""
+    return tuple(_steps(recipe, source))
+
+
+def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
+    start, results, teachers = MODEL, list[str](), dict[str, str]()
+    if recipe.sft is not None:
+        yield _sft(recipe, recipe.sft, source)
+        start = "{sft}"
+        results.append(start)
+    last = start
+    if recipe.experts is not None:
+        for name, domain in recipe.domains.items():
+            own = {"sources": {key: each.model_dump(mode="json") for key, each in domain.sources.items()}}
+            told = _complete(
+                RlRecipe, source, f"experts, {name}", recipe.common, recipe.experts.recipe, domain.expert, own
+            )
+            teachers[name] = f"{{experts/{name}}}"
+            yield Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), told)
+    if recipe.distill is not None:
+        names = {
+            name: {"checkpoint": place, "domains": list(recipe.domains[name].sources)}
+            for name, place in teachers.items()
+        }
+        own = {"sources": recipe.sources, "distill": {"teachers": names}}
+        told = _complete(RlRecipe, source, "distill", recipe.common, recipe.distill, own)
+        yield Step("distill", "distill", ("distill", RECIPE, "--model", start), told)
+        last = "{distill}"
+        results.append(last)
+    if recipe.online is not None:
+        told = _complete(RlRecipe, source, "online", recipe.common, {"sources": recipe.sources}, recipe.online)
+        yield Step("online", "online", ("online", RECIPE, "--model", last), told)
+        results.append("{online}")
+    if recipe.evaluate is not None:
+        yield _evaluate(recipe, recipe.evaluate, results, teachers, source)
+
+
+def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
+    if config.data:
+        data = tuple(each for path in config.data for each in ("--data", path))
+        told = _complete(SftRecipe, source, "sft", config.recipe)
+        return Step("sft", "sft", ("sft", RECIPE, "--model", MODEL, *data), told)
+    own = _complete(RlRecipe, source, "sft", recipe.common, config.recipe, {"sources": recipe.sources})
+    if own.start is None:
+        raise UserError(
+            f"{source}: sft: neither data nor recipe.start; name conversations, or the network that begins from nothing"
+        )
+    return Step("sft", "sft", ("sft", RECIPE), own, START)
+
+
+def _evaluate(
+    recipe: PipelineRecipe, config: EvaluateConfig, results: Sequence[str], teachers: Mapping[str, str], source: str
+) -> Step:
+    """All stages' results, each domain beside its teacher."""
+    told = _complete(RlRecipe, source, "evaluate", recipe.common, {"sources": recipe.sources})
+    pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
+    taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
+    numbers = ("--samples", str(config.samples), "--limit", str(config.problems))
+    arguments = ("compare", *results, *taught, "--suite", RECIPE, *numbers)
+    return Step("evaluate", "evaluate", arguments, told, COMPARISON_FILE)
+
+
+def merged(*tables: Mapping[str, Any]) -> Table:
+    """Later tables over earlier ones, key by key."""
+    result: Table = {}
+    for table in tables:
+        for key, value in table.items():
+            below = result.get(key)
+            both = isinstance(value, Mapping) and isinstance(below, Mapping)
+            result[key] = merged(below, value) if both else value
+    return result
+
+
+def _complete(kind: type[ConfigT], source: str, stage: str, *tables: Mapping[str, Any]) -> ConfigT:
+    return validate(kind, merged(*tables), f"{source}: {stage}")

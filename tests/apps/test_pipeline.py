@@ -1,0 +1,122 @@
+"""A pipeline is done stage by stage, and whatever ends it, it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.apps.pipeline import State, StepState
+from stretto.base.paths import checkpoint_folder
+from stretto.base.records import read_lineage
+from tests.apps.conftest import Run
+from tests.post.test_pipeline import PARTS, SOURCE, START
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Two experts and their student, at staleness 0: what comes out is the same to the bit."""
+    other = {**SOURCE, "args": {**SOURCE["args"], "operation": "reverse"}}
+    tree = {
+        "domains": {"flip": {"sources": {"flip": SOURCE}}, "back": {"sources": {"back": other}}},
+        "common": {**PARTS, "staleness": 0},
+        "sft": {"recipe": {"start": START}},
+        "experts": {},
+        "distill": {"distill": {"form": "full", "kl_floor": 0.0}},
+        "evaluate": None,
+    }
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def state(folder: Path) -> dict[str, StepState]:
+    path = folder / "pipeline.json"
+    return State.model_validate_json(path.read_text()).steps if path.is_file() else {}
+
+
+def changed(path: Path, **tables: Any) -> Path:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **tables}))
+    return path
+
+
+def test_a_plan_is_printed_and_nothing_is_done(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    shown = stretto("run", pipeline, "-o", tmp_path / "out", "--dry-run")
+    assert shown.code == 0 and not (tmp_path / "out").exists()
+    commands = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("stretto ")]
+    assert commands == [["stretto", name] for name in ("sft", "rl", "rl", "distill")]
+    assert "known once a stage has run" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("tables", "flags", "problem"),
+    [
+        ({}, ["--from", "distil"], "--from distil: no such stage (did you mean 'distill'?)"),
+        ({"sft": None}, [], "--model: missing"),
+        ({"experts": {"recipe": {"optim": {"lr": -1}}}}, [], "experts, flip: optim.lr"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    stretto: Run, pipeline: Path, tmp_path: Path, tables: dict[str, Any], flags: list[str], problem: str
+) -> None:
+    told = stretto("run", changed(pipeline, **tables), "-o", tmp_path / "out", *flags)
+    assert told.code == 2 and problem in told.err and told.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_killed_anywhere_it_goes_on_to_the_same_student(pipeline: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto.apps.cli", "run", str(pipeline), "-o"]
+    subprocess.run([*command, str(tmp_path / "a")], check=True, capture_output=True)
+    folder = tmp_path / "b"
+    for delay_s in (5.0, 9.0, 14.0):
+        process = subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = {name: each for name, each in state(folder).items() if each.has_ended}
+        try:
+            process.wait(delay_s)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)  # its step's process ends by itself, and so do that one's
+            process.wait()
+        assert before.items() <= state(folder).items(), "a stage that had ended was done again"
+    for _ in range(20):  # until the last step's processes have seen that they are alone
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+        if "is running in it" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    hashes = [read_lineage(checkpoint_folder(tmp_path / each / "distill")).weights_hash for each in "ab"]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.slow
+def test_a_stage_that_was_told_something_else_is_not_taken_for_this_one(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    assert stretto("run", pipeline, "-o", folder, "--until", "sft").code == 0
+    made = read_lineage(folder / "sft/sft").weights_hash
+    longer = {"recipe": {"start": {**START, "steps": START["steps"] + 1}}}
+    told = stretto("run", changed(pipeline, sft=longer), "-o", folder, "--until", "sft")
+    assert told.code == 2 and "sft: recipe.start.steps was 25 when this stage ran, is 26 now" in told.err
+    assert stretto("run", pipeline, "-o", folder, "--until", "sft", "--from", "sft").code == 0
+    assert read_lineage(folder / "before-1/sft/sft").weights_hash == made
+    assert read_lineage(folder / "sft/sft").weights_hash != made
+
+
+@pytest.mark.slow
+def test_an_expert_that_fails_is_tried_again_and_does_not_keep_the_others(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder, tree = tmp_path / "out", json.loads(pipeline.read_text())
+    diverging = {**tree["domains"]["flip"], "expert": {"optim": {"lr": 1e30, "clip_norm": 1e30}}}
+    domains = {"flip": diverging, "back": tree["domains"]["back"]}
+    told = stretto("run", changed(pipeline, domains=domains), "-o", folder, "--until", "experts")
+    assert told.code == 2 and "experts/flip ended with" in told.err
+    steps = state(folder)
+    assert steps["experts/back"].has_ended and not steps["experts/flip"].has_ended
+    assert (folder / "experts/back/checkpoint").is_dir() and not (folder / "distill").exists()

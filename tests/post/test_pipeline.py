@@ -1,0 +1,100 @@
+"""A pipeline is its stages' own recipes, complete before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from stretto.base.config import read_recipe, validate
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES
+from stretto.post.pipeline import PipelineRecipe, Step, merged, plan
+from stretto.rl.recipe import RlRecipe
+from tests.apps.rl_recipes import TINY
+
+PARTS = tomllib.loads(TINY)
+START, SOURCE = PARTS.pop("start"), PARTS.pop("sources")["flip"]
+
+
+def recipe(**changes: Any) -> PipelineRecipe:
+    tree = {
+        "domains": {"a": {"sources": {"one": SOURCE, "two": SOURCE}}, "b": {"sources": {"three": SOURCE}}},
+        "common": PARTS,
+        "sft": {"recipe": {"start": START}},
+        "experts": {},
+        "distill": {"distill": {"form": "full"}},
+        "online": {"train": {"steps": 2}},
+    }
+    return validate(PipelineRecipe, {**tree, **changes}, "p.toml")
+
+
+def named(steps: tuple[Step, ...]) -> dict[str, Step]:
+    return {step.name: step for step in steps}
+
+
+def test_stages_follow_each_other_and_begin_where_the_earlier_ones_ended() -> None:
+    steps = plan(recipe(), "p.toml")
+    assert [step.name for step in steps] == ["sft", "experts/a", "experts/b", "distill", "online", "evaluate"]
+    arguments = {name: step.arguments for name, step in named(steps).items()}
+    assert arguments["experts/b"] == ("rl", "{recipe}", "--model", "{sft}")
+    assert arguments["distill"][-1] == "{sft}" and arguments["online"][-1] == "{distill}"
+    assert arguments["evaluate"][:4] == ("compare", "{sft}", "{distill}", "{online}")
+    assert "two={experts/a}" in arguments["evaluate"] and "three={experts/b}" in arguments["evaluate"]
+
+
+def test_experts_have_their_own_sources_and_teach_them() -> None:
+    steps = named(plan(recipe(), "p.toml"))
+    assert set(steps["experts/a"].recipe.sources) == {"one", "two"}  # type: ignore[union-attr]
+    distilled = steps["distill"].recipe
+    assert isinstance(distilled, RlRecipe) and distilled.distill is not None
+    assert set(distilled.sources) == {"one", "two", "three"}
+    assert distilled.distill.teacher_of() == {"one": "a", "two": "a", "three": "b"}
+    assert distilled.distill.teachers["b"].checkpoint == "{experts/b}"
+
+
+def test_a_stage_says_what_it_has_of_its_own() -> None:
+    a = {"sources": {"one": SOURCE}, "expert": {"optim": {"lr": 5e-4}}}
+    told = recipe(domains={"a": a, "b": {"sources": {"two": SOURCE}}}, experts={"recipe": {"train": {"steps": 7}}})
+    steps = named(plan(told, "p.toml"))
+    a_expert, b_expert, online = (steps[name].recipe for name in ("experts/a", "experts/b", "online"))
+    assert isinstance(a_expert, RlRecipe) and isinstance(b_expert, RlRecipe) and isinstance(online, RlRecipe)
+    assert (a_expert.optim.lr, b_expert.optim.lr) == (5e-4, PARTS["optim"]["lr"])
+    assert (a_expert.train.steps, online.train.steps) == (7, 2)
+    assert a_expert.train.prompts == online.train.prompts == PARTS["train"]["prompts"]
+
+
+def test_without_sft_all_begin_with_the_model() -> None:
+    steps = named(plan(recipe(sft=None), "p.toml"))
+    assert steps["experts/a"].arguments[-1] == steps["distill"].arguments[-1] == "{model}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"experts": {"recipe": {"train": {"stpes": 3}}}}, r"p.toml: experts, a: train\.stpes: unknown key"),
+        ({"online": {"loss": {"policy": "ppoo"}}}, "p.toml: online: loss.policy"),
+        ({"sft": {}}, "p.toml: sft: neither data nor recipe.start"),
+        ({"experts": None}, "distill: there are no teachers without experts"),
+        ({"domains": {"a/b": {"sources": {"one": SOURCE}}}}, "domains.a/b: letters, digits"),
+        ({"distill": {"distill": {"form": "top_kk"}}}, "p.toml: distill: distill.form"),
+        (
+            {"domains": {"a": {"sources": {"one": SOURCE}}, "b": {"sources": {"one": SOURCE}}}},
+            "domains.b.sources.one: domain 'a' has a source of that name",
+        ),
+    ],
+)
+def test_an_impossible_stage_is_refused_before_the_first_begins(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as told:
+        plan(recipe(**changes), "p.toml")
+    assert "\n" not in str(told.value)
+
+
+def test_later_tables_win_key_by_key() -> None:
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": 5}) == {"a": {"b": 4, "c": 2}, "d": 3, "e": 5}
+
+
+def test_the_shipped_recipe_is_possible() -> None:
+    path = RECIPES / "pipeline.toml"
+    assert plan(read_recipe(path, PipelineRecipe), str(path))
