@@ -412,8 +412,8 @@ def demo(
 for command in (run, sft, rl, distill, online, top, merge):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (compare, serve, chat, generate, bench_serve):
-    app.command()(command)
+for other in (compare, serve, chat, generate, bench_serve):
+    app.command()(other)
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -259,5 +259,14 @@ def run(
     """Run a whole post-training: SFT, an expert for each domain, one student of them all, online RL; again, it goes on."""
     from stretto.apps.pipeline import run_command
 
-    told = {"first": first, "until": until, "dry_run": dry_run, "price": price, "device": device}
-    run_command(recipe, out or Path("runs") / recipe.stem, model, settings, **told)
+    run_command(
+        recipe,
+        out or Path("runs") / recipe.stem,
+        model,
+        settings,
+        first=first,
+        until=until,
+        dry_run=dry_run,
+        price=price,
+        device=device,
+    )

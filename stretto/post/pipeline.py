@@ -201,8 +201,9 @@ def merged(*tables: Mapping[str, Any]) -> Table:
     for table in tables:
         for key, value in table.items():
             below = result.get(key)
-            both = isinstance(value, Mapping) and isinstance(below, Mapping)
-            result[key] = merged(below, value) if both else value
+            if isinstance(value, Mapping) and isinstance(below, Mapping):
+                value = merged(below, value)
+            result[key] = value
     return result
 
 
