@@ -1,6 +1,6 @@
 """Losses and log-probabilities straight from hidden states: the [N, V] logits exist one chunk of tokens at a time.
 
-Shape letters: N tokens, D hidden, V vocabulary.
+Shape letters: N tokens, S those of them with a loss, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from stretto.ops.operators import ORDINARY, Operators
 
 IGNORED = -100
 """Target of a position that carries no loss, as everywhere in PyTorch."""
+WORTH_LEAVING_OUT = 0.9
+"""Share of tokens with a loss up to which the head is applied to these alone: of conversations half are prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,11 @@ def head_loss(
     log-likelihood of each token [N] (detached, 0 where ignored).
     """
     assert teacher is not None or ce_weight == 1.0, f"ce_weight {ce_weight} leaves a share of the loss to no teacher"
-    return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight, chunk)
+    kept_S = (targets_N != IGNORED).nonzero()[:, 0] if teacher is None else targets_N
+    if len(kept_S) > WORTH_LEAVING_OUT * len(targets_N):
+        return _HeadLoss.apply(hidden_ND, head_VD, targets_N, teacher, ce_weight, chunk)
+    loss, nll_S = _HeadLoss.apply(hidden_ND.index_select(0, kept_S), head_VD, targets_N[kept_S], None, ce_weight, chunk)
+    return loss, nll_S.new_zeros(len(targets_N)).index_copy_(0, kept_S, nll_S)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -125,6 +125,26 @@ def test_ignored_positions_have_no_loss_and_no_gradient() -> None:
     assert nothing.item() == 0.0
 
 
+def test_the_head_is_applied_to_what_is_learnt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation's prompt costs no product with the vocabulary, and changes neither loss nor gradient."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND, head_VD = torch.randn(64, 8, generator=generator), torch.randn(50, 8, generator=generator)
+    targets_N = torch.randint(50, (64,), generator=generator)
+    targets_N[torch.rand(64, generator=generator) < 0.5] = IGNORED
+    results, widths = [], []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("stretto.ops.logprob.F.linear", lambda x, w: widths.append(len(x)) or linear(x, w))
+    for share in (0.9, 0.0):  # left out, and computed all the same
+        monkeypatch.setattr("stretto.ops.logprob.WORTH_LEAVING_OUT", share)
+        inputs = [each.clone().requires_grad_() for each in (hidden_ND, head_VD)]
+        loss, nll_N = head_loss(*inputs, targets_N)
+        loss.backward()
+        results.append([loss.detach(), nll_N, *(each.grad for each in inputs)])
+    assert widths == [int((targets_N != IGNORED).sum()), 64]
+    for apart, whole in zip(*results, strict=True):
+        torch.testing.assert_close(apart, whole, rtol=1e-5, atol=1e-5)  # fp32, sums of at most 64 terms of order 1
+
+
 def test_a_teacher_equal_to_the_student_pulls_nowhere() -> None:
     hidden, head, targets = _inputs()
     loss, _ = head_loss(hidden, head, targets, Teacher(hidden, head), ce_weight=0.0)
