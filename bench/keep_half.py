@@ -53,8 +53,7 @@ from stretto.ops.operators import Routes
 from stretto.train.loop import Job, heal, pretrain
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
 
-OURS = "reap"
-"""The default of `adopt`."""
+OURS: str = AdoptOptions.model_fields["order"].default
 HELD_OUT = 24
 """Batches of held-out text to choose on, and as many to tell; fewer where the text has fewer."""
 Orders = tuple[tuple[int, ...], ...]
@@ -319,9 +318,11 @@ def _show(bench: Bench, rows: Sequence[dict[str, dict[str, float]]]) -> int:
     randoms = [name for name in rows[0] if name.startswith("random")]
     train = bench.recipe.train
     tokens = train.rows * train.seq_len
+    healed = f", healed with {bench.heal_steps * tokens / 1e6:.2f}M" if bench.heal_steps else ""
+    uncut = statistics.fmean(row["full"]["zero-shot"] for row in rows)
     table = Table(
-        title=f"half of {bench.recipe.model.num_experts} experts, top-{bench.recipe.model.top_k}; {train.steps * tokens / 1e6:.2f}M tokens, "
-        f"healed with {bench.heal_steps * tokens / 1e6:.2f}M; {len(rows)} seeds; uncut {statistics.fmean(row['full']['zero-shot'] for row in rows):.4f}"
+        title=f"half of {bench.recipe.model.num_experts} experts, top-{bench.recipe.model.top_k}; {train.steps * tokens / 1e6:.2f}M tokens{healed}; "
+        f"{len(rows)} seeds; uncut {uncut:.4f}"
     )
     columns = ["zero-shot", "healed"] if bench.heal_steps else ["zero-shot"]
     for head in ("kept by", *(head for column in columns for head in (column, "minus ours")), "rates"):

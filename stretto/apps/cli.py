@@ -106,7 +106,10 @@ def adopt(
     ] = "auto",
     order: Annotated[
         str,
-        typer.Option(help="What experts are kept by: reap (saliency), removal, frequency; none: nothing is measured."),
+        typer.Option(
+            help="What experts are kept by: reap (saliency), removal (what each one's absence changes; slower), frequency; "
+            "none: nothing is measured."
+        ),
     ] = "reap",
     layer_order: Annotated[
         str,
