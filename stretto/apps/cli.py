@@ -107,7 +107,7 @@ def adopt(
     order: Annotated[
         str,
         typer.Option(
-            help="What experts are kept by: reap (saliency), removal (what each one's absence changes; slower), frequency; "
+            help="What experts are kept by: reap (saliency), removal (what its absence changes on this text; slower), frequency; "
             "none: nothing is measured."
         ),
     ] = "reap",
