@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ _WORDS = {"empty": "nothing", "constant": "always 0", "frequent": "most frequent
 
 
 def _range(found: Interval) -> str:
+    if not math.isfinite(found.low + found.high):
+        return "undetermined"
     return f"{percent(found.low).removesuffix(' %')} … {percent(found.high)}"
 
 

@@ -166,6 +166,11 @@ def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
     assert "no lead" in comparison_page(found).sections[0].text
 
 
+def test_what_is_kept_of_nothing_is_undetermined() -> None:
+    few = [evaluation("a", {"sums": [0.0, 0.0, 1.0]}), evaluation("b", {"sums": [1.0, 0.0, 1.0]})]
+    assert "undetermined" in printed(comparison_table(compare(few, {})))
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     first = evaluation("a", START)
     with pytest.raises(UserError, match=r"b: sums: max_tokens was 8, of a 4"):
