@@ -105,7 +105,10 @@ def cost_command(folders: Sequence[Path], controls: Sequence[Path] = ()) -> None
         rich.print(family_table(family))
         say(family_sentence(family))
     elif len(models) > 1 and any(each.adopted for each in ledgers):
-        say("Whether a family is cheaper than training each alone cannot be said of an adopted parent.")
+        say(
+            "What training each of these alone would have cost is not known, as their parent was adopted: they are not"
+            " compared with that."
+        )
 
 
 def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
@@ -113,7 +116,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     info = read_info(run)
     if not isinstance(info.recipe, Recipe | ElasticizeRecipe | SftRecipe):
         raise UserError(
-            f"{run}: a {info.stage} run; name the folder of the pre-training run, or `stretto elasticize` it"
+            f"{run}: made by `stretto {info.stage}`; name the folder of the pre-training run, or `stretto elasticize` it"
         )
     recipe, ranks = info.recipe, join("auto")
     checkpoint = read_checkpoint(checkpoint_folder(run), device=ranks.device)

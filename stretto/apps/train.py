@@ -244,7 +244,7 @@ def begun_run(
     """
     info = read_info(run)
     if info.recipe is None or type(info.recipe) is not type(recipe):
-        raise UserError(f"{run}: --resume: a {info.stage} run; choose another folder")
+        raise UserError(f"{run}: --resume: begun by `stretto {info.stage}`; choose another folder")
     before, now = (each.model_dump(mode="json") for each in (info.recipe, recipe))
     check_unchanged(before, now, run, (*LAYOUT, *STEERING))
     named = sources_named(data, text)

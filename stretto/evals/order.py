@@ -25,7 +25,7 @@ from stretto.evals.loss import EvalBatch, logit_gram, logit_size
 from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.attention import Geometry
 from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
-from stretto.model.transformer import MoeLayer, RowWidths, Transformer
+from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import Slots, experts
 from stretto.ops.logprob import IGNORED
 from stretto.ops.operators import ORDINARY, Operators, Routes
@@ -192,6 +192,10 @@ def survey(
     config, sums = model.config, _Sums()
     watch = Watch(config, batches[0].ids_BT.device) if watched and config.num_moe_layers else None
     if isinstance(model, FSDPModule):
+        token = batches[0].ids_BT[:1, :1]
+        model(
+            token, config.full(), Context.plain(token)
+        )  # FSDP takes for the whole what runs first: it must not be a block
         model.unshard()  # what lies outside the blocks; those gather their own
     step = side_by_side or len(batches)
     removed: dict[int, tuple[int, ...]] = {}

@@ -22,10 +22,18 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.model.checkpoint import read_checkpoint, to_stored
 from stretto.model.families import Family, Stored, stored_tensors, to_hf
-from stretto.model.gguf_names import ARCHITECTURES, OUTSIDE, ROPE_FACTORS, Architecture
+from stretto.model.gguf_names import (
+    ARCHITECTURES,
+    LATENT_KEYS,
+    LATENT_UP,
+    LATENT_VALUES,
+    OUTSIDE,
+    ROPE_FACTORS,
+    Architecture,
+)
 from stretto.model.gguf_read import LLAMA3, llama3_factors
 from stretto.model.gguf_tokenizer import add_tokenizer, rule_name
-from stretto.model.spec import ClampedSwiGlu, ModelConfig, RopeScaling
+from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling
 from stretto.text.tokenizer import load_tokenizer
 
 _TYPES: dict[str, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
@@ -59,7 +67,8 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
     if not any(each.family == family for each in ARCHITECTURES):
         return f"{family} is not written as GGUF here"
     for name in _MISSING:
-        if getattr(config, name) and not (family == "gpt_oss" and name in _GPT_OSS):
+        has_place = (family == "gpt_oss" and name in _GPT_OSS) or (family == "deepseek_v3" and name == "latent")
+        if getattr(config, name) and not has_place:
             return f"it has {name}, which is not written as GGUF here"
     for name, families in _BIASES.items():
         if getattr(config, name) and family not in families:
@@ -80,6 +89,11 @@ def why_not_gguf(config: ModelConfig, family: str) -> str | None:
             return f"llama.cpp's gpt_oss has a window in every other layer, and this network in {config.sliding_layers}"
         if config.clamped_swiglu != ClampedSwiGlu() or not config.attention_bias or not config.attention_out_bias:
             return "llama.cpp's gpt_oss has its own clamps and biases, and this network others"
+    if config.latent is not None:
+        if config.rope_scaling is not None:
+            return "its rotary frequencies are scaled, which for latent attention is not written as GGUF here"
+        if config.latent.norm_eps != config.norm_eps:
+            return f"llama.cpp's deepseek2 has one eps for all norms and this network {config.norm_eps} and {config.latent.norm_eps}"
     if family == "olmoe":
         if config.normalize_gates:
             return "llama.cpp renormalises the gates of no olmoe and this network's are"
@@ -174,6 +188,9 @@ class _GgufTensor:
     """What it holds instead of ``members``."""
     columns: slice | None = None
     """Of a stack of transposed experts, those that it holds."""
+    rows: slice | None = None
+    """Of each of ``heads``, those that it holds: a projection from latent vectors."""
+    is_transposed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -186,6 +203,10 @@ class _GgufTensor:
         if self.columns is not None:
             (whole,) = (to_stored(member, state, torch.float32)[..., self.columns] for member in self.members)
             return (whole.mT if whole.dim() == 3 else whole).contiguous()
+        if self.rows is not None:
+            (whole,) = (to_stored(member, state, torch.float32) for member in self.members)
+            part = whole.unflatten(0, (self.heads, -1))[:, self.rows]
+            return (part.mT if self.is_transposed else part).contiguous()
         values = torch.stack([to_stored(member, state, torch.float32) for member in self.members]).view(self.shape)
         if self.heads:
             values = values.view(self.heads, 2, -1, *self.shape[1:]).transpose(1, 2).reshape(self.shape)
@@ -206,6 +227,9 @@ def _tensors(
     for name, members in groups.items():
         if members[0].name.startswith("model.layers") and ".mlp.experts." in members[0].name and family == "gpt_oss":
             tensors += _halves(name, members, kind)
+            continue
+        if members[0].name.endswith(f"{LATENT_UP}.weight"):
+            tensors += _latent_up(config, name, members, kind)
             continue
         shape = members[0].shape
         if "_exps." in name:
@@ -235,6 +259,19 @@ def _halves(name: str, members: list[Stored], kind: gguf.GGMLQuantizationType) -
         own = (shape[0], rows) if is_bias else (shape[0], rows, shape[1])
         end = "bias" if is_bias else "weight"
         yield _GgufTensor(f"blk.{layer}.ffn_{part}_exps.{end}", own, kept, members, columns=columns)
+
+
+def _latent_up(
+    config: ModelConfig, name: str, members: list[Stored], kind: gguf.GGMLQuantizationType
+) -> Iterator[_GgufTensor]:
+    """What keys and values of all heads are made of, apart, as llama.cpp has them."""
+    assert config.latent is not None
+    heads, rank, values = config.num_heads, config.latent.kv_rank, config.latent.value_dim
+    plain, layer = config.head_dim - config.latent.rope_dim, name.split(".")[1]
+    keys = f"blk.{layer}.{LATENT_KEYS}.weight"
+    yield _GgufTensor(keys, (heads, rank, plain), kind, members, heads, rows=slice(0, plain), is_transposed=True)
+    below = f"blk.{layer}.{LATENT_VALUES}.weight"
+    yield _GgufTensor(below, (heads, values, rank), kind, members, heads, rows=slice(plain, None))
 
 
 def _name(theirs: str, architecture: Architecture) -> str:
@@ -273,7 +310,10 @@ def _settings(
         if tree.get(field) is not None and key not in _DEFAULT:
             yield key, tree[field]
     yield from architecture.given.items()
-    yield "attention.value_length", config.head_dim
+    if config.latent is None:
+        yield "attention.value_length", config.head_dim
+    else:
+        yield from _latent_settings(config, config.latent)
     yield "rope.dimension_count", config.rotary_dim
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind != "llama3":
@@ -285,6 +325,16 @@ def _settings(
         yield "rope.scaling.yarn_beta_slow", scaling.beta_slow
     if architecture.family == "ernie4_5_moe":
         yield "expert_shared_feed_forward_length", config.num_shared_experts * config.expert_intermediate_size
+
+
+def _latent_settings(config: ModelConfig, latent: LatentAttention) -> Iterator[tuple[str, int]]:
+    """llama.cpp runs latent attention with the latent vector for the one key/value head of all."""
+    yield "attention.head_count_kv", 1
+    yield "attention.key_length", latent.kv_rank + latent.rope_dim
+    yield "attention.value_length", latent.kv_rank
+    yield "attention.key_length_mla", config.head_dim
+    yield "attention.value_length_mla", latent.value_dim
+    yield "attention.q_lora_rank", latent.query_rank or 0
 
 
 _DEFAULT = ("nextn_predict_layers", "expert_group_count", "expert_group_used_count")

@@ -52,6 +52,13 @@ _SHARED = {
 }
 FUSED = "mlp.experts.gate_up_proj"
 """gpt-oss's experts on the hub: all of a layer in one tensor, each transposed."""
+LATENT_UP, LATENT_KEYS, LATENT_VALUES = "self_attn.kv_b_proj", "attn_k_b", "attn_v_b"
+"""What the latent vector is projected up by: on the hub the key's rows and the value's of one head after the other, in GGUF keys,
+each head's transposed, and values apart."""
+OF_LATENT = (
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank"),
+)
 _SOFTMAX, _SIGMOID = int(ExpertGatingFuncType.SOFTMAX), int(ExpertGatingFuncType.SIGMOID)
 
 
@@ -76,11 +83,41 @@ class Architecture:
     """Fields of a config.json that follow from the architecture."""
     pairs_neighbours: bool = False
     """Whether query and key rows, which the hub pairs as halves of a head, are stored as neighbours."""
+    is_latent: bool = False
+    """Whether llama.cpp has its attention as one of a single key/value head: `OF_LATENT` tells the widths."""
 
     def setting_names(self) -> dict[str, str]:
-        return {**_SETTINGS, **self.settings}
+        names = {**_SETTINGS, **self.settings}
+        return {key: name for key, name in names.items() if not (self.is_latent and key in OF_LATENT)}
 
 
+_GLM = Architecture(
+    "glm4moe",
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    {
+        **_ATTENTION,
+        "post_attention_norm": "post_attention_layernorm",
+        **_HEAD_NORMS,
+        **_DENSE,
+        **_EXPERTS,
+        **_SHARED,
+    },
+    tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    settings={
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "nextn_predict_layers": "num_nextn_predict_layers",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    given={"expert_gating_func": _SIGMOID},
+)
 ARCHITECTURES = (
     Architecture("llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE}, pairs_neighbours=True),
     Architecture(
@@ -131,33 +168,7 @@ ARCHITECTURES = (
         },
         implied={"norm_topk_prob": False},
     ),
-    Architecture(
-        "glm4moe",
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        {
-            **_ATTENTION,
-            "post_attention_norm": "post_attention_layernorm",
-            **_HEAD_NORMS,
-            **_DENSE,
-            **_EXPERTS,
-            **_SHARED,
-        },
-        tensors={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
-        settings={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "nextn_predict_layers": "num_nextn_predict_layers",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        },
-        given={"expert_gating_func": _SIGMOID},
-    ),
+    _GLM,
     Architecture(
         "gpt-oss",
         "gpt_oss",
@@ -178,6 +189,28 @@ ARCHITECTURES = (
             "attention.sliding_window": "sliding_window",
         },
         implied={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    ),
+    Architecture(
+        "deepseek2",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {
+            **{name: _ATTENTION[name] for name in ("attn_norm", "attn_q", "attn_output", "ffn_norm")},
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": LATENT_UP,  # in older files
+            **_DENSE,
+            **_EXPERTS,
+            **_SHARED,
+        },
+        tensors=_GLM.tensors,
+        settings={**_GLM.settings, "attention.kv_lora_rank": "kv_lora_rank"},
+        given=_GLM.given,
+        implied={"n_group": 1, "topk_group": 1},  # where the file says nothing of groups, llama.cpp has none
+        is_latent=True,
     ),
     Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {**_ATTENTION, **_DENSE}),
     Architecture(

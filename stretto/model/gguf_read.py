@@ -29,6 +29,10 @@ from stretto.model.gguf_names import (
     ARCHITECTURES,
     EMBEDDING,
     HEAD,
+    LATENT_KEYS,
+    LATENT_UP,
+    LATENT_VALUES,
+    OF_LATENT,
     OUTSIDE,
     ROPE_FACTORS,
     Architecture,
@@ -117,11 +121,16 @@ class _Place:
     is_stack: bool = False
     """gpt-oss's: all experts at once, of which each is transposed."""
     other: gguf.ReaderTensor | None = None
-    """Whose rows alternate with those of ``tensor`` in a stack."""
+    """Whose rows alternate with those of ``tensor`` in a stack, or with ``is_latent`` follow them head by head."""
+    is_latent: bool = False
+    """``tensor`` holds the keys' part of a projection from latent vectors, each head's transposed; ``other`` the values'."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = tuple(int(size) for size in reversed(self.tensor.shape))
+        if self.is_latent:
+            assert self.other is not None
+            return shape[0] * (shape[2] + int(self.other.shape[1])), shape[1]
         if not self.is_stack:
             return shape if self.expert is None else shape[1:]
         rows = shape[1] * (1 if self.other is None else 2)
@@ -181,7 +190,7 @@ class GgufFile(ExitStack):
             key.removeprefix("rope.scaling."): own.pop(key) for key in list(own) if key.startswith("rope.scaling.")
         }
         for key, value in own.items():
-            if key in (*names, "rope.dimension_count") and not isinstance(value, int | float):
+            if key in (*names, "rope.dimension_count", *OF_LATENT) and not isinstance(value, int | float):
                 raise UserError(
                     f"{self.file}: {prefix}{key}: {str(value)[:40]!r} is not a number; use a model that has one for all layers"
                 )
@@ -189,7 +198,8 @@ class GgufFile(ExitStack):
                 raise UserError(
                     f"{self.file}: {prefix}{key}: {value!r} is not supported; {architecture.name} has {architecture.given[key]!r}"
                 )
-            if key not in names and key not in architecture.given and key not in _HARMLESS:
+            is_known = key in names or (architecture.is_latent and key in OF_LATENT)
+            if not is_known and key not in architecture.given and key not in _HARMLESS:
                 raise UserError(
                     f"{self.file}: {prefix}{key}: a setting that {architecture.name} is not known to have; use the original checkpoint"
                 )
@@ -205,10 +215,23 @@ class GgufFile(ExitStack):
         if "hidden_size" in tree and tree.get("num_attention_heads"):
             tree.setdefault("head_dim", tree["hidden_size"] // tree["num_attention_heads"])
         tree.setdefault("rope_theta", 10_000.0)  # where llama.cpp's own converter leaves it out
+        if architecture.is_latent:
+            tree |= self._latent(own)
         self._add_biases(tree)
         self._add_layers(tree)
         self._add_rotation(tree, own.get("rope.dimension_count"), scaling)
         return tree
+
+    def _latent(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Widths of latent attention; older files have them under the names that others have for heads."""
+        rotated = own.get("rope.dimension_count", 0)
+        key = own.get("attention.key_length_mla", own.get("attention.key_length", 0))
+        return {
+            "q_lora_rank": own.get("attention.q_lora_rank") or None,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": key - rotated,
+            "v_head_dim": own.get("attention.value_length_mla", own.get("attention.value_length", 0)),
+        }
 
     def _add_biases(self, tree: dict[str, Any]) -> None:
         """What a file tells by holding a tensor or not."""
@@ -236,7 +259,7 @@ class GgufFile(ExitStack):
         head_dim = tree.get("head_dim", rotated)
         if self.architecture.family == "glm4_moe":
             tree["partial_rotary_factor"] = 1.0 if rotated is None or not head_dim else rotated / head_dim
-        elif rotated is not None and rotated != head_dim:
+        elif rotated is not None and rotated != head_dim and not self.architecture.is_latent:
             raise UserError(
                 f"{self.file}: rope.dimension_count: {rotated} of {head_dim} channels; a {self.architecture.name} rotates all of a head"
             )
@@ -306,7 +329,11 @@ class GgufFile(ExitStack):
                 continue
             layer, module, end = match.groups()
             theirs = f"model.layers.{layer}."
-            if f"{module}.{end}" in architecture.tensors:
+            if architecture.is_latent and module in (LATENT_KEYS, LATENT_VALUES):
+                values = self._tensors.get(f"blk.{layer}.{LATENT_VALUES}.weight", (None,))[0]
+                if module == LATENT_KEYS and values is not None and len(tensor.shape) == len(values.shape) == 3:
+                    yield f"{theirs}{LATENT_UP}.weight", _Place(tensor, path, other=values, is_latent=True)
+            elif f"{module}.{end}" in architecture.tensors:
                 yield theirs + architecture.tensors[f"{module}.{end}"], _Place(tensor, path)
             elif module not in architecture.layer:
                 yield f"{theirs}{module}.{end}", _Place(tensor, path)
@@ -374,6 +401,11 @@ class GgufFile(ExitStack):
         place = self._place(name)
         if place.is_stack:
             return self._stack(name, place, part)
+        if place.is_latent:
+            assert place.other is not None
+            keys, values = (self._dequantised(name, each, each.data) for each in (place.tensor, place.other))
+            whole = torch.cat((keys.mT, values), dim=1).flatten(0, 1)
+            return whole[part] if part else whole
         data = place.tensor.data if place.expert is None else place.tensor.data[place.expert]
         values = self._dequantised(name, place.tensor, data)
         if place.heads:

@@ -247,6 +247,8 @@ def _spread_experts(layer: MoeLayer, grid: DeviceMesh, everyone: DeviceMesh, pol
         if biases:  # FSDP warns of outputs that are views, which a product with a bias returns
             layer.shared.register_forward_hook(lambda module, arguments, y_BTD: y_BTD.clone())
         fully_shard(layer.shared, mesh=everyone, mp_policy=policy, ignored_params=biases)
+    else:  # its output is what the experts wrote, seen as rows: a view, too, where no shared ones are added
+        layer.register_forward_hook(lambda module, arguments, made: (made[0].clone(), made[1]))
     # along the rows of each expert, as a rank may hold fewer experts than there are copies
     fully_shard(
         layer,

@@ -49,11 +49,11 @@ class Elasticity:
 def ledger_table(ledger: Ledger) -> Table:
     """Every stage of a model's history, and its cost alone and with its parents."""
 
-    def line(name: str, counts_as: str, receipt: Receipt, note: str = "", apart: str = "") -> tuple[Cell, ...]:
+    def line(name: str, counts_as: str, receipt: Receipt, note: str = "") -> tuple[Cell, ...]:
         return (
             Cell(name, note=note),
             Cell(counts_as),
-            _flops(receipt.flops, apart),
+            _flops(receipt.flops),
             Cell(numbers.si(receipt.tokens), receipt.tokens),
             Cell(numbers.duration(receipt.device_s), receipt.device_s),
             Cell(numbers.size_in_bytes(receipt.peak_memory_bytes), receipt.peak_memory_bytes),
@@ -62,8 +62,8 @@ def ledger_table(ledger: Ledger) -> Table:
     roles = {"parent": "parent", "own": "this model"}
     rows = tuple(_elsewhere(name, adopted) for name, adopted in ledger.adopted)
     rows += tuple(line(row.receipt.stage, roles[row.role], row.receipt, row.name) for row in ledger.rows)
-    apart = "and what the adopted one had cost" if ledger.adopted else ""
-    totals = (line("This model alone", "", ledger.alone), line("With its parent", "", ledger.with_parents, apart=apart))
+    whole = "With its parent, here" if ledger.adopted else "With its parent"
+    totals = (line("This model alone", "", ledger.alone), line(whole, "", ledger.with_parents))
     columns = ("Stage", "Counts as", "FLOPs", "Tokens", "Device time", "Peak memory")
     return Table("Every stage", columns, rows, totals if _has_parent(ledger) else totals[:1], num_words=2)
 

@@ -155,7 +155,7 @@ def elasticize(
         rank_at.add(0)
     training = _Training("elasticize", recipe, job, config, state, elastic.anchors, rank_at)
     if training.step == 0 and config.expert_order is None and config.num_moe_layers:
-        training.rank_experts()
+        training.rank_experts(parent)
     lesson = _lesson(parent if read_teacher is None else read_teacher(), recipe, training)
     del parent  # where its logits were kept, it takes no memory from here on
     decay_starts = train.steps - round(recipe.optim.decay_fraction * train.steps)
@@ -498,10 +498,15 @@ class _Training:
         order = self.ranks.agree(ranking.order)  # each rank saw rows of its own
         self.model.config = self.model.config.replace(layer_order=order)
 
-    def rank_experts(self) -> None:
-        """Order the experts of every layer by their saliency (REAP) on held-out text, and count what that costs."""
+    def rank_experts(self, parent: Transformer) -> None:
+        """Order the experts of every layer by their saliency (REAP) on held-out text, and count what that costs.
+
+        ``parent`` is what the network starts as, on a CPU: experts that are divided among ranks cannot be watched, its own can.
+        """
+        whole = replace(self.ranks, ep=1)
+        model = self.model if self.ranks.ep == 1 else spread(parent, whole, self.dtype)
         with self.meter, self._autocast():
-            found = survey(self.model, self.job.held_out, side_by_side=1)
+            found = survey(model, self.job.held_out, side_by_side=1)
         self.meter.add(flops=self.ranks.world * found.flops)
         orders = expert_orders(self.model.config, found, "reap")
         order_experts(self.model, tuple(self.ranks.agree(order) for order in orders))  # each rank saw rows of its own

@@ -317,7 +317,7 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
     refused(stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan), "not finite")
     assert not healed.exists()
     for command in ("search", "report"):
-        refused(stretto(command, tmp_path / "healed.run"), "a heal run", "the pre-training run")
+        refused(stretto(command, tmp_path / "healed.run"), "heal", "the pre-training run")
 
     weights = out / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +25,7 @@ from stretto.model.spec import ModelConfig, count
 from stretto.model.transformer import build
 from stretto.text.tokenizer import train_tokenizer
 from tests.apps.conftest import Run, refused
+from tests.model.checkpoints import edit_tensors
 
 SHAPE = ModelConfig(
     vocab_size=300, hidden_size=32, num_layers=6, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=4, top_k=2,
@@ -130,6 +136,99 @@ def test_killed_while_it_takes_its_place(
         state = read_checkpoint(run / "checkpoint").model.state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items())
         assert (run / "adopted" / "model.safetensors").read_bytes() == before
+
+
+def start(*arguments: object, ranks: int = 1) -> subprocess.Popen[str]:
+    """``stretto ARGUMENTS…`` in processes of their own, one a rank."""
+    module = ["-m", "stretto.apps.cli"]
+    if ranks > 1:
+        module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
+    command = [sys.executable, *module, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it said on stderr; it must have ended well."""
+    _, said = process.communicate()
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cached", [(), ("--cache-logits", 4)])
+def test_kill_9_anywhere_and_on(adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]) -> None:
+    """Five times at random moments of the run; the checkpoint is that of a run that nobody killed, to the bit."""
+    told = (*SMALL[:-4], "--steps", 12, *SMALL[-2:], "--data", text, *cached)
+    whole, run = adopted("whole"), adopted("run")
+    began = time.monotonic()
+    ended(start("elasticize", whole, *told))
+    lasts_s = time.monotonic() - began
+    rng, num_killed = random.Random(12), 0
+    while num_killed < 5:
+        resume = ("--resume",) if any((run / "snapshots").glob("step-*")) else ()
+        running = start("elasticize", run, *told, *resume)
+        try:
+            _, said = running.communicate(timeout=lasts_s * rng.uniform(0.4, 0.95))
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.communicate()
+            num_killed += 1
+            continue
+        assert running.returncode == 0 or "a run lies here already" in said, said
+        break  # what was left was less than that
+    assert num_killed > 1
+    if not (run / "adopted").is_dir():
+        ended(start("elasticize", run, *told, *(("--resume",) if any((run / "snapshots").glob("step-*")) else ())))
+    first, second = (read_lineage(each / "checkpoint") for each in (whole, run))
+    assert first.weights_hash == second.weights_hash and first.receipt.tokens == second.receipt.tokens
+    assert [path.name for path in run.rglob("*.partial")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cached", [(), ("--cache-logits", 4)])
+def test_two_ranks_equal_one(adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]) -> None:
+    """Whole networks side by side, and experts divided between the two."""
+    told, steps = (*SMALL, "--data", text, *cached), 4
+    ordered = SHAPE.replace(expert_order=((2, 0, 3, 1),) * 6, layer_order=(0, 1, 4, 5, 3, 2))
+    runs = {name: adopted(name, ordered) for name in ("one", "two", "split")}
+    ended(start("elasticize", runs["one"], *told))
+    for name, ep in (("two", 1), ("split", 2)):
+        said = ended(start("elasticize", runs[name], *told, "--set", f"train.ep={ep}", ranks=2))
+        assert "arning" not in said, said
+    one, *others = (read_checkpoint(run / "checkpoint").model for run in runs.values())
+    for other in others:
+        assert other.config == one.config
+        weights = list(zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+        difference = sum(float((a.double() - b.double()).square().sum()) for a, b in weights)
+        size = sum(float(a.double().square().sum()) for a, _ in weights)
+        # as in tests/train/test_ranks.py: sums over a step's tokens in another order, whose errors add up as a random walk
+        assert math.sqrt(difference / size) <= math.sqrt(4 * 32 * steps) * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_orders_that_a_network_does_not_bring_are_measured_on_two_ranks(
+    adopted: Callable[..., Path], text: Path, ep: int
+) -> None:
+    run = adopted()
+    said = ended(start("elasticize", run, *SMALL, "--data", text, "--set", f"train.ep={ep}", ranks=2))
+    assert "arning" not in said, said
+    config = read_checkpoint(run / "checkpoint").config
+    assert config.layer_order is not None and config.expert_order is not None
+
+
+def test_weights_that_are_no_numbers(stretto: Run, adopted: Callable[..., Path], text: Path) -> None:
+    """Found in the first step, told in a line; the network that was adopted stays."""
+    run = adopted()
+    path = run / "checkpoint" / "model.safetensors"
+    edit_tensors(path, lambda tensors: tensors["model.norm.weight"].fill_(math.nan))
+    before = path.read_bytes()
+    refused(stretto("elasticize", run, "--data", text, *SMALL), "not finite")
+    assert path.read_bytes() == before and not (run / "adopted").exists()
 
 
 def test_stopped_in_the_middle_nothing_has_changed(

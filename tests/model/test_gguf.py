@@ -31,6 +31,12 @@ ALL_DENSE = {
     "expert_intermediate_size": 48,
     "selection_bias": False,
 }
+LATENT: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "head_dim": 24,
+    "latent": {"query_rank": 20, "kv_rank": 28, "rope_dim": 8, "value_dim": 12},
+    "norm_eps": 1e-6,
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "glm": {"num_shared_experts": 2, "rotary_fraction": 0.5, "routed_scaling": 1.7, **DENSE},
     "glm with everything optional": {
@@ -64,6 +70,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "sliding_layers": (0, 2),
         "expert_intermediate_size": 32,
+    },
+    "deepseek": {"family": "deepseek_v3", **LATENT, "num_shared_experts": 1, "routed_scaling": 2.5, **DENSE},
+    "deepseek, queries at once": {
+        "family": "deepseek_v3",
+        **LATENT,
+        "latent": LATENT["latent"] | {"query_rank": None},
+        "normalize_gates": False,
+        "experts_per_layer": (8, 3, 5, 2),
     },
     "llama": {"family": "llama", **ALL_DENSE, "tie_embeddings": True},
     "llama with biases": {
@@ -185,6 +199,13 @@ def test_weights_are_rounded_and_what_routes_is_not(
         ({**NETWORKS["qwen2"], "head_dim": 24}, "heads that fill the hidden size"),
         ({**NETWORKS["olmoe"], "num_kv_heads": 2}, "one key/value head for each query head"),
         ({**NETWORKS["olmoe"], "qkv_clip": 4.0}, "qkv_clip"),
+        ({**NETWORKS["deepseek"], "norm_eps": 1e-5}, "one eps for all norms"),
+        ({**NETWORKS["deepseek"], "expert_groups": 2}, "chosen by groups"),
+        ({**NETWORKS["deepseek"], "family": "glm4_moe_lite"}, "glm4_moe_lite is not written"),
+        (
+            {**NETWORKS["deepseek"], "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 32}},
+            "for latent attention is not written",
+        ),
     ],
 )
 def test_what_llama_cpp_takes_for_granted_is_refused(

@@ -64,6 +64,24 @@ def test_what_was_written_reads_back_equal(name: str, tmp_path: Path, tokenizer:
     assert again.chat_template == tokenizer.chat_template and again.vocab_size == tokenizer.vocab_size
 
 
+def test_latent_attention_as_older_files_have_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Keys and values in one tensor, and a head's widths under the names that other architectures have for them."""
+    checkpoint(tmp_path, tokenizer, **NETWORKS["deepseek"])
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
+    new = edited(
+        tmp_path / "c.gguf",
+        tmp_path / "old.gguf",
+        deepseek2__attention__key_length_mla=None,
+        deepseek2__attention__value_length_mla=None,
+        deepseek2__attention__key_length=24,
+        deepseek2__attention__value_length=12,
+        deepseek2__attention__head_count_kv=4,
+        together=tmp_path / "c",
+    )
+    states = [read_checkpoint(path).model.state_dict() for path in (tmp_path / "c.gguf", new)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 @pytest.mark.parametrize(("dtype", "kept"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("q8_0", torch.float32)])
 def test_every_type_is_read_as_the_library_has_it(
     dtype: str, kept: torch.dtype, tmp_path: Path, tokenizer: Tokenizer
@@ -92,8 +110,10 @@ def test_rows_that_blocks_do_not_fill_are_refused(tmp_path: Path, tokenizer: Tok
         write_gguf(tmp_path / "c", tmp_path / "c.gguf", "q8_0")
 
 
-def edited(source: Path, target: Path, **changes: Any) -> Path:
-    """``source`` with other metadata; dots in keys are double underscores, None leaves a key out."""
+def edited(source: Path, target: Path, together: Path | None = None, **changes: Any) -> Path:
+    """``source`` with other metadata; dots in keys are double underscores, None leaves a key out. ``together``: the checkpoint
+    whose keys and values from latent vectors are to be one tensor.
+    """
     reader = gguf.GGUFReader(source)
     replaced = {key.replace("__", "."): value for key, value in changes.items()}
     architecture = replaced.pop("general.architecture", reader.fields["general.architecture"].contents())
@@ -109,7 +129,13 @@ def edited(source: Path, target: Path, **changes: Any) -> Path:
     for key, value in replaced.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if together is None or not tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        elif "attn_k_b" in tensor.name:
+            layer = tensor.name.split(".")[1]
+            with TensorFiles(together) as original:
+                whole = original.raw(f"model.layers.{layer}.self_attn.kv_b_proj.weight").numpy()
+            writer.add_tensor(f"blk.{layer}.attn_kv_b.weight", whole)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -86,7 +86,7 @@ def test_what_an_adopted_parent_had_cost_is_unknown_or_as_told() -> None:
         table, said = printed(ledger_table(cost)), cost_caption(cost, None)
         before = next(line for line in table.splitlines() if "before it was adopted" in line)
         assert words[0] in before and " 0 " not in before
-        assert "and what the adopted one had cost" in table and "65.2 kFLOPs" in table
+        assert "With its parent, here" in table and "65.2 kFLOPs" in table
         assert all(word in table for word in words) and all(word in said for word in words)
         assert "on top" in said
 
