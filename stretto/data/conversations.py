@@ -170,6 +170,10 @@ def _content(content: Any, place: str) -> str:
     for number, part in enumerate(_listed(content, place)):
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                raise UserError(
+                    f"{place}: part {number}: no text; it has {', '.join(map(str, part))}; put it into a field text"
+                )
             kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
             raise UserError(f"{place}: part {number}: {kind!r} is no text, and the network reads text only; remove it")
         parts.append(text)

@@ -81,6 +81,7 @@ def test_what_arrow_fills_with_nulls_is_not_there(tmp_path: Path) -> None:
         ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "turn 1: weight: 0.5; write 0 or 1"),
         ({"messages": [{**USER, "train": True}, ASSISTANT]}, "turn 0: train: only the assistant's turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]}, "turn 0: content: part 0: 'image' is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "x"}]}, ASSISTANT]}, "turn 0: content: part 0: no text; it has type, value"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "arguments of f are not JSON"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "turn 1: tool_calls: a call without a name"),
         ({"messages": [USER, ASSISTANT], "tools": "x"}, "tools: a text that is not JSON"),
