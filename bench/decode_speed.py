@@ -224,7 +224,7 @@ def fastest_setting(
     """The setting in which ``worker`` makes ``num_tokens`` for each prompt fastest by wall time, each warm."""
     seconds: dict[str, float] = {}
     for setting in worker.settings:
-        worker.generate(prompts, 2, setting)
+        worker.generate(prompts, min(2, num_tokens), setting)
         best = float("inf")
         for _ in range(TRIES):
             best = min(best, worker.generate(prompts, num_tokens, setting).wall_s)
