@@ -16,6 +16,7 @@ from pathlib import Path
 import rich
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from stretto.apps.adopt import AdoptOptions, adopt_command
 from stretto.apps.data import tokenise_documents
@@ -23,6 +24,7 @@ from stretto.apps.demo import Stage, run_stages
 from stretto.apps.report import report_command
 from stretto.apps.run import SAMPLES_FILE, Sample, read_samples
 from stretto.apps.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command, search_command
+from stretto.apps.serve import console_sampling
 from stretto.apps.train import elasticize_command, heal_command
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
@@ -47,9 +49,9 @@ AT_ONCE = 64
 """Requests that the engine computes side by side: weights are read once for all of them."""
 HOW = Upcycling(experts=8, top_k=4)
 LIMITS = Limits(max_total=0.8, max_active=0.75)
-ELASTICIZE = ["train.steps=40", "train.eval_every=20", "train.eval_rows=8", "train.snapshot_every=10"]
+ELASTICIZE = ["train.steps=40", "train.eval_every=10", "train.eval_rows=8", "train.snapshot_every=10"]
 HEAL = [
-    "train.steps=16",
+    "train.steps=32",
     "train.rows=8",
     "train.eval_every=8",
     "train.eval_rows=8",
@@ -126,7 +128,7 @@ def _converse(run: Path) -> None:
     half = torch.bfloat16 if multiplies_bf16(torch.device("cpu")) else None
     opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE), dtype=half)
     questions = chat_questions()
-    answers = answer(opened, questions, ANSWER_TOKENS, "converse")
+    answers = answer(opened, questions, Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS), "converse")
     tokenizer, template = _template(opened.tokenizer)
     lines = []
     for question, text in zip(questions, answers, strict=True):
@@ -174,10 +176,12 @@ def _template(tokenizer: Tokenizer | None) -> tuple[Tokenizer, str]:
     return tokenizer, tokenizer.chat_template
 
 
-def answer(opened: OpenedEngine, questions: Sequence[str], num_tokens: int, what: str, size: str = "full") -> list[str]:
-    """Greedy answers of one size of a network, each to a question on its own."""
+def answer(
+    opened: OpenedEngine, questions: Sequence[str], sampling: Sampling, what: str, size: str = "full"
+) -> list[str]:
+    """Answers of one size of a network, each to a question on its own."""
     tokenizer, template = _template(opened.tokenizer)
-    sampling, phases = Sampling(temperature=0.0, max_tokens=num_tokens), Phases(opened.presets[size])
+    phases = Phases(opened.presets[size])
     answers = []
     with progress(what, len(questions)) as advance:
         for start in range(0, len(questions), AT_ONCE):
@@ -196,7 +200,8 @@ def answer(opened: OpenedEngine, questions: Sequence[str], num_tokens: int, what
 
 
 def _ask(run: Path) -> None:
-    """Ask the original, the full elastic network, its half, and the healed best."""
+    """Ask the original, the full elastic network, its half, and the healed best, as `stretto chat` does but greedily."""
+    sampling = console_sampling(0.0, NUM_NEW_TOKENS, None)
     samples: list[Sample] = []
     for size, folder, preset in (
         ("original", run / "smol", "full"),
@@ -205,19 +210,20 @@ def _ask(run: Path) -> None:
         ("best", run / "healed", "full"),
     ):
         opened = open_engine(folder, EngineConfig(max_batch=AT_ONCE))
-        for prompt, text in zip(CHAT_PROMPTS, answer(opened, CHAT_PROMPTS, NUM_NEW_TOKENS, size, preset), strict=True):
+        for prompt, text in zip(CHAT_PROMPTS, answer(opened, CHAT_PROMPTS, sampling, size, preset), strict=True):
             samples.append(Sample(size=size, prompt=prompt, text=text))
     write_json(run / SAMPLES_FILE, [sample.model_dump() for sample in samples])
 
 
 def _answers_table(samples: Iterable[Sample]) -> Table:
-    table = Table(title="Ten questions, greedy", show_lines=True)
-    rows: dict[str, dict[str, str]] = {}
+    """Each question, and below it what every size says: whole lines, which a narrow console shows as well."""
+    table = Table(show_header=False, title="Ten questions, greedy")
+    rows: dict[str, list[Sample]] = {}
     for sample in samples:
-        rows.setdefault(sample.prompt, {})[sample.size] = sample.text
-    sizes = list(dict.fromkeys(size for row in rows.values() for size in row))
-    for heading in ("question", *sizes):
-        table.add_column(heading, overflow="fold")
-    for prompt, row in rows.items():
-        table.add_row(f"[dim]{prompt}[/dim]", *(row.get(size, "") for size in sizes))
+        rows.setdefault(sample.prompt, []).append(sample)
+    for prompt, answers in rows.items():
+        table.add_row("", Text(prompt, style="bold"))
+        for sample in answers:
+            table.add_row(sample.size, Text(sample.text))
+        table.add_section()
     return table

@@ -150,6 +150,7 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         environment=f"{device_name(ranks.device)}, torch {torch.__version__}, commit {git_commit() or 'unknown'}",
         samples=_samples(run),
         pretraining=Curve("full", tuple(read_metrics(run)), num_tokens / recipe.train.steps),
+        stage=info.stage,
         healing=tuple(_healing_curve(each, subnets) for each in healed),
         search=search,
         kept=_kept(config, search.chosen.subnet) if search else None,

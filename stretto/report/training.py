@@ -95,6 +95,8 @@ class ReportData:
     samples: tuple[tuple[str, str, str], ...] = ()
     """Size, prompt, and what that size wrote after it."""
     pretraining: Curve | None = None
+    stage: str = "pretrain"
+    """What ``pretraining`` is the curve of; those that have a name are in `STAGES`."""
     healing: tuple[Curve, ...] = ()
     """One for each size that was healed; its held-out loss is ``loss/full``."""
     search: SearchResult | None = None
@@ -272,6 +274,7 @@ def compute_caption(data: ReportData) -> str:
     return text + (f" Healing moves {numbers.listed(changes)}." if changes else "")
 
 
+STAGES = {"pretrain": "pre-training", "elasticize": "elasticising", "sft": "fine-tuning"}
 _Named = tuple[str, list[float], list[float]]
 """Name, tokens and losses."""
 
@@ -287,7 +290,8 @@ def training_curves(data: ReportData) -> Figure:
     figure = style.blank(10.0, 5.8)
     places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if pretraining is not None:
-        axes = style.dress(places[0], "Pre-training", "Training tokens", "Held-out loss, nats per token")
+        title = STAGES.get(data.stage, "training").capitalize()
+        axes = style.dress(places[0], title, "Training tokens", "Held-out loss, nats per token")
         lines = [(name, *pretraining.series(f"loss/{name}")) for name in pretraining.held_out()]
         is_clipped = _plot(axes, lines, colour, _EDGE_SHARE)
         style.subtitle(axes, ["sizes inside the elastic network", *(["starts above the frame"] if is_clipped else [])])
@@ -323,7 +327,9 @@ def curves_caption(data: ReportData) -> str:
         if curve is data.pretraining:
             ends = [f"{name} {numbers.loss(curve.series(f'loss/{name}')[1][-1])}" for name in curve.held_out()]
             at = curve.series(f"loss/{curve.held_out()[0]}")[0][-1]
-            text.append(f"Held-out loss after {numbers.si(at)} tokens of pre-training: {', '.join(ends)}.")
+            text.append(
+                f"Held-out loss after {numbers.si(at)} tokens of {STAGES.get(data.stage, 'training')}: {', '.join(ends)}."
+            )
         elif values := curve.series("loss/full")[1]:
             first = f"from {numbers.loss(values[0])} at its first evaluation to " if len(values) > 1 else "to "
             text.append(f"Healing takes {curve.name} {first}{numbers.loss(values[-1])}.")

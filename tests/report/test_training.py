@@ -34,6 +34,7 @@ from stretto.report.training import (
     ReportData,
     Size,
     compute_caption,
+    curves_caption,
     headline,
     loss_against_compute,
     report_page,
@@ -381,3 +382,9 @@ def test_no_difference_is_shown_beside_the_full_network_itself() -> None:
     full, corner = size_table(ReportData("demo", (FULL, CORNER))).rows
     assert all(cell.note == "" for cell in full[1:])
     assert [cell.note for cell in corner[-2:]] == ["+0.188", "+0.087"]
+
+
+def test_a_curve_is_named_by_its_stage(data):
+    continued = replace(data, stage="elasticize")
+    assert "tokens of pre-training" in curves_caption(data) and "tokens of elasticising" in curves_caption(continued)
+    assert training_curves(continued).axes[0].get_title(loc="left") == "Elasticising"
