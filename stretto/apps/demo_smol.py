@@ -217,7 +217,7 @@ def _ask(run: Path) -> None:
 
 def _answers_table(samples: Iterable[Sample]) -> Table:
     """Each question, and below it what every size says: whole lines, which a narrow console shows as well."""
-    table = Table(show_header=False, title="Ten questions, greedy")
+    table = Table(show_header=False, title="Ten questions, as stretto chat answers them, greedily")
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
         rows.setdefault(sample.prompt, []).append(sample)
