@@ -448,6 +448,11 @@ def _measure(
             removal=options.order == "removal",
             advance=advance,
         )
+    if not all(map(math.isfinite, (*found.influence.values(), *found.logit_error.values()))):
+        raise UserError(
+            f"{state.folder}: the network computes what is no finite number on this text, so nothing can be ordered by it; fetch the"
+            " checkpoint again, try --dtype float32, or --order none"
+        )
     assert options.order != "none"
     return Measured(
         told=told,

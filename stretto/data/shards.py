@@ -142,7 +142,7 @@ class TokenSet:
             )
         shards, settings = self.manifest.splits[split], self.manifest.settings
         for shard in shards:
-            if damage := _damage(folder, shard, settings, verify):
+            if damage := _damage(folder, shard, settings, verify) or _misled(folder, shard):
                 raise UserError(damage)
         self._tokens = [np.memmap(folder / f"{shard.name}{_TOKENS}", settings.token_dtype, "r") for shard in shards]
         indexes = [np.memmap(folder / f"{shard.name}{_INDEX}", _INDEX_DTYPE, "r") for shard in shards]
@@ -221,6 +221,15 @@ def _damage(folder: Path, shard: Shard, settings: Settings, verify: bool = False
         place = f"{folder / shard.name}{_TOKENS}"
         return f"{place}: content does not match its hash in {MANIFEST}; delete it and tokenise again"
     return None
+
+
+def _misled(folder: Path, shard: Shard) -> str | None:
+    """What is wrong with an index of the right size: where it points."""
+    path = folder / f"{shard.name}{_INDEX}"
+    ends = np.fromfile(path, _INDEX_DTYPE).reshape(-1, _INDEX_FIELDS)[:, 0]
+    if len(ends) and ends[0] > 0 and ends[-1] == shard.num_tokens and (ends[1:] > ends[:-1]).all():
+        return None
+    return f"{path}: documents do not follow each other in it; the shard is damaged: delete it and tokenise into this folder again"
 
 
 class Encoder(Protocol):

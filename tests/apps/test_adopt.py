@@ -411,6 +411,16 @@ def test_a_source_that_is_the_output_stays_as_it_was(stretto: Run, make: Make) -
     assert read_checkpoint(source / "run/checkpoint").config == read_checkpoint(source).config
 
 
+def test_weights_that_are_no_numbers(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:
+    source = make("qwen", num_layers=6)
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.3.input_layernorm.weight"
+    put(index[name], name, torch.full((64,), torch.nan))(source)
+    told = stretto("adopt", source, "-o", tmp_path / "run", "--calibration", text, *QUICK)
+    refused(told, str(source), "no finite number", "--order none")
+    assert not (tmp_path / "run" / "checkpoint").exists() and not (tmp_path / "run" / "order.json").exists()
+
+
 def test_text_shorter_than_a_batch(stretto: Run, make: Make, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("line 12: 144 is the square of 12\n" * 9)

@@ -220,6 +220,16 @@ def test_damaged_shards_are_named_and_mended(tmp_path: Path) -> None:
         TokenSet(folder, "val")
 
 
+@pytest.mark.parametrize("value", [b"\x00", b"\xff", b"\x7f"])
+def test_an_index_that_leads_astray_is_not_followed(tmp_path: Path, value: bytes) -> None:
+    folder = tmp_path / "d"
+    tokenise({"train": texts(50)}, Bytes(), folder, processes=1)
+    index = folder / "train-00000.index"
+    index.write_bytes(value * index.stat().st_size)
+    with pytest.raises(UserError, match=r"train-00000\.index: documents do not follow each other in it"):
+        TokenSet(folder)
+
+
 @pytest.mark.parametrize("processes", [1, 3])
 def test_results_come_in_the_order_of_the_work(processes: int) -> None:
     assert list(in_order(processes, partial(operator.mul, 2), range(20))) == list(range(0, 40, 2))
