@@ -258,7 +258,7 @@ def test_products_of_any_number_of_tokens(library: ctypes.CDLL, width: int, dtyp
         block.mlp.down.zero_()
     x_VD = model.embedding.weight.double()
     x_VD = x_VD * (x_VD.square().mean(1, keepdim=True) + config.norm_eps).rsqrt() * model.norm.weight.double()
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if dtype == torch.bfloat16 and library.stretto_has_tiles():
         x_VD = x_VD.float().bfloat16().double()
     want_VV = x_VD @ model.head_VD.double().T
     ids = ids_of(config, num=1, length=40)[0]

@@ -366,6 +366,9 @@ void stretto_sizes(int32_t* sizes) {
     sizes[5] = sizeof(StrettoChoose);
 }
 
+// Whether bf16 weights are multiplied in tiles, which take tokens rounded to bf16.
+int32_t stretto_has_tiles() { return stretto::has_tiles(); }
+
 void* stretto_create(const StrettoShape* shape, const StrettoLayer* layers) {
     auto* decoder = new stretto::AnyDecoder{};
     if (shape->is_bfloat16) decoder->half = new stretto::Decoder<stretto::bfloat16>(*shape, layers);
