@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pydoc_data
 import shutil
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -76,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=1.0, help="size of the bf16 checkpoint")
     parser.add_argument("--file-gb", type=float, default=4.0, help="size of its files, at most")
-    parser.add_argument("--tokens", type=int, default=2048, help="to measure orders on")
+    parser.add_argument("--tokens", type=int, default=2048, help="to measure orders on; 0: not done")
     parser.add_argument("--most-gb", type=float, default=3.0, help="memory that is allowed")
     parser.add_argument("--hold", action="store_true", help="read everything at once")
     arguments = parser.parse_args()
@@ -96,12 +98,13 @@ def _rows(arguments: argparse.Namespace, folder: Path) -> Iterator[Row]:
     config = ModelConfig(**shape, num_layers=num_layers, max_positions=4096)
     most = min(int(arguments.file_gb * 1e9), int(arguments.gb * 1e9 / 4))
     source, out = folder / "source", folder / "out"
-    _synthesise(source, config, most, fp8=False)
-    measured = ["--calibration", str(TEXT), "--calibration-tokens", str(arguments.tokens)]
+    _synthesise(source, config, most, False)
     yield _adopted("as it is", source, out, ["--order", "none"], arguments.hold)
-    yield _adopted(f"with orders, {arguments.tokens} tokens", source, out, measured)
+    if arguments.tokens:
+        measured = ["--calibration", str(TEXT), "--calibration-tokens", str(arguments.tokens)]
+        yield _adopted(f"with orders, {arguments.tokens} tokens", source, out, measured)
     shutil.rmtree(source)
-    _synthesise(source, config, most, fp8=True)
+    _synthesise(source, config, most, True)
     yield _adopted("FP8 to bf16", source, out, ["--order", "none"])
 
 
@@ -110,7 +113,15 @@ def _bytes(shape: dict[str, object], num_layers: int) -> int:
     return 2 * count(config, config.full()).total_params
 
 
-def _synthesise(folder: Path, config: ModelConfig, most: int, fp8: bool) -> None:
+def _synthesise(*arguments: Any) -> None:
+    """`_write` in a process of its own: Linux takes for the peak of a child what its parent held when it was started."""
+    process = multiprocessing.get_context("spawn").Process(target=_write, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"the checkpoint could not be written: {process.exitcode}"
+
+
+def _write(folder: Path, config: ModelConfig, most: int, fp8: bool) -> None:
     """Small normal weights, the same block again and again: what they are does not matter, that they are finite does."""
     folder.mkdir()
     block = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)

@@ -11,9 +11,11 @@ import hashlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -159,9 +161,10 @@ def write_checkpoint(
         write_json(partial / GENERATION_FILE, generation)
         description = StrettoFile(family=family, config=config, presets=dict(presets or {}))
         write_json(partial / STRETTO_FILE, description.model_dump(mode="json"))
-        copied = _write_weights(
-            partial, list(stored_tensors(config, family)), state, dtype, max_shard_bytes, whole, advance
-        )
+        tensors = list(stored_tensors(config, family))
+        with ThreadPoolExecutor(1) as pool:
+            hashing = pool if lineage is not None else None
+            digests = _write_weights(partial, tensors, state, dtype, max_shard_bytes, whole, hashing, advance)
         biases = {name: state[name].detach().cpu() for name in state if name.endswith(".bias_WE")}
         if biases:
             write_file(partial / ELASTIC_FILE, biases)
@@ -170,9 +173,9 @@ def write_checkpoint(
                 shutil.copyfile(Path(tokenizer_dir) / name, partial / name)
         if lineage is None:
             return None
-        digests = {source: digest for source, (_, digest) in copied.items()}
-        made = lineage if isinstance(lineage, Lineage) else lineage(digests)
-        made = made.replace(weights_hash=weights_hash(partial, dict(copied.values())))
+        sources = dict(zip(whole, digests.values(), strict=False))
+        made = lineage if isinstance(lineage, Lineage) else lineage(sources)
+        made = made.replace(weights_hash=weights_hash(partial, digests))
         write_lineage(partial, made)
     return made
 
@@ -601,10 +604,11 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     whole: Sequence[Path],
+    hashing: Executor | None,
     advance: Callable[[int], None] | None,
-) -> dict[Path, tuple[str, str]]:
+) -> dict[str, str]:
     """Copy the files ``whole``, then write what of ``tensors`` they do not hold, in that order; one shard exists in memory at a
-    time. Returns: by file of ``whole``, its name here and its SHA-256."""
+    time, while ``hashing`` reads the one before. Returns: the SHA-256 of each file by its name here, those of ``whole`` first."""
     ready = {path: tensor_names(path) for path in whole}
     held = frozenset[str]().union(*ready.values())
     shards: list[list[Stored]] = [[]]
@@ -624,20 +628,22 @@ def _write_weights(
         size += num_bytes(stored)
     parts: list[Path | list[Stored]] = [*whole, *(shard for shard in shards if shard)]
     weight_map: dict[str, str] = {}
-    copied: dict[Path, tuple[str, str]] = {}
+    digests: dict[str, str | Future[str]] = {}
     for number, part in enumerate(parts, start=1):
         file = WEIGHTS_FILE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         if isinstance(part, Path):
-            copied[part] = file, copy_file(part, folder / file, advance)
+            digests[file] = copy_file(part, folder / file, advance)
             weight_map |= dict.fromkeys(ready[part], file)
             continue
         write_file(folder / file, {stored.name: to_stored(stored, state, dtype) for stored in part})
         weight_map |= {stored.name: file for stored in part}
+        if hashing is not None:
+            digests[file] = hashing.submit(file_sha256, folder / file)
         if advance is not None:
             advance(sum(map(num_bytes, part)))
     if len(parts) > 1:
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return copied
+    return {file: digest if isinstance(digest, str) else digest.result() for file, digest in digests.items()}
 
 
 def tensor_names(path: Path) -> frozenset[str]:
@@ -648,13 +654,20 @@ def tensor_names(path: Path) -> frozenset[str]:
 
 def copy_file(source: Path, target: Path, advance: Callable[[int], None] | None = None) -> str:
     """Copy a large file; ``advance`` is called with the bytes of each step. (``shutil.copyfile`` tells nothing on the way.)
-    Returns: its SHA-256, of the bytes that were written: reading them again would take as long as the copy.
+    Returns: its SHA-256, taken meanwhile: reading the copy for it would take as long again.
     """
     digest = hashlib.sha256()
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while chunk := reading.read(_COPY_BYTES):
+    chunks = [memoryview(bytearray(_COPY_BYTES)) for _ in range(2)]  # one is hashed while the other is filled
+    hashed: list[Future[None] | None] = [None, None]
+    with ThreadPoolExecutor(1) as pool, source.open("rb", buffering=0) as reading, target.open("wb") as writing:
+        for place in cycle(range(2)):
+            if (earlier := hashed[place]) is not None:
+                earlier.result()
+            chunk = chunks[place][: reading.readinto(chunks[place])]
+            if not chunk:
+                break
+            hashed[place] = pool.submit(digest.update, chunk)
             writing.write(chunk)
-            digest.update(chunk)
             if advance is not None:
                 advance(len(chunk))
     return digest.hexdigest()
