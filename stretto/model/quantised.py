@@ -17,6 +17,8 @@ from stretto.base.errors import UserError
 from stretto.model.families.quantisation import Quantisation
 
 _FP8 = torch.float8_e4m3fn
+_NAN_BITS = 0x7F0
+"""Of e4m3's only number that is none, where `from_fp8` puts its seven bits."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0, E2M1)."""
 _E8M0_BIAS = 127
@@ -130,13 +132,17 @@ class Dequantised:
     def _read_fp8(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
         """A scale is that of all, of one matrix, of a row, or of a block, of which the last ones may be cut short."""
         scales, block = name + self._how.scales, self._block(name, shape)
-        values_RC = self._inner.raw(name, experts).float()
+        values_RC = from_fp8(self._inner.raw(name, experts))
         if block is None:
-            return values_RC * _as_float(self._inner.raw(scales)).reshape(())
+            return values_RC.mul_(_as_float(self._inner.raw(scales)).reshape(()))
         scales_rc = _as_float(self._inner.raw(scales, experts))
         for dim, size in zip((-2, -1), block, strict=True):
-            scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
-        return values_RC * scales_rc
+            if values_RC.shape[dim] % size:  # the last block is cut short
+                scales_rc = scales_rc.repeat_interleave(size, dim).narrow(dim, 0, values_RC.shape[dim])
+        (r, c), (rows, columns) = scales_rc.shape[-2:], values_RC.shape[-2:]
+        blocks_RC = values_RC.unflatten(-1, (c, columns // c)).unflatten(-3, (r, rows // r))
+        blocks_RC.mul_(scales_rc[..., :, None, :, None])
+        return values_RC
 
     def _read_mxfp4(self, name: str, shape: tuple[int, ...], experts: tuple[int | slice, ...]) -> Tensor:
         """Stored one row of the product after another, two values a byte, the lower four bits first; ``shape`` has the rows
@@ -155,6 +161,16 @@ class Dequantised:
                 f"{self._inner.path(name)}: {name}: shape {list(stored)} where config.json gives {list(expected)}; the files"
                 " do not belong together, copy or fetch the checkpoint again"
             )
+
+
+def from_fp8(values: Tensor) -> Tensor:
+    """``values.float()`` of e4m3 in a third of the time: its bits are those of a bf16 number that is 2^120 too small."""
+    bits = (
+        values.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-30736)
+    )  # sign, zeros, exponent and mantissa
+    if values.numel() and int((bits & _NAN_BITS).amax()) == _NAN_BITS:
+        return values.float()
+    return bits.view(torch.bfloat16).float().mul_(2.0**120)
 
 
 def _as_float(scales: Tensor) -> Tensor:

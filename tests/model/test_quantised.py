@@ -18,7 +18,7 @@ from bench.common.quantiser import KINDS, MXFP4, fp8, quantise
 from stretto.base.errors import UserError
 from stretto.model.checkpoint import TensorFiles, open_tensors, read_checkpoint
 from stretto.model.families.quantisation import quantisation
-from stretto.model.quantised import Dequantised
+from stretto.model.quantised import Dequantised, from_fp8
 from stretto.model.streamed import StreamedState
 from tests.model.checkpoints import edit_tensors
 
@@ -60,6 +60,13 @@ def test_fp8_is_dequantised_as_transformers_does(tmp_path: Path) -> None:
     )
     with open_tensors(folder) as files:
         assert torch.equal(files.read(f"{NAME}.weight", (64, 48)), theirs)
+
+
+def test_every_number_of_fp8_is_what_torch_says() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = every[~every.float().isnan()]
+    assert torch.equal(from_fp8(finite).view(torch.int32), finite.float().view(torch.int32))  # the sign of 0, too
+    assert torch.equal(from_fp8(every).isnan(), every.float().isnan()) and len(finite) == 254
 
 
 def test_mxfp4_is_dequantised_as_transformers_does(tmp_path: Path) -> None:
