@@ -14,7 +14,8 @@ import typer
 
 from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
-from stretto.apps.cli_serve import Device, Source, bench_serve, chat, generate, serve
+from stretto.apps.cli_serve import Source, bench_serve, chat, generate, serve
+from stretto.apps.options import Device, Recipe, Resume, RunOut, Settings, Steps, Wandb
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, RUN_FILE
 
@@ -38,20 +39,16 @@ ValFraction = Annotated[
     float | None, typer.Option(help="Share of the data to hold out; a hundredth, of little text up to a tenth.")
 ]
 TextField = Annotated[str, typer.Option(help="The field that holds the text, in JSONL, CSV, Parquet and datasets.")]
-Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 VOCAB_SIZE = 8192
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
 @app.command()
 def pretrain(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)],
+    recipe: Recipe,
     data: Data = [],  # noqa: B006 - typer reads it once
     # not --run: torchrun would take it for its own --run-path
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")
-    ] = None,
+    out: RunOut = None,
     val: Val = None,
     val_fraction: ValFraction = None,
     text_field: TextField = "text",
@@ -63,11 +60,11 @@ def pretrain(
             help="Run or checkpoint to go on from: its network and tokenizer; the recipe's [model] is not read.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    steps: Steps = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
     device: Device = "auto",
-    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+    wandb: Wandb = None,
 ) -> None:
     """Pre-train an elastic network from text, from random weights or from a checkpoint."""
     from stretto.base.config import read_recipe
@@ -189,7 +186,7 @@ def elasticize(
     trainable: Annotated[
         str | None, typer.Option(help="all, or routers: only routers, norms and biases, in a fraction of the memory.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    steps: Steps = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
     device: Device = "auto",
@@ -317,7 +314,7 @@ def heal(
     text_field: TextField = "text",
     recipe: Annotated[Path | None, typer.Option(help="A healing recipe; recipes/heal.toml by default.")] = None,
     teacher: Annotated[Path | None, typer.Option(help="Run or checkpoint it was cut from; known if not moved.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    steps: Steps = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
     device: Device = "auto",

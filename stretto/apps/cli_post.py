@@ -9,13 +9,8 @@ from typing import Annotated
 
 import typer
 
-from stretto.apps.cli_serve import Device
+from stretto.apps.options import Device, Recipe, Resume, RunOut, Settings, Steps, Wandb
 from stretto.base.errors import UserError
-
-Recipe = Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)]
-Settings = Annotated[list[str], typer.Option("--set", help="Override one recipe key: train.steps=100.")]
-RunOut = Annotated[Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")]
 
 
 def sft(
@@ -48,11 +43,11 @@ def sft(
     keep_adapter: Annotated[
         bool, typer.Option("--keep-adapter", help="Also write the adapters by themselves, for peft: adapter/.")
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Shorthand for --set train.steps.")] = None,
+    steps: Steps = None,
     settings: Settings = [],  # noqa: B006
     resume: Resume = False,
     device: Device = "auto",
-    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+    wandb: Wandb = None,
 ) -> None:
     """Train a checkpoint on conversations: every weight or adapters, one size or all of them."""
     from stretto.base.config import read_recipe
@@ -187,9 +182,9 @@ def online(
     ] = False,
     out: RunOut = None,
     settings: Settings = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+    resume: Resume = False,
+    device: Device = "auto",
+    wandb: Wandb = None,
 ) -> None:
     """Reinforcement learning on open-ended prompts, by a judge and by rewards of whole groups."""
     from stretto.base.config import read_recipe
@@ -220,9 +215,9 @@ def distill(
     ] = [],  # noqa: B006 - typer reads it once, as below
     out: RunOut = None,
     settings: Settings = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
+    resume: Resume = False,
     device: Device = "auto",
-    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+    wandb: Wandb = None,
 ) -> None:
     """Distil teachers into a student on what the student itself samples."""
     from stretto.base.config import read_recipe

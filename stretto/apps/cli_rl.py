@@ -7,26 +7,26 @@ from typing import Annotated
 
 import typer
 
+from stretto.apps.options import Recipe, Resume, RunOut, Wandb
+
 
 def rl(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).", show_default=False)],
+    recipe: Recipe,
     model: Annotated[
         Path | None, typer.Option(help="Run or checkpoint to begin with; without it, the recipe's own start.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Run folder; runs/ and the recipe's name by default.")
-    ] = None,
+    out: RunOut = None,
     runtime: Annotated[str | None, typer.Option(help="local or ray; --set runtime.kind.")] = None,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; --set runtime.address.")] = None,
     settings: Annotated[list[str], typer.Option("--set", help="Override one recipe key: staleness=4.")] = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot.")] = False,
+    resume: Resume = False,
     device: Annotated[
         str,
         typer.Option(
             help="cpu, cuda (every GPU there is: of several the trainer has the first, engines share the others) or auto."
         ),
     ] = "auto",
-    wandb: Annotated[str | None, typer.Option(help="Log to this W&B project too.")] = None,
+    wandb: Wandb = None,
 ) -> None:
     """Train a policy with reinforcement learning: engines, agents, verifiers and a trainer, all at once."""
     from stretto.base.config import read_recipe

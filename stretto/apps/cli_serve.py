@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from stretto.apps.options import Device
+
 Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
-Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 ServedSubnet = Annotated[
     str | None, typer.Option("--subnet", help="A preset, best, auto, or layers=…,experts=…,top_k=….")
 ]

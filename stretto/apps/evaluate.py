@@ -18,6 +18,7 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_text
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
+from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
     RESULT_FILE,
     EvalOptions,
@@ -37,8 +38,6 @@ from stretto.report.evals import (
     score_table,
 )
 from stretto.report.page import write_page
-
-COMPARISON_FILE = "comparison.json"
 
 
 def options(**told: Any) -> EvalOptions:

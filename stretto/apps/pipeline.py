@@ -52,9 +52,6 @@ class StepState(Config):
 
     told: dict[str, Any]
     has_ended: bool = False
-    attempts: int = 0
-    wall_s: float = 0.0
-    """Of all attempts."""
 
 
 class State(Config):
@@ -201,7 +198,6 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
     write_json(_recipe_file(pipeline, step), _filled(pipeline, step.recipe.model_dump(mode="json")))
     code = 0
     for attempt in range(attempts):
-        begun = time.monotonic()
         command = [sys.executable, "-m", "stretto.apps.pipeline", str(os.getpid()), *_arguments(pipeline, step)]
         if is_alone:
             code = subprocess.run(command, check=False).returncode
@@ -210,11 +206,8 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             with _log_file(pipeline, step).open("a", encoding="utf-8") as log:
                 code = subprocess.run(command, check=False, stdout=log, stderr=log).returncode
         with lock:
-            state = _read_state(pipeline.folder).steps
-            before = state.get(step.name, StepState(told=told))
-            wall_s = before.wall_s + time.monotonic() - begun
-            now = StepState(told=told, has_ended=code == 0, attempts=before.attempts + 1, wall_s=wall_s)
-            _write_state(pipeline.folder, {**state, step.name: now})
+            now = StepState(told=told, has_ended=code == 0)
+            _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
         rich.get_console().print(f"{step.name} ended with {code}; trying again from its last snapshot")

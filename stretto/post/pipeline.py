@@ -23,6 +23,7 @@ from stretto.train.recipe import SftRecipe
 StageName = Literal["sft", "experts", "distill", "online", "evaluate"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 COMPARISON_FILE = "comparison.json"
+"""What `stretto compare` leaves in its folder, when it is done."""
 Table = dict[str, Any]
 
 

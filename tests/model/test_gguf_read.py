@@ -143,6 +143,18 @@ def edited(source: Path, target: Path, together: Path | None = None, **changes: 
     return target
 
 
+def refusal(folder: Path, tokenizer: Tokenizer, changes: dict[str, Any]) -> str:
+    """What is said of a file whose metadata have these changes."""
+    checkpoint(folder, tokenizer, **NETWORKS["qwen"])
+    write_gguf(folder / "c", folder / "c.gguf")
+    with (
+        pytest.raises(UserError) as told,
+        GgufFile(edited(folder / "c.gguf", folder / "e.gguf", **changes)) as file,
+    ):
+        from_hf(file.config, str(file.file))
+    return str(told.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -160,14 +172,8 @@ def edited(source: Path, target: Path, together: Path | None = None, **changes: 
 def test_a_network_that_is_not_known_is_refused(
     changes: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
-    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
-    with (
-        pytest.raises(UserError) as told,
-        GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file,
-    ):
-        from_hf(file.config, str(file.file))
-    assert problem in str(told.value) and "e.gguf: " in str(told.value)
+    told = refusal(tmp_path, tokenizer, changes)
+    assert problem in told and "e.gguf: " in told
 
 
 @pytest.mark.parametrize(
@@ -286,14 +292,8 @@ def test_a_header_that_promises_more_than_the_file_holds_is_not_believed(what: s
 def test_metadata_of_another_kind_are_refused(
     changes: dict[str, Any], problem: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
-    write_gguf(tmp_path / "c", tmp_path / "c.gguf")
-    with (
-        pytest.raises(UserError) as told,
-        GgufFile(edited(tmp_path / "c.gguf", tmp_path / "e.gguf", **changes)) as file,
-    ):
-        from_hf(file.config, str(file.file))
-    assert problem in str(told.value) and len(str(told.value).splitlines()) == 1 and len(str(told.value)) < 400
+    told = refusal(tmp_path, tokenizer, changes)
+    assert problem in told and len(told.splitlines()) == 1 and len(told) < 400
 
 
 def test_parts_are_read_as_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
