@@ -27,8 +27,8 @@ from typing import Any
 import rich
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
+from bench.common.measure import half_width
 from bench.elastic_quality import RECIPE, own_text
 from stretto.apps.data import prepare_data
 from stretto.apps.run import RunInfo
@@ -306,8 +306,7 @@ def _interval(values: Sequence[float], form: str) -> str:
     mean = form.format(statistics.fmean(values))
     if len(values) < 2:
         return mean
-    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean} ± {half:.4f}"
+    return f"{mean} ± {half_width(values):.4f}"
 
 
 def _memory(bench: Bench, told: argparse.Namespace) -> None:

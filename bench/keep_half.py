@@ -31,10 +31,9 @@ from typing import Any
 import rich
 import torch
 from rich.table import Table
-from scipy import stats
 from torch import Tensor
 
-from bench.common.measure import wide_console
+from bench.common.measure import half_width, wide_console
 from bench.elastic_quality import RECIPE, own_text
 from stretto.apps.adopt import AdoptOptions
 from stretto.apps.data import prepare_data
@@ -350,10 +349,7 @@ def _show(bench: Bench, rows: Sequence[dict[str, dict[str, float]]]) -> int:
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Student's 95 % interval of the mean: low, mean, high; without bounds for a single value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return -torch.inf, mean, torch.inf
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    mean, half = statistics.fmean(values), half_width(values)
     return mean - half, mean, mean + half
 
 

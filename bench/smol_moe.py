@@ -33,10 +33,9 @@ import rich
 import torch
 from pydantic import Field
 from rich.table import Table
-from scipy import stats
 from torch import Tensor
 
-from bench.common.measure import wide_console
+from bench.common.measure import half_width, wide_console
 from stretto.apps.data import prepare_data
 from stretto.base.config import Config, read_recipe
 from stretto.base.errors import UserError
@@ -588,17 +587,9 @@ def _rises(results: Sequence[Mapping[str, Run]], one: str, other: str = "origina
     return found
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t; one value alone has none."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
-
-
 def _percent(values: Sequence[float]) -> str:
-    mean, half = _interval(values)
-    return f"{mean:+.2%}" if math.isnan(half) else f"{mean:+.2%} ± {half:.2%}"
+    mean, half = statistics.fmean(values), half_width(values)
+    return f"{mean:+.2%}" if math.isinf(half) else f"{mean:+.2%} ± {half:.2%}"
 
 
 def _networks(results: Sequence[Mapping[str, Run]]) -> Table:
@@ -663,7 +654,7 @@ def _aims(results: Sequence[Mapping[str, Run]]) -> list[tuple[str, list[float], 
 
 def _is_met(aim: str, rises: Sequence[float], most: float) -> bool:
     """Tells whether the mean meets the aim, and whether the interval leaves it open."""
-    mean, half = _interval(rises)
+    mean, half = statistics.fmean(rises), half_width(rises)
     certain = "" if abs(mean - most) > half else ", within the spread: not settled" if len(rises) > 1 else ", one seed"
     rich.print(f"{'met   ' if mean <= most else 'MISSED'} {aim}{certain}")
     return mean <= most

@@ -7,11 +7,12 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, stdev
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 from torch import Tensor
 
 SLOW = 1.25
@@ -32,6 +33,13 @@ class Sample:
     processor_s: float
     calibration_s: float
     """The slower of the two matrix products around it."""
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of ``values``, by Student's t; one value alone has no bound."""
+    if len(values) < 2:
+        return math.inf
+    return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
 
 
 class Calibration:
