@@ -431,12 +431,12 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Entry point: bad input becomes one line and exit code 2, Ctrl-C becomes 130."""
+    """Entry point: bad input becomes one line and exit code 2, a run that diverged 3, Ctrl-C 130."""
     wait_briefly(os.environ)  # before torch is imported: its library looks when it is loaded
     try:
         code = app(prog_name="stretto", standalone_mode=False)  # newer typers return what they would exit with
     except UserError as error:
-        _fail(str(error), 2)
+        _fail(str(error), error.exit_code)
     except OSError as error:
         if error.filename is None:
             raise

@@ -32,10 +32,13 @@ from stretto.base.errors import UserError, nearest
 from stretto.base.numbers import duration, listed, short, si
 from stretto.base.paths import checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
-from stretto.model.checkpoint import read_config, weights_hash
+from stretto.base.track import read_metrics
+from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
 from stretto.rl.recipe import RlRecipe
+from stretto.rl.run import MOVED
+from stretto.train.step import NonFiniteError
 
 STATE_FILE = "pipeline.json"
 BEFORE = "before-"
@@ -70,6 +73,8 @@ class Pipeline:
     model: Path | None
     """That it begins with."""
     device: str
+    model_hash: str = ""
+    """Of what it begins with; unknown where nothing will run."""
 
     def place(self, name: str) -> Path:
         """What ``{name}`` stands for: the checkpoint of a step, or what the pipeline begins with."""
@@ -116,7 +121,8 @@ def run_command(
     start = checkpoint_folder(model).resolve() if model is not None else None
     if start is None and any(MODEL in step.arguments for step in steps):
         raise UserError("--model: missing; name the run or checkpoint that this pipeline begins with")
-    pipeline = Pipeline(out, recipe, steps, start, device)
+    model_hash = "" if dry_run or start is None else known_hash(start)
+    pipeline = Pipeline(out, recipe, steps, start, device, model_hash)
     wanted = [step for step in steps if until is None or STAGES.index(step.stage) <= STAGES.index(until)]
     if dry_run:
         _print_plan(pipeline, wanted, first, price)
@@ -126,7 +132,10 @@ def run_command(
             _set_aside(pipeline, STAGES.index(first))
         _check_unchanged(pipeline)
         for stage in dict.fromkeys(step.stage for step in wanted):
-            _run_stage(pipeline, [step for step in wanted if step.stage == stage])
+            own = [step for step in wanted if step.stage == stage]
+            if stage == "distill" and not pipeline.is_done(own[0]):
+                _check_moved(pipeline, own[0])
+            _run_stage(pipeline, own)
     console = rich.get_console()
     console.print(_result_table(pipeline))
     if last := [step for step, _ in _receipts(pipeline)][-1:]:
@@ -144,6 +153,28 @@ def _check_unchanged(pipeline: Pipeline) -> None:
                 f"{pipeline.folder / STATE_FILE}: {step.name}: {field} was {before!r} when this stage ran, is {now!r} now; "
                 f"change it back, or do it again with --from {step.stage}"
             )
+
+
+def _check_moved(pipeline: Pipeline, distill: Step) -> None:
+    """Say how far the experts are from where they began. Raises `UserError`: one of them is still there."""
+    assert isinstance(distill.recipe, RlRecipe) and distill.recipe.distill is not None
+    floor, moved = distill.recipe.distill.kl_floor, _moved(pipeline)
+    said = listed([f"{name} {short(kl)}" for name, kl in moved.items()])
+    rich.get_console().print(f"KL to where they began, nats a token: {said}")
+    for name, kl in moved.items():
+        if kl < floor:
+            raise UserError(
+                f"{pipeline.folder}: {name} has not moved: {kl:.1e} nats a token from where it began, less than distill.kl_floor "
+                f"{floor:g}, so that there is nothing to distil; train it longer or faster (domains.{name.partition('/')[2]}."
+                "expert) after moving its folder away, or set distill.distill.kl_floor = 0"
+            )
+
+
+def _moved(pipeline: Pipeline) -> dict[str, float]:
+    """Of each expert that has ended: `stretto.rl.run.Result.moved`."""
+    done = [step for step in pipeline.steps if step.stage == "experts" and pipeline.is_done(step)]
+    found = {step.name: [row.get(MOVED) for row in read_metrics(pipeline.folder / step.name)] for step in done}
+    return {name: kls[-1] for name, each in found.items() if (kls := [kl for kl in each if kl is not None])}
 
 
 def _set_aside(pipeline: Pipeline, first: int) -> None:
@@ -185,10 +216,11 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
     if 130 in failed.values():
         raise KeyboardInterrupt
     if failed:
-        told = listed([f"{name} ended with {code}" for name, code in failed.items()])
+        told = listed([f"{name} {_ending(code)}" for name, code in failed.items()])
         where = "" if is_alone else f" ({_log_file(pipeline, waiting[0]).parent}/*.log)"
         raise UserError(
-            f"{pipeline.folder}: {told}{where}; correct that and run the pipeline again: it goes on from here"
+            f"{pipeline.folder}: {told}{where}; correct that and run the pipeline again: it goes on from here (an "
+            "expert whose recipe has changed begins anew: move its folder away)"
         )
 
 
@@ -210,8 +242,12 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
-        rich.get_console().print(f"{step.name} ended with {code}; trying again from its last snapshot")
+        rich.get_console().print(f"{step.name} {_ending(code)}; trying again from its last good snapshot")
     return code
+
+
+def _ending(code: int) -> str:
+    return "diverged" if code == NonFiniteError.exit_code else f"ended with {code}"
 
 
 def _arguments(pipeline: Pipeline, step: Step) -> list[str]:
@@ -228,11 +264,8 @@ def _told(pipeline: Pipeline, step: Step) -> dict[str, Any]:
     """What makes the step's result: its recipe, and the weights it begins with and is taught by."""
     told = {"recipe": step.recipe.model_dump(mode="json"), "arguments": list(step.arguments)}
     names = sorted(set(_PLACE.findall(str(told))) - {RECIPE[1:-1]})
-    return told | {"weights": {name: _hash(pipeline.place(name)) for name in names}}
-
-
-def _hash(folder: Path) -> str:
-    return read_lineage(folder).weights_hash if (folder / LINEAGE_FILE).is_file() else weights_hash(folder)
+    hashes = {name: pipeline.model_hash if name == "model" else known_hash(pipeline.place(name)) for name in names}
+    return told | {"weights": hashes}
 
 
 def _filled(pipeline: Pipeline, tree: Any) -> Any:
@@ -324,10 +357,16 @@ def _receipts(pipeline: Pipeline) -> Iterator[tuple[Step, Receipt]]:
 
 def _result_table(pipeline: Pipeline) -> Table:
     """What each step did and cost."""
-    table = Table(Column("step", no_wrap=True), "tokens", "FLOPs", "time", "checkpoint", title=str(pipeline.folder))
+    columns = ("tokens", "FLOPs", "time", "nats a token from its start", "checkpoint")
+    table, moved = Table(Column("step", no_wrap=True), *columns, title=str(pipeline.folder)), _moved(pipeline)
     for step, receipt in _receipts(pipeline):
-        cells = (f"{receipt.tokens:,}", si(receipt.flops), duration(receipt.wall_s), str(pipeline.place(step.name)))
-        table.add_row(step.name, *cells)
+        cells = (
+            f"{receipt.tokens:,}",
+            si(receipt.flops),
+            duration(receipt.wall_s),
+            short(moved[step.name]) if step.name in moved else "",
+        )
+        table.add_row(step.name, *cells, str(pipeline.place(step.name)))
     return table
 
 

@@ -43,7 +43,8 @@ def rl_command(
     with progress(stage, recipe.train.steps) as advance:
         result = run_rl(job, advance, lambda text: console.print(text))
     console.print(
-        f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}\ncheckpoint: {result.checkpoint}\n"
+        f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
+        f"{result.moved:.3g} nats a token (KL) from its start\ncheckpoint: {result.checkpoint}\n"
         f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
         f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
     )

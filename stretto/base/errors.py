@@ -12,8 +12,10 @@ _LONGEST = 200
 class UserError(ValueError):
     """Bad input. The message is one line that names the file (or flag), the field and the remedy.
 
-    The command line prints it and exits with code 2; everything else lets it pass.
+    The command line prints it and exits with its code; everything else lets it pass.
     """
+
+    exit_code = 2
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

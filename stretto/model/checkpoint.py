@@ -238,6 +238,11 @@ def weights_hash(folder: Path | str, known: Mapping[str, str] = MappingProxyType
     return hash_files({path.name: known.get(path.name) or file_sha256(path) for path in paths})
 
 
+def known_hash(folder: Path) -> str:
+    """`weights_hash` as the lineage has it; the weights are only read where there is none."""
+    return read_lineage(folder).weights_hash if (folder / LINEAGE_FILE).is_file() else weights_hash(folder)
+
+
 def describe(folder: Path) -> StrettoFile:
     """What stretto.json says, checked against config.json; without it, what config.json says. Raises `UserError` as
     `read_checkpoint` does.

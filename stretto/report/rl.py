@@ -26,6 +26,7 @@ from stretto.report.rl_timeline import timeline, timeline_caption
 from stretto.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, SAND, SERIES, SKY, Ends, Form, Label
 from stretto.rl.log import Span, read_spans
 from stretto.rl.recipe import JOURNAL_FILE, RECIPE_FILE, RlRecipe
+from stretto.rl.run import MOVED
 
 _SMOOTH_SHARE = 1 / 15
 """Of a run's steps that one point of a bold curve is the mean of."""
@@ -185,6 +186,7 @@ def summary(data: RlData) -> Table:
     known = {
         "largest staleness, versions": max(data.values("staleness/max"), default=None),
         "mismatch K3 of the same version, largest mean": max(data.values("mismatch/same_k3_mean"), default=None),
+        "KL to the start at the end, nats a token": data.last(MOVED),
         "groups trained": data.last("groups/trained"),
         "groups dropped, all rewards equal": data.last("groups/filtered"),
         "groups too old, given up": sum(given_up) if given_up else None,

@@ -512,11 +512,11 @@ class Logbook:
         if report.step % train.eval_every == 0 and report.step < train.steps and is_free:
             self._evaluation = asyncio.create_task(self._evaluate_beside(report.step))
 
-    async def evaluate(self, step: int) -> None:
-        """Log the mean reward on held-out problems, one sample each at the run's temperature."""
+    async def evaluate(self, step: int) -> list[Group]:
+        """Log the mean reward on held-out problems, one sample each at the run's temperature; returns the samples."""
         if self._evaluation is not None:
             await self._evaluation  # of the same problems
-        await self._evaluate(step)
+        return await self._evaluate(step)
 
     async def _evaluate_beside(self, step: int) -> None:
         try:
@@ -524,21 +524,27 @@ class Logbook:
         except UserError as error:
             self._say(f"step {step:>5,}  held-out reward not measured: {error}")
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int) -> list[Group]:
         num = self._recipe.train.eval_prompts
-        reward = float(np.mean(await asyncio.gather(*map(self._held_out_reward, range(num)))))
-        self._metrics["eval/reward"] = reward
-        self._tracker.log(step, {"eval/reward": reward}, line=False)
+        groups = await asyncio.gather(*map(self._held_out, range(num)))
+        reward = float(np.mean([group.trajectories[0].verdict.reward for group in groups]))
+        self.tell(step, "eval/reward", reward)
         self._say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
+        return groups
 
-    async def _held_out_reward(self, number: int) -> float:
+    def tell(self, step: int, metric: str, value: float) -> None:
+        """Log what is measured beside the steps."""
+        self._metrics[metric] = value
+        self._tracker.log(step, {metric: value}, line=False)
+
+    async def _held_out(self, number: int) -> Group:
         task, deadline_s = self._prompts.held_out(number), self._recipe.failures.lease_s + CALL_SLACK_S
         what: object = ""
         for failures in range(_EVALUATIONS):
             await asyncio.sleep(_PAUSE_S * failures)
             try:
-                group = await self._roles.agents.call("evaluate", task, deadline_s=deadline_s)
-                return float(group.trajectories[0].verdict.reward)
+                group: Group = await self._roles.agents.call("evaluate", task, deadline_s=deadline_s)
+                return group
             except RuntimeFailure as failure:
                 what = failure.message if isinstance(failure, RoleError) else failure
         raise UserError(f"evaluation: {what} ({_EVALUATIONS} tries); mend that, then continue with --resume")

@@ -47,6 +47,8 @@ from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleDied, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer
 
+MOVED = "eval/kl_start"
+"""Metric: `Result.moved`."""
 _WRITE_S = 600.0
 
 
@@ -58,6 +60,8 @@ class Result:
     first_reward: float
     """Mean held-out reward before the first step."""
     last_reward: float
+    moved: float
+    """KL to the start, nats a token of the last held-out samples."""
 
 
 def run_rl(job: Job, advance: Advance, say: Say) -> Result:
@@ -101,8 +105,9 @@ async def _run(job: Job, advance: Advance, say: Say) -> Result:
     for name in (GROUPS, LOGS):  # no step will be made again, and what was in flight is cancelled
         remove(folder / name)
     write_trace(folder)
-    held_out = [row["eval/reward"] for row in read_metrics(folder) if "eval/reward" in row]
-    return Result(folder / CHECKPOINT, held_out[0], held_out[-1])
+    rows = read_metrics(folder)
+    held_out = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    return Result(folder / CHECKPOINT, held_out[0], held_out[-1], [row[MOVED] for row in rows if MOVED in row][-1])
 
 
 async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: Logbook, resumes: bool) -> None:
@@ -123,7 +128,9 @@ async def _attempt(job: Job, roles: Roles, prompts: Prompts, trace: Trace, log: 
                 if controller.version == 0:
                     await log.evaluate(0)
                 await driver.run()
-                await log.evaluate(controller.version)
+                held_out = await log.evaluate(controller.version)
+                moved = await roles.call_trainer("moved", held_out, deadline_s=_WRITE_S)
+                log.tell(controller.version, MOVED, moved)
                 await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=_WRITE_S)
             controller.finish()
     finally:

@@ -27,7 +27,7 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
-from stretto.model.checkpoint import Checkpoint, describe, read_checkpoint, weights_hash
+from stretto.model.checkpoint import Checkpoint, describe, known_hash, read_checkpoint
 from stretto.model.parallel import Ranks, spread
 from stretto.model.spec import count, executed, parse_subnet
 from stretto.ops.logprob import Teacher, chosen_logprobs
@@ -80,7 +80,7 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
     """Look at the teachers' checkpoints without reading their weights into memory. Raises UserError: one is missing, has no such
     part or another vocabulary, or is the student itself, which is at ``start``."""
     distill = recipe.distill
-    vocab_size, own_hash = describe(start).config.vocab_size, weights_hash(start)
+    own = describe(start).config
     for name, config in sorted({} if distill is None else distill.teachers.items()):
         if config.checkpoint is None or config.url is not None:
             continue
@@ -91,11 +91,11 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
             raise UserError(f"{where}.checkpoint: {error}") from None
         found = describe(folder)
         subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
-        if found.config.vocab_size != vocab_size:
-            problem = f"a vocabulary of {found.config.vocab_size}, the student's is {vocab_size}"
+        if found.config.vocab_size != own.vocab_size:
+            problem = f"a vocabulary of {found.config.vocab_size}, the student's is {own.vocab_size}"
             raise UserError(f"{where}: {problem}; choose another")
-        is_whole = subnet == found.config.full()
-        if distill is not None and distill.kl_floor and is_whole and weights_hash(folder) == own_hash:
+        is_like = distill is not None and distill.kl_floor > 0 and subnet == found.config.full() == own.full()
+        if is_like and known_hash(folder) == known_hash(start):
             raise UserError(
                 f"{where}: {folder} holds the student's own weights: there is nothing to learn; name another checkpoint or a "
                 "part of this one, or set distill.kl_floor = 0"

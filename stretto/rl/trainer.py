@@ -32,13 +32,22 @@ from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import Ranks, device_name, full_state, join, spread
 from stretto.model.spec import Subnet, count
-from stretto.model.transformer import Recorder, Replay, Transformer
+from stretto.model.transformer import Context, Recorder, Replay, Transformer
+from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.rl.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
 from stretto.rl.batch import by_sample, credited, pack
-from stretto.rl.distillation import DistillObjective, Progress, progressed, source_scalars, source_weights
+from stretto.rl.distillation import (
+    DistillObjective,
+    Lesson,
+    Progress,
+    progressed,
+    source_scalars,
+    source_weights,
+    taught_loss,
+)
 from stretto.rl.ledger import GroupRef
 from stretto.rl.log import StepReport, mismatch, staleness
 from stretto.rl.log import samples as sample_scalars
@@ -51,12 +60,14 @@ from stretto.rl.teachers import chosen, give_lessons, open_teachers
 from stretto.rl.weights import is_quantised, pack_state, publish, retire
 from stretto.train.loop import peak_memory, write_trained
 from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
-from stretto.train.step import MicroBatch, Objective, StepResult, optimisation_step
+from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
 
 KEEP_VERSIONS = 4
 """Weight files kept: engines may lag behind while they fetch."""
 FLIPS_EVERY = 10
 """Steps between two looks at route flips, where they cost a pass of their own."""
+_TRIED_TOKENS = 8
+"""That new weights are tried on."""
 _PROGRESS = "distill"
 """Beside the controller's cut in a snapshot: how far each source has come."""
 
@@ -168,7 +179,7 @@ class TrainerRole:
 
         Raises:
             UserError: a group cannot be read, or its routes are not of this network.
-            NonFiniteError: nothing was applied; the last snapshot is good.
+            NonFiniteError: a loss, a gradient, or what the new weights say; the last snapshot is good.
         """
         assert step == self.version, f"step {step} was asked for, {self.version} is next"
         started, config = time.perf_counter(), self._model.config
@@ -183,7 +194,11 @@ class TrainerRole:
             for update in updates:
                 self._score(update, scores)
             scored = time.perf_counter()
-            results = [self._update(update.passes) for update in updates]
+            try:
+                results = [self._update(update.passes) for update in updates]
+                self._check_finite()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {step + 1}: {error} in a new run, or try --resume") from None
             updated = time.perf_counter()
             shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
             flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
@@ -254,6 +269,29 @@ class TrainerRole:
         cut = dict(meta.loader)
         self._progress = {name: Progress(**each) for name, each in cut.pop(_PROGRESS, {}).items()}
         return cut
+
+    @torch.no_grad()
+    def moved(self, groups: Sequence[Group]) -> float:
+        """How far the policy is from its start: KL(policy ‖ start) at temperature 1, nats a token, mean over the tokens that the
+        policy sampled in ``groups``. Raises UserError: the start cannot be read any more."""
+        start = self._teachers.get("reference") or self._teacher("reference", self._start)
+        samples, train = unroll(groups), self._recipe.train
+        total, num = torch.zeros((), device=self._ranks.device), 0
+        for batch in pack(samples, train.seq_len, train.micro_rows, share=self._ranks.world, with_routes=False):
+            each = place(batch, self._ranks, self._arithmetic, replays=False)
+            own_ND, start_ND = (
+                model(each.mine["tokens_BT"], model.config.full(), each.ctx).hidden_BTD.flatten(0, 1)
+                for model in (self._model, start)
+            )
+            targets_N = each.mine["targets_BT"].flatten()
+            at_M = (targets_N != IGNORED).nonzero()[:, 0]
+            lesson = Lesson(at_M, Teacher(start_ND[at_M], start.head_VD))
+            weights_N, head_VD = torch.ones_like(targets_N, dtype=torch.float32), self._model.head_VD
+            total += taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), each.ctx.operators)[
+                0
+            ]
+            num += batch.num_targets
+        return float(self._ranks.sum(total)) / num
 
     def write(self, folder: Path | str) -> None:
         """Write the policy as a checkpoint, with the start's tokenizer and lineage.
@@ -398,6 +436,15 @@ class TrainerRole:
         )
         self._meter.add(flops=result.flops, tokens=result.num_tokens)
         return result
+
+    @torch.no_grad()
+    def _check_finite(self) -> None:
+        """Raises NonFiniteError: the weights, though finite, say nothing that is. They are neither kept nor handed on."""
+        ids_BT = torch.arange(_TRIED_TOKENS, device=self._ranks.device)[None] % self._model.config.vocab_size
+        hidden_BTD = self._model(ids_BT, self._model.config.full(), Context.plain(ids_BT)).hidden_BTD
+        logp_N, _ = chosen_logprobs(hidden_BTD.flatten(0, 1), self._model.head_VD, ids_BT.flatten())
+        if not logp_N.isfinite().all():
+            raise NonFiniteError("the output of the new weights is not finite; lower optim.lr")
 
     def _measure(
         self, groups: Sequence[Group], updates: Sequence[_Update], results: Sequence[StepResult]

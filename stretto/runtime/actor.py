@@ -167,7 +167,9 @@ class Actor:
 def as_role_error(name: str, method: str, error: BaseException) -> Exception:
     """What the caller is to see: a `UserError` as it is, anything else as text, so that no frame's arrays stay alive."""
     if isinstance(error, UserError):
-        return UserError(str(error))
+        told = UserError(str(error))
+        told.exit_code = error.exit_code
+        return told
     trace = "".join(traceback.format_exception(error))
     return RoleError(name, method, type(error).__name__, str(error), trace)
 

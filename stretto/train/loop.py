@@ -466,7 +466,7 @@ class _Training:
         except NonFiniteError as error:
             done = self.step + 1
             raise NonFiniteError(
-                f"step {done}: {error}; or pass it over with --set train.skip_steps=[{done}]"
+                f"step {done}: {error}, then continue with --resume; or pass it over with --set train.skip_steps=[{done}]"
             ) from None
         self.step += 1
         self.tokens_by_kind.update(result.tokens_by_kind)

@@ -141,7 +141,9 @@ class StepResult:
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient is NaN or infinite. Nothing was applied: the last snapshot is good."""
+    """A loss or gradient is NaN or infinite: the run diverged. Nothing was applied: the last snapshot is good."""
+
+    exit_code = 3
 
 
 def optimisation_step(
@@ -183,7 +185,7 @@ def optimisation_step(
     bad = [kind for kind, value in nll_by_kind.items() if not torch.isfinite(value)]
     if bad or not math.isfinite(grad_norm):
         where = f"the loss of {', '.join(bad)}" if bad else "the gradient"
-        raise NonFiniteError(f"{where} is not finite; lower optim.lr, then continue with --resume")
+        raise NonFiniteError(f"{where} is not finite; lower optim.lr")
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

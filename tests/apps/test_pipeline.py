@@ -109,14 +109,47 @@ def test_a_stage_that_was_told_something_else_is_not_taken_for_this_one(
 
 
 @pytest.mark.slow
-def test_an_expert_that_fails_is_tried_again_and_does_not_keep_the_others(
+def test_an_expert_that_diverges_is_tried_again_and_does_not_keep_the_others(
     stretto: Run, pipeline: Path, tmp_path: Path
 ) -> None:
-    folder, tree = tmp_path / "out", json.loads(pipeline.read_text())
-    diverging = {**tree["domains"]["flip"], "expert": {"optim": {"lr": 1e30, "clip_norm": 1e30}}}
-    domains = {"flip": diverging, "back": tree["domains"]["back"]}
+    folder = tmp_path / "out"
+    domains = expert(pipeline, "flip", optim={"lr": 1e30, "clip_norm": 1e30})
     told = stretto("run", changed(pipeline, domains=domains), "-o", folder, "--until", "experts")
-    assert told.code == 2 and "experts/flip ended with" in told.err
+    assert told.code == 2 and "experts/flip diverged; correct that" in told.err
+    assert told.out.count("experts/flip diverged; trying again from its last good snapshot") == 1
     steps = state(folder)
     assert steps["experts/back"].has_ended and not steps["experts/flip"].has_ended
     assert (folder / "experts/back/checkpoint").is_dir() and not (folder / "distill").exists()
+
+
+ONCE = """
+from pathlib import Path
+
+def once(groups):
+    seen = Path(__file__).with_suffix(".seen")
+    seen.write_text(seen.read_text() + "x" if seen.exists() else "x")
+    return [[1e38 if len(seen.read_text()) == 3 else 1.0 for _ in group] for group in groups]
+"""
+"""An algorithm whose third step is too much."""
+
+
+@pytest.mark.slow
+def test_an_expert_goes_on_from_its_last_good_snapshot_and_one_that_stood_still_is_named(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder, plugin = tmp_path / "out", tmp_path / "own.py"
+    plugin.write_text(ONCE)
+    changed(pipeline, domains=expert(pipeline, "flip", loss={"advantage": f"{plugin}:once"}))
+    changed(pipeline, domains=expert(pipeline, "back", optim={"lr": 1e-12}), distill={"distill": {"form": "full"}})
+    told = stretto("run", pipeline, "-o", folder)
+    assert "experts/flip diverged; trying again" in told.out
+    assert plugin.with_suffix(".seen").read_text() == "x" * 5, "steps 1, 2 and 3, then 3 and 4"
+    assert told.code == 2 and "experts/back has not moved" in told.err and "domains.back.expert" in told.err
+    assert told.err.count("there is nothing to distil") == 1
+    assert "KL to where they began, nats a token: experts/flip" in told.out and not (folder / "distill").exists()
+
+
+def expert(path: Path, domain: str, **tables: Any) -> dict[str, Any]:
+    """The domains of a pipeline, one of them with an expert of its own."""
+    domains: dict[str, Any] = json.loads(path.read_text())["domains"]
+    return domains | {domain: {**domains[domain], "expert": tables}}

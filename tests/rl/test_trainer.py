@@ -219,6 +219,31 @@ def test_a_non_finite_step_stops_and_changes_nothing(tmp_path: Path, start: Path
     assert trainer.version == 1 and same(before, weights(trainer))
 
 
+def test_weights_that_say_nothing_finite_are_not_handed_on(tmp_path: Path, start: Path) -> None:
+    """Though loss, gradient and weights are all finite."""
+    trainer = role(tmp_path / "run", start, optim__lr=1e38)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 1: the output of the new weights is not finite; lower optim"
+    ) as told:
+        trainer.step(refs_of(0, tmp_path), 0)
+    assert told.value.exit_code == 3 and trainer.version == 0
+
+
+def test_how_far_it_is_from_its_start(tmp_path: Path, start: Path) -> None:
+    """KL to the start over the whole vocabulary, of the tokens that the policy wrote, however they lie in rows."""
+    trainer, made = role(tmp_path / "run", start, optim__lr=1e-2), groups(network())
+    assert trainer.moved(made) == 0.0
+    trainer.step(stored(tmp_path / "groups", made), 0)
+    models, kls = (trainer._model, read_checkpoint(start).model), []
+    for each in unroll(made):
+        for sample in each:
+            ids = torch.from_numpy(sample.tokens[:-1]).long()[None]
+            own_SV, start_SV = (model.logits(ids, model.config.full())[0].log_softmax(-1) for model in models)
+            kls.append((own_SV.exp() * (own_SV - start_SV)).sum(-1)[torch.from_numpy(sample.mask_S)])
+    expected = torch.cat(kls).mean().item()
+    assert expected > 1e-3 and trainer.moved(made) == pytest.approx(expected, rel=1e-3)
+
+
 def test_routes_of_another_network_are_one_line(tmp_path: Path, start: Path) -> None:
     made = groups(network())
     sample = made[2].trajectories[1]

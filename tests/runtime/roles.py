@@ -74,7 +74,9 @@ class Worker:
         return num / 0
 
     def refuse(self) -> None:
-        raise UserError("recipe.toml: steps: is negative; give a positive number")
+        error = UserError("recipe.toml: steps: is negative; give a positive number")
+        error.exit_code = 3
+        raise error
 
     def leave(self) -> None:
         sys.exit(3)

@@ -64,8 +64,9 @@ def test_what_a_method_raises_reaches_the_caller(stage: Stage) -> None:
                 await runtime.call(handle, method, 1, deadline_s=FAST_S)
             assert caught.value.kind == "ZeroDivisionError"
             assert "return num / 0" in caught.value.trace
-        with pytest.raises(UserError, match=r"^recipe.toml: steps: is negative; give a positive number$"):
+        with pytest.raises(UserError, match=r"^recipe.toml: steps: is negative; give a positive number$") as told:
             await runtime.call(handle, "refuse", deadline_s=FAST_S)
+        assert told.value.exit_code == 3
         for method in ("missing", "_private", "leave"):
             with pytest.raises(RoleError):
                 await runtime.call(handle, method, deadline_s=FAST_S)
