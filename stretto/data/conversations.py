@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,22 +82,19 @@ def read_conversation(record: Mapping[str, Any], place: str) -> Conversation:
     Raises:
         UserError: it is none; the message names place, turn and remedy.
     """
-    record = {name: value for name, value in record.items() if value is not None}
-    tools = _listed(record.get("tools", ()), f"{place}: tools")
-    for number, tool in enumerate(tools):
-        if not isinstance(tool, Mapping):
-            raise UserError(f"{place}: tools: tool {number}: {_kind(tool)}, not an object; give its JSON schema")
+    record = _without_nulls(record)
+    tools = tuple(
+        _object(tool, f"{place}: tools: tool {number}", "give its JSON schema")
+        for number, tool in enumerate(_listed(record.get("tools", ()), f"{place}: tools"))
+    )
     variables = record.get("chat_template_kwargs")
-    if variables is not None and not isinstance(variables, Mapping):
-        raise UserError(
-            f"{place}: chat_template_kwargs: {_kind(variables)}, not an object; name the template's variables"
-        )
-    offered, given = tuple(_without_nulls(tools)), _without_nulls(variables)
+    if variables is not None:
+        _object(variables, f"{place}: chat_template_kwargs", "name the template's variables")
     if "messages" in record:
-        messages, is_learnt = _turns(record["messages"], f"{place}: messages")
-        return Conversation(messages, is_learnt, offered, given)
+        return Conversation(*_turns(record["messages"], f"{place}: messages"), tools, variables)
     if "prompt" not in record or "completion" not in record:
-        _refuse(record, place)
+        found = next((f"; {name}: {remedy}" for name, remedy in _FOREIGN.items() if name in record), "")
+        raise UserError(f"{place}: no {FORMATS}; it has {_fields(record)}{found}")
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": completion})
@@ -106,48 +103,34 @@ def read_conversation(record: Mapping[str, Any], place: str) -> Conversation:
         if isinstance(part, str):
             raise UserError(f"{place}: {name}: a text, and the other is turns; give both as texts or both as turns")
     before, _ = _turns(prompt, f"{place}: prompt")
-    after, is_learnt = _turns(completion, f"{place}: completion", len(before))
-    return Conversation((*before, *after), (*(False for _ in before), *is_learnt), offered, given)
+    after, is_learnt = _turns(completion, f"{place}: completion", is_start=False)
+    return Conversation((*before, *after), (*[False] * len(before), *is_learnt), tools, variables)
 
 
-def _refuse(record: Mapping[str, Any], place: str) -> NoReturn:
-    found = next((f"; {name}: {remedy}" for name, remedy in _FOREIGN.items() if name in record), "")
-    raise UserError(f"{place}: no {FORMATS}; it has {', '.join(map(str, record))[:200] or 'no field'}{found}")
-
-
-def _turns(told: Any, place: str, first: int = 0) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
-    """Turns, and which of them are learnt; ``first``: how many come before them."""
+def _turns(told: Any, place: str, is_start: bool = True) -> tuple[tuple[Mapping[str, Any], ...], tuple[bool, ...]]:
+    """Turns, and which of them are learnt."""
     turns = _listed(told, place)
     if not turns:
         raise UserError(f"{place}: empty; give at least one turn, or remove the record")
     read = [_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns)]
-    if not first and read[0][0]["role"] in ("assistant", "tool"):
-        raise UserError(
-            f"{place}: turn 0: the {read[0][0]['role']} cannot speak first; begin with a system or user turn"
-        )
+    if is_start and (role := read[0][0]["role"]) in ("assistant", "tool"):
+        raise UserError(f"{place}: turn 0: the {role} cannot speak first; begin with a system or user turn")
     return tuple(turn for turn, _ in read), tuple(is_learnt for _, is_learnt in read)
 
 
-def _turn(turn: Any, place: str) -> tuple[dict[str, Any], bool]:
-    if not isinstance(turn, Mapping):
-        raise UserError(f'{place}: {_kind(turn)}, not an object; give {{"role": …, "content": …}}')
-    turn = {name: value for name, value in turn.items() if value is not None}
+def _turn(told: Any, place: str) -> tuple[dict[str, Any], bool]:
+    turn = dict(_object(told, place, 'give {"role": …, "content": …}'))
     role = turn.get("role")
-    if role is None:
-        raise UserError(f"{place}: no role; it has {', '.join(map(str, turn))[:200] or 'no field'}")
     if role not in ROLES:
-        raise UserError(f"{place}: role {role!r}{nearest(str(role), ROLES)}; use {', '.join(ROLES)}")
+        what = "no role; it has " + _fields(turn) if role is None else f"role {role!r}{nearest(str(role), ROLES)}"
+        raise UserError(f"{place}: {what}; use {', '.join(ROLES)}")
     is_learnt = role == "assistant"
-    for key in ("train", "weight"):
-        said = turn.pop(key, None)
-        if said is None:
-            continue
+    for key, values in (("train", "true or false"), ("weight", "0 or 1")):
+        said = turn.pop(key, is_learnt)
         if said not in (0, 1):
-            raise UserError(f"{place}: {key}: {said!r}; write {'true or false' if key == 'train' else '0 or 1'}")
+            raise UserError(f"{place}: {key}: {said!r}; write {values}")
         if said and role != "assistant":
-            raise UserError(
-                f"{place}: {key}: only the assistant's turns are learnt, this is the {role}'s; leave it out"
-            )
+            raise UserError(f"{place}: {key}: only the assistant's turns are learnt, not the {role}'s; leave it out")
         is_learnt = is_learnt and bool(said)
     calls = [
         _call(call, f"{place}: tool_calls") for call in _listed(turn.pop("tool_calls", ()), f"{place}: tool_calls")
@@ -164,45 +147,45 @@ def _turn(turn: Any, place: str) -> tuple[dict[str, Any], bool]:
 
 
 def _content(content: Any, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = []
-    for number, part in enumerate(_listed(content, place)):
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            if isinstance(part, Mapping) and part.get("type") == "text":
-                raise UserError(
-                    f"{place}: part {number}: no text; it has {', '.join(map(str, part))}; put it into a field text"
-                )
-            kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-            raise UserError(f"{place}: part {number}: {kind!r} is no text, and the network reads text only; remove it")
-        parts.append(text)
-    return "".join(parts)
+    texts = []
+    for number, part in enumerate([content] if isinstance(content, str) else _listed(content, place)):
+        told = part if isinstance(part, Mapping) else {"text": part}
+        if not isinstance(told.get("text"), str):
+            if told.get("type") == "text":
+                problem = f"no text; it has {_fields(told)}; put it into a field text"
+            else:
+                problem = f"{told.get('type', _kind(part))!r} is no text, and the network reads text only; remove it"
+            raise UserError(f"{place}: part {number}: {problem}")
+        texts.append(told["text"])
+    return "".join(texts)
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not isinstance(function, Mapping):
+    if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
         raise UserError(f'{place}: a call without a name; give {{"function": {{"name": …, "arguments": …}}}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = _without_nulls(json.loads(arguments or "{}"))
         except ValueError as error:
             raise UserError(f"{place}: arguments of {name} are not JSON: {error}; correct them") from None
-    arguments = {} if arguments is None else _without_nulls(arguments)
-    if not isinstance(arguments, Mapping):
-        raise UserError(f"{place}: arguments of {name}: {_kind(arguments)}, not an object; name each argument")
-    named = {"id": call["id"]} if call.get("id") is not None else {}
+    arguments = _object({} if arguments is None else arguments, f"{place}: arguments of {name}", "name each argument")
+    named = {"id": call["id"]} if "id" in call else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _object(value: Any, place: str, remedy: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{place}: {_kind(value)}, not an object; {remedy}")
+    return value
 
 
 def _listed(value: Any, place: str) -> Sequence[Any]:
     """A list, or the JSON text of one, as columns whose records have different fields are kept."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = _without_nulls(json.loads(value))
         except ValueError:
             raise UserError(f"{place}: a text that is not JSON; give a list") from None
     if not isinstance(value, list | tuple):
@@ -215,6 +198,10 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _fields(told: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, told))[:200] or "no field"
 
 
 def _kind(value: Any) -> str:
@@ -233,7 +220,7 @@ Long = Literal["refuse", "cut", "leave_out"]
 
 
 class Fitted:
-    """The conversations of a `TokenSet` that rows of ``seq_len`` hold, whole or, where told so, cut."""
+    """The conversations of a `TokenSet` that rows of ``seq_len`` hold, whole or, where told so, cut: `stretto.data.loader.Documents`."""
 
     def __init__(self, data: TokenSet, seq_len: int, long: Long, domain: str | None = None) -> None:
         """
@@ -247,32 +234,25 @@ class Fitted:
         """
         numbers = np.arange(data.num_documents) if domain is None else data.of_domain(domain)
         lengths = data.lengths(numbers)
-        too_long = numbers[lengths > seq_len]
-        self.num_before, self.num_long, self.longest = (
-            len(numbers),
-            len(too_long),
-            int(lengths.max(initial=0)),
-        )
-        if len(too_long) and long == "refuse":
+        is_long, self.longest = lengths > seq_len, int(lengths.max(initial=0))
+        self.num_before, self.num_long = len(numbers), int(is_long.sum())
+        if self.num_long and long == "refuse":
             raise UserError(
-                f"train.seq_len: {seq_len} tokens hold all but {len(too_long):,} of {len(numbers):,} conversations, the "
+                f"train.seq_len: {seq_len} tokens hold all but {self.num_long:,} of {len(numbers):,} conversations, the "
                 f'longest has {self.longest:,}; raise it, or set long = "cut" or "leave_out"'
             )
-        kept = [number for number in too_long if long == "cut" and self._teaches(data, int(number), seq_len)]
-        self.num_left_out = len(too_long) - len(kept)
-        self._data, self._seq_len = data, seq_len
-        self._numbers: NDArray[np.int64] = np.sort(
-            np.concatenate([numbers[lengths <= seq_len], np.array(kept, np.int64)])
-        )
+        self._data, self._seq_len, self._numbers = data, seq_len, numbers
+        is_left = [bool(is_whole) or (long == "cut" and self._teaches(at)) for at, is_whole in enumerate(~is_long)]
+        self._numbers = numbers[is_left]
+        self.num_left_out = len(numbers) - len(self._numbers)
         if not len(self._numbers):
             raise UserError(
                 f"--data: no conversation is left: all {len(numbers):,} are longer than train.seq_len {seq_len}"
             )
 
-    @staticmethod
-    def _teaches(data: TokenSet, number: int, seq_len: int) -> bool:
-        learnt = data.learnt(number)
-        return learnt is None or bool(learnt[1:seq_len].any())
+    def _teaches(self, number: int) -> bool:
+        learnt = self.learnt(number)
+        return learnt is None or bool(learnt[1:].any())
 
     @property
     def split(self) -> str:

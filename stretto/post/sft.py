@@ -20,9 +20,10 @@ from stretto.base.errors import UserError
 from stretto.base.paths import remove
 from stretto.base.track import say
 from stretto.base.trajectory import Task
+from stretto.data import pack
 from stretto.data.conversations import Fitted
 from stretto.data.loader import Batch, Loader, Mixture, key_of
-from stretto.data.pack import IGNORED, PADDING
+from stretto.data.pack import Piece
 from stretto.model.checkpoint import read_checkpoint, read_family, read_presets
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
 from stretto.model.parallel import Ranks, join
@@ -79,15 +80,14 @@ def sft_conversations(
             load_adapters(adapters, model, family, lora)
 
     presets = recipe.elastic.anchors if recipe.elastic is not None else read_presets(origin)
-
-    def read() -> Transformer:
-        return read_checkpoint(origin, dtype=torch.float32).model
-
-    trained = finetune(recipe, job, read, presets, adapt if lora is not None else None)
-    if lora is not None:
-        if keep is not None:
-            write_adapters(keep, trained.model, family, lora, str(origin))
-        merge(trained.model)
+    trained = finetune(
+        recipe, job, lambda: read_checkpoint(origin, dtype=torch.float32).model, presets, adapt if lora else None
+    )
+    if lora is None:
+        return trained
+    if keep is not None:
+        write_adapters(keep, trained.model, family, lora, str(origin))
+    merge(trained.model)
     return trained
 
 
@@ -295,23 +295,21 @@ def fill_rows(stream: Iterator[Example], num_rows: int, seq_len: int) -> Iterato
 def micro_batches(rows: Sequence[Sequence[Example]], micro_rows: int, ranks: Ranks) -> Iterator[Batch]:
     """One step's rows as this rank's micro-batches, cut to the longest row of each."""
     for start in range(0, len(rows), micro_rows):
-        some = [*rows[start : start + micro_rows]]
-        some += [[]] * (-len(some) % ranks.world)
-        longest = max(sum(len(each.tokens) - 1 for each in row) for row in some)
-        arrays = [np.full((len(some), longest), blank, np.int64) for blank in (0, IGNORED, PADDING, 0)]
-        tokens_BT, targets_BT, documents_BT, positions_BT = arrays
-        for row, contents in enumerate(some):
-            at = 0
-            for number, each in enumerate(contents):
-                length = len(each.tokens) - 1
-                here = (row, slice(at, at + length))
-                tokens_BT[here], documents_BT[here], positions_BT[here] = each.tokens[:-1], number, np.arange(length)
-                targets_BT[here] = np.where(each.is_written[1:], each.tokens[1:], IGNORED)
-                at += length
-        mine = ranks.rows(len(some))
-        ids, targets, documents, positions = (array[mine] for array in arrays)
-        num_mine, num_all = int((targets != IGNORED).sum()), int((targets_BT != IGNORED).sum())
-        yield Batch(ids, targets, documents, positions, np.zeros(len(ids), np.int64), num_mine, num_all)
+        some = rows[start : start + micro_rows]
+        yield _micro_batch([*some, *[[]] * (-len(some) % ranks.world)], ranks)
+
+
+def _micro_batch(rows: Sequence[Sequence[Example]], ranks: Ranks) -> Batch:
+    # the last token of an example is a target and no input
+    plan = [tuple(Piece(at, 0, len(each.tokens) - 1, False) for at, each in enumerate(row)) for row in rows]
+    longest = max(sum(piece.length for piece in row) for row in plan)
+    packed = pack.fill_rows(
+        plan, longest, lambda row, at: rows[row][at].tokens, lambda row, at: rows[row][at].is_written
+    )
+    mine, targets_BT = ranks.rows(len(rows)), packed.targets_BT
+    num_mine, num_all = (int((each != pack.IGNORED).sum()) for each in (targets_BT[mine], targets_BT))
+    arrays = (each[mine] for each in (packed.tokens_BT, targets_BT, packed.documents_BT, packed.positions_BT))
+    return Batch(*arrays, np.zeros(len(targets_BT[mine]), np.int64), num_mine, num_all)
 
 
 def _problem(sources: Mapping[str, TaskSource], task: Task) -> Problem:

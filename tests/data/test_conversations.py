@@ -27,7 +27,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def test_the_assistants_turns_are_learnt_unless_they_say_no() -> None:
-    wrong = {**ASSISTANT, "train": False}
+    wrong = {**ASSISTANT, "train": False, "weight": 1}
     read = read_conversation(
         {"messages": [USER, wrong, USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]}, "f: line 1"
     )
