@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
@@ -98,26 +98,28 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
         UserError: too few parents, no base where the method needs one, other networks, tokenizers or expert orders than its,
             parents that have no start in common, or a folder that holds something else.
     """
-    folders = [checkpoint_folder(parent) for parent in parents]
-    _check_given(folders, base, options)
-    origin = checkpoint_folder(base) if base is not None else folders[0]
-    others = [folder for folder in folders if folder != origin]
+    folders, method = [checkpoint_folder(parent) for parent in parents], options.method
+    if len(folders) < 2 or (method == "slerp" and len(folders) != 2):
+        wanted = "two" if method == "slerp" else "two or more"
+        raise UserError(f"{method}: takes {wanted} checkpoints, not {len(folders)}")
+    if method in _RULES and base is None:
+        raise UserError(f"--base: missing: {method} adds up what was learnt since; name the checkpoint all began with")
+    if options.weights and len(options.weights) != len(folders):
+        raise UserError(f"--weights: {len(options.weights)} of them for {len(folders)} checkpoints; give one each")
+    origin = folders[0] if base is None else checkpoint_folder(base)
     with ExitStack() as held:
-        first = held.enter_context(StreamedState(origin, torch.float32))
-        opened = {folder: held.enter_context(StreamedState(folder, torch.float32)) for folder in dict.fromkeys(others)}
+        each_once = dict.fromkeys([origin, *folders])
+        opened = {folder: held.enter_context(StreamedState(folder, torch.float32)) for folder in each_once}
+        first, meter = opened[origin], Meter("merge", device_name(torch.device("cpu")))
         for state in opened.values():
             _check_same(first, state)
-        dtype = held.enter_context(StreamedState(origin)).dtype
-        lineages = _lineages([origin, *opened] if base is not None else folders)
-        meter = Meter("merge", device_name(torch.device("cpu")))
-        merged = MergedState([opened.get(folder, first) for folder in folders], first, options)
-        counts = count(first.config, first.config.full())
+        lineages, counts = _lineages(opened), count(first.config, first.config.full())
+        num_bytes = sum(file.stat().st_size for folder in opened for file in folder.glob("model*.safetensors"))
 
         def lineage(_: Mapping[Path, str]) -> Lineage:
-            num = len(folders)
             # a multiply-add an element and parent: what every method does at least
-            meter.add(flops=2 * num * counts.total_params, bytes_read=_size([origin, *folders]))
-            told = options.model_dump(mode="json") | {"base": str(base) if base else None}
+            meter.add(flops=2 * len(folders) * counts.total_params, bytes_read=num_bytes)
+            told = {"base": str(base) if base else None, "merged": [str(folder) for folder in folders]}
             return new_lineage(
                 name=out.name,
                 stage="merge",
@@ -126,19 +128,19 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
                 active_params=counts.active_params,
                 receipt=meter.receipt(),
                 tokenizer_hash=load_tokenizer(origin).fingerprint(),
-                config=told | {"merged": [str(folder) for folder in folders]},
+                config=options.model_dump(mode="json") | told,
             )
 
-        description = first.description
-        num_elements = sum(math.prod(stored.shape) for stored in stored_tensors(first.config, description.family))
+        family, dtype = first.description.family, held.enter_context(StreamedState(origin)).dtype
+        num_elements = sum(math.prod(stored.shape) for stored in stored_tensors(first.config, family))
         with meter, progress("merge", num_elements * dtype.itemsize) as advance:
             write_checkpoint(
                 out,
-                merged,
+                MergedState([opened[folder] for folder in folders], first, options),
                 first.config,
-                family=description.family,
+                family=family,
                 tokenizer_dir=origin,
-                presets=description.presets,
+                presets=first.description.presets,
                 lineage=lineage,
                 dtype=dtype,
                 max_shard_bytes=_SHARD_BYTES,
@@ -147,37 +149,19 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
     return out
 
 
-def _size(folders: Sequence[Path]) -> int:
-    return sum(file.stat().st_size for folder in set(folders) for file in folder.glob("model*.safetensors"))
-
-
-def _check_given(folders: Sequence[Path], base: Path | None, options: MergeOptions) -> None:
-    method = options.method
-    if len(folders) < 2 or (method == "slerp" and len(folders) != 2):
-        raise UserError(
-            f"{method}: takes {'two' if method == 'slerp' else 'two or more'} checkpoints, not {len(folders)}"
-        )
-    if method in _RULES and base is None:
-        raise UserError(f"--base: missing: {method} adds up what was learnt since; name the checkpoint all began with")
-    if options.weights and len(options.weights) != len(folders):
-        raise UserError(f"--weights: {len(options.weights)} of them for {len(folders)} checkpoints; give one each")
-
-
 def _check_same(first: StreamedState, state: StreamedState) -> None:
-    """Whether a place in one is the same place in the other."""
-    orders = ("expert_order", "layer_order")
-    told, other = (each.config.model_dump(mode="json", exclude=set(orders)) for each in (first, state))
-    if differs := differences(told, other):
-        field, (before, after) = next(iter(differs.items()))
+    """Raises `UserError`: a place in one is not the same place in the other."""
+    orders = {"expert_order", "layer_order"}
+    told, other = (each.config.model_dump(mode="json", exclude=orders) for each in (first, state))
+    for field, (before, after) in differences(told, other).items():
         raise UserError(
             f"{state.folder}: {field}: {after}, and {before} in {first.folder}; merge copies of one network"
         )
-    kept = [(each.config.expert_orders, each.config.layer_ranking) for each in (first, state)]
-    for name, before, after in zip(orders, *kept, strict=True):
-        if before != after:
-            what = name.partition("_")[0]
+    for field, ranking in (("expert_order", "expert_orders"), ("layer_order", "layer_ranking")):
+        if getattr(state.config, ranking) != getattr(first.config, ranking):
+            what = field.partition("_")[0]
             raise UserError(
-                f"{state.folder}: {name}: its smaller sizes keep other {what}s than those of {first.folder}: those of the merge would "
+                f"{state.folder}: {field}: its smaller sizes keep other {what}s than those of {first.folder}: those of the merge would "
                 "mix what was trained with what was not; merge before the orders are changed"
             )
     if load_tokenizer(state.folder).fingerprint() != load_tokenizer(first.folder).fingerprint():
@@ -186,7 +170,7 @@ def _check_same(first: StreamedState, state: StreamedState) -> None:
         )
 
 
-def _lineages(folders: Sequence[Path]) -> tuple[Lineage, ...]:
+def _lineages(folders: Iterable[Path]) -> tuple[Lineage, ...]:
     """Of those that have one. Raises `UserError`: two of them never were one network: an expert of one is none of the other."""
     found = {folder: read_lineage(folder) for folder in folders if (folder / LINEAGE_FILE).is_file()}
     runs = {folder: {stage.run_id for stage in history(lineage)} for folder, lineage in found.items()}
@@ -236,8 +220,9 @@ class MergedState(Mapping[str, Tensor]):
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Their weighted mean."""
-    total = sum(weight * tensor for tensor, weight in zip(tensors, weights, strict=True))
-    assert isinstance(total, Tensor)
+    total = torch.zeros_like(tensors[0])
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total.add_(tensor, alpha=weight)
     return total / sum(weights)
 
 
