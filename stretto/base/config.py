@@ -45,22 +45,23 @@ def read_recipe(
     unknown, or a value is impossible.
     """
     path = Path(path)
-    tree = {**_tree(path), **(given or {})}
+    if not path.exists():
+        raise UserError(f"{path}: no such recipe; the shipped ones are in recipes/")
+    tree = {**read_tree(path), **(given or {})}
     for override in overrides:
         _apply_override(tree, override)
     return validate(kind, tree, source=str(path))
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, or of a JSON file. Raises `UserError`: it cannot be read, or holds no table."""
     if path.suffix == ".json":
         tree = read_json(path)
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: (whole file): not a JSON object; name a recipe")
+            raise UserError(f"{path}: (whole file): not a JSON object; name a recipe, or tables like one")
         return tree
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe; the shipped ones are in recipes/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:

@@ -306,10 +306,10 @@ def _micro_batch(rows: Sequence[Sequence[Example]], ranks: Ranks) -> Batch:
     packed = pack.fill_rows(
         plan, longest, lambda row, at: rows[row][at].tokens, lambda row, at: rows[row][at].is_written
     )
-    mine, targets_BT = ranks.rows(len(rows)), packed.targets_BT
-    num_mine, num_all = (int((each != pack.IGNORED).sum()) for each in (targets_BT[mine], targets_BT))
-    arrays = (each[mine] for each in (packed.tokens_BT, targets_BT, packed.documents_BT, packed.positions_BT))
-    return Batch(*arrays, np.zeros(len(targets_BT[mine]), np.int64), num_mine, num_all)
+    mine = ranks.rows(len(rows))
+    num_mine, num_all = (int((each != pack.IGNORED).sum()) for each in (packed.targets_BT[mine], packed.targets_BT))
+    arrays = packed.tokens_BT[mine], packed.targets_BT[mine], packed.documents_BT[mine], packed.positions_BT[mine]
+    return Batch(*arrays, np.zeros(len(arrays[0]), np.int64), num_mine, num_all)
 
 
 def _problem(sources: Mapping[str, TaskSource], task: Task) -> Problem:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,16 +29,16 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from stretto.base.config import Config, check_unchanged, validate
+from stretto.base.config import Config, check_unchanged, read_tree, validate
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import claimed, read_json, replacing, write_json, write_text, writing
+from stretto.base.paths import claimed, read_json, write_json, write_text, writing
 from stretto.base.track import progress, say
 from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
 from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
 from stretto.evals.scores import Interval, interval, majority_at_k, pass_at_k, resampled, share_interval
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
-from stretto.model.spec import ModelConfig, Subnet, count
+from stretto.model.spec import Counts, Subnet, count
 from stretto.rl.agent import AgentRole, Dialogue, GroupFailed
 from stretto.rl.clients import Clients, RewardRequest
 from stretto.rl.launch import SourceTables
@@ -66,7 +66,8 @@ _LONGEST_VOTE = 200
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
 """For pass@k and maj@k, beside the number of samples."""
 BASELINES: Final = ("empty", "constant", "frequent", "another")
-"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those."""
+"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those. The last
+two where there are right ones."""
 
 
 class SuiteConfig(Config):
@@ -112,8 +113,6 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float
     text: str
     """The last turn."""
-    vote: str | None
-    """What equal answers have in common; None: it has no equals."""
     finish: str
     num_prompt: int
     """Tokens before the first that was sampled."""
@@ -182,20 +181,20 @@ def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
     for text in (part for each in named for part in each.split(",")):
         name, _, data = text.partition("=")
         path = Path(name)
-        tree = _tree(path if path.suffix in (".toml", ".json") else SUITES)
-        if path.suffix not in (".toml", ".json"):
-            if name not in tree:
-                known = ", ".join(tree)
-                raise UserError(f"--suite {name}: no such suite{nearest(name, tree)}; one of {known}, or FILE.toml")
-            tree = {name: tree[name]}
+        is_file = path.suffix in (".toml", ".json")
+        tree = read_tree(path if is_file else SUITES)
+        if not is_file and name not in tree:
+            raise UserError(
+                f"--suite {name}: no such suite{nearest(name, tree)}; one of {', '.join(tree)}, or FILE.toml"
+            )
         if "train" in tree:
             recipe = validate(RlRecipe, tree, str(path))
             told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
             num = -(-recipe.train.eval_prompts // len(recipe.sources))
             found[path.stem] = SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told)
             continue
-        for key, table in tree.items():
-            suite = validate(SuiteConfig, table if isinstance(table, dict) else {"table": table}, f"{name}: {key}")
+        for key in tree if is_file else [name]:
+            suite = validate(SuiteConfig, tree[key], f"{name}: {key}")
             if suite.data and not data:
                 raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
             given = {"path": data} if data else {}
@@ -205,18 +204,6 @@ def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
     if twice := [name for name, num in names.items() if num > 1]:
         raise UserError(f"--suite: {twice[0]}: two sources have this name; rename one")
     return found
-
-
-def _tree(path: Path) -> dict[str, Any]:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8")) if path.suffix == ".toml" else read_json(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--suite {path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--suite {path}: not valid TOML: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"--suite {path}: (whole file): not a table of suites")
-    return tree
 
 
 def evaluate(
@@ -251,7 +238,7 @@ def evaluate(
         sitting = _Sitting(folder, out, options, suites, config.max_positions)
         asyncio.run(sitting.answer(subnet, device))
         domains, mean = results(sitting.domains, sitting.samples, options)
-        cost = _cost(config, config.full() if subnet is None else subnet, list(sitting.samples.values()))
+        cost = _cost(count(config, subnet or config.full()), list(sitting.samples.values()))
         found = Evaluation(name, asked, mean, domains, cost)
         write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
     return found
@@ -262,17 +249,16 @@ def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
     temperature = suite.temperature if options.temperature is None else options.temperature
     if temperature == 0 and options.samples > 1:
         raise UserError(f"--samples {options.samples}: at temperature 0 all of them are the same; give --samples 1")
-    num = options.limit or suite.problems
-    return suite.replace(problems=num, temperature=temperature, max_tokens=min(suite.max_tokens, most - 1))
+    tokens, num = min(suite.max_tokens, most - 1), options.limit or suite.problems
+    return suite.replace(problems=num, temperature=temperature, max_tokens=tokens)
 
 
-def _cost(config: ModelConfig, subnet: Subnet, samples: Sequence[Sample]) -> Cost:
-    counts = count(config, subnet)
+def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:
     lengths = [sample.num_prompt + sample.num_sampled for sample in samples]
     # of the keys before it a token sees half, on average
-    flops = sum(counts.forward_flops(length, (length + 1) / 2) for length in lengths)
+    flops = sum(counts.forward_flops(length, (length + 1) / 2) for length in lengths) / max(1, sum(lengths))
     sums = (sum(getattr(one, field) for one in samples) for field in ("num_prompt", "num_sampled", "seconds"))
-    return Cost(counts.total_params, counts.active_params, flops / max(1, sum(lengths)), *sums)
+    return Cost(counts.total_params, counts.active_params, flops, *sums)
 
 
 def read_evaluation(out: Path) -> Evaluation:
@@ -298,7 +284,7 @@ class Domain:
     """Nothing is right or wrong, but better or worse."""
     form: AnswerFormat
     """Where an answer is in a text."""
-    prompts: dict[int, tuple[str, int]] = field(default_factory=dict)
+    prompts: dict[int, tuple[str, int]]
     """By item: its last message, and its tokens."""
     baselines: dict[str, np.ndarray] = field(default_factory=dict)
     """Scores [P] of each kind of `BASELINES`."""
@@ -341,17 +327,16 @@ class _Sitting:
             any_recipe = self._recipe(next(iter(self._suites.values())))
             engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
             held.callback(engine.close)
-            for name, (sources, judging) in opened.items():
-                await self._answer_suite(name, engine, sources, judging)
+            for name in opened:
+                await self._answer_suite(name, engine, *opened[name])
 
     def _recipe(self, suite: SuiteConfig) -> RlRecipe:
         """What the agent loop reads of a run."""
         tokens, options = suite.max_tokens, self._options
-        rollout = {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
         told = {
             "sources": suite.sources,
             "sandbox": suite.sandbox,
-            "rollout": rollout
+            "rollout": {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
             | {"max_batch": options.max_batch, "threads": options.threads, "cache_bytes": _CACHE_BYTES},
             "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
@@ -360,21 +345,6 @@ class _Sitting:
         }
         return validate(RlRecipe, told, "suite")
 
-    async def _answer_suite(
-        self, name: str, engine: EngineRole, sources: Mapping[str, TaskSource], judging: Mapping[str, TaskSource]
-    ) -> None:
-        recipe = self._recipe(self._suites[name])
-        rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
-        clients, tokenizer = Clients([engine], rewards), self._dialogue.tokenizer
-        agent = AgentRole(recipe, self._path.parent, tokenizer, lambda: sources, lambda caller: clients)
-        try:
-            await self._draw(agent, name, self._suites[name])
-            for key in sources if self._options.baselines else ():
-                self.domains[key].baselines = await self._baselines(key, judging[key], rewards)
-        finally:
-            await agent.close()
-            await rewards.close()
-
     def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
         size, num = source.num_items, suite.problems
         items = range(_FIRST_ITEM, _FIRST_ITEM + num) if size is None else range(max(0, size - num), size)
@@ -382,21 +352,27 @@ class _Sitting:
             say(f"sources.{source.name}: {len(items)} problems, all it has, where {num} are asked for")
         donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
         form: AnswerFormat = getattr(source.args, "format", "plain")
-        domain = Domain(suite_name, items, donors or items, not source.is_verifiable, form)
         schemas = [tool.schema() for tool in source.tools()]
+        prompts = {}
         for item in items:
             messages = source.problem(item).messages
-            domain.prompts[item] = str(messages[-1]["content"]), len(self._dialogue.prompt(messages, schemas))
-        return domain
+            prompts[item] = str(messages[-1]["content"]), len(self._dialogue.prompt(messages, schemas))
+        return Domain(suite_name, items, donors or items, not source.is_verifiable, form, prompts)
 
-    async def _draw(self, agent: AgentRole, suite_name: str, suite: SuiteConfig) -> None:
-        numbers = range(self._options.samples)
-        work: list[Key] = [
-            (name, item, number) for name in suite.sources for item in self.domains[name].items for number in numbers
+    async def _answer_suite(
+        self, name: str, engine: EngineRole, sources: Mapping[str, TaskSource], judging: Mapping[str, TaskSource]
+    ) -> None:
+        suite, options = self._suites[name], self._options
+        recipe = self._recipe(suite)
+        rewards = RewardRole(lambda: judging, recipe.runtime.rewards.deadline_s)
+        clients, tokenizer = Clients([engine], rewards), self._dialogue.tokenizer
+        agent = AgentRole(recipe, self._path.parent, tokenizer, lambda: sources, lambda caller: clients)
+        work = [
+            (key, item, num) for key in sources for item in self.domains[key].items for num in range(options.samples)
         ]
         missing = [key for key in work if key not in self.samples]
-        slots = asyncio.Semaphore(2 * self._options.max_batch)
-        with progress(f"evaluate {suite_name}", len(work)) as advance:
+        slots = asyncio.Semaphore(2 * options.max_batch)
+        with progress(f"evaluate {name}", len(work)) as advance:
             advance(len(work) - len(missing))
 
             async def one(key: Key) -> None:
@@ -409,8 +385,13 @@ class _Sitting:
                 async with asyncio.TaskGroup() as tasks:
                     for key in missing:
                         tasks.create_task(one(key))
+                for domain in sources if options.baselines else ():
+                    self.domains[domain].baselines = await self._baselines(domain, judging[domain], rewards)
             except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
                 raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
+            finally:
+                await agent.close()
+                await rewards.close()
 
     async def _sampled(self, agent: AgentRole, suite: SuiteConfig, key: Key) -> Sample | None:
         """None: nobody could judge it."""
@@ -418,11 +399,11 @@ class _Sitting:
         domain = self.domains[name]
         num_prompt = domain.prompts[item][1]
         if num_prompt >= self._most:  # a network that cannot read a problem does not solve it
-            return Sample(*key, Outcome.WRONG, 0.0, "", None, "prompt", num_prompt, 0, 0, 0.0, self._lap())
+            return Sample(*key, Outcome.WRONG, 0.0, "", "prompt", num_prompt, 0, 0, 0.0, self._lap())
         seed = key_of(self._options.seed, crc32(name.encode()), item, number) >> 1
         task = Task(next(self._ordinals), name, item, 1, seed, suite.max_tokens)
         try:
-            group = await agent.evaluate(task, suite.temperature)
+            (done,) = (await agent.evaluate(task, suite.temperature)).trajectories
         except GroupFailed as failed:
             domain.failures.append(str(failed))
             num, num_failed = len(domain.items) * self._options.samples, len(domain.failures)
@@ -432,23 +413,11 @@ class _Sitting:
                     "mend that and call again: what is done is kept"
                 ) from failed
             return None
-        done = group.trajectories[0]
         sampled = [segment for segment in done.segments if segment.is_sampled]
-        text = self._dialogue.text(sampled[-1].tokens)
         surprise = -np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)
-        return Sample(
-            *key,
-            done.verdict.outcome,
-            done.verdict.reward,
-            text,
-            _vote(text, domain.form),
-            done.finish_reason,
-            num_prompt,
-            done.num_sampled,
-            done.num_turns,
-            float(surprise),
-            self._lap(),
-        )
+        outcome, reward, text = done.verdict.outcome, done.verdict.reward, self._dialogue.text(sampled[-1].tokens)
+        counts = num_prompt, done.num_sampled, done.num_turns
+        return Sample(*key, outcome, reward, text, done.finish_reason, *counts, float(surprise), self._lap())
 
     def _lap(self) -> float:
         before, self._ended_s = self._ended_s, time.perf_counter()
@@ -461,36 +430,26 @@ class _Sitting:
 
     async def _baselines(self, name: str, source: TaskSource, rewards: RewardRole) -> dict[str, np.ndarray]:
         domain = self.domains[name]
-        golds = [source.problem(item).gold for item in domain.donors]
+        golds, num = [source.problem(item).gold for item in domain.donors], len(domain.items)
         draw = np.random.default_rng(key_of(self._options.seed, _DRAW, crc32(name.encode())))
-        others = [golds[int(place)] for place in draw.integers(len(golds), size=len(domain.items))]
-        fixed = {"empty": "", "constant": "0", "frequent": Counter(golds).most_common(1)[0][0]}
+        others = [golds[int(place)] for place in draw.integers(len(golds), size=num)]
+        answers = {"empty": [""] * num, "constant": ["0"] * num}
+        if any(golds):
+            answers |= {"frequent": [Counter(golds).most_common(1)[0][0]] * num, "another": others}
         found = {}
-        for kind in BASELINES if any(golds) else BASELINES[:2]:
-            answers = others if kind == "another" else [fixed[kind]] * len(others)
-            asked = [RewardRequest(name, item, text) for item, text in zip(domain.items, answers, strict=True)]
+        for kind, texts in answers.items():
+            asked = [RewardRequest(name, item, text) for item, text in zip(domain.items, texts, strict=True)]
             verdicts = await asyncio.gather(*map(rewards.score, asked))
             found[kind] = np.array([domain.value(verdict.outcome, verdict.reward) for verdict in verdicts])
         return found
 
 
-def _vote(text: str, form: AnswerFormat) -> str | None:
-    answer = " ".join(find_answer(text, form).text.casefold().split())
-    if not answer or len(answer) > _LONGEST_VOTE:
-        return None
-    number = as_number(answer)
-    return answer if number is None else str(number)
-
-
 def _read_samples(path: Path) -> dict[Key, Sample]:
     """What earlier sittings have left; a line that a kill has torn is taken off the file. Raises `UserError`: it is damaged."""
-    if not path.is_file():
-        return {}
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
-        with replacing(path) as partial:
-            partial.write_bytes(whole)
+        os.truncate(path, len(whole))
     try:
         samples = [msgspec.json.decode(line, type=Sample) for line in whole.splitlines()]
     except msgspec.DecodeError as error:
@@ -522,10 +481,8 @@ def _result(
     table = [[samples.get((name, item, number)) for number in range(num)] for item in domain.items]
     groups = [[one for one in row if one is not None] for row in table]
     own = [one for group in groups for one in group]
-    value_PS = np.array(
-        [[math.nan if one is None else domain.value(one.outcome, one.reward) for one in row] for row in table]
-    )
-    votes_PS = [[None if one is None else one.vote for one in row] for row in table]
+    value_PS = np.array([[domain.value(one.outcome, one.reward) if one else math.nan for one in row] for row in table])
+    votes_PS = [[_vote(one.text, domain.form) if one else None for one in row] for row in table]
     means_P = np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
 
@@ -555,6 +512,15 @@ def _result(
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
     )
+
+
+def _vote(text: str, form: AnswerFormat) -> str | None:
+    """What equal answers have in common; None: it has no equals."""
+    answer = " ".join(find_answer(text, form).text.casefold().split())
+    if not answer or len(answer) > _LONGEST_VOTE:
+        return None
+    number = as_number(answer)
+    return answer if number is None else str(number)
 
 
 def _alike(domains: Mapping[str, Domain], samples: Mapping[Key, Sample], folder: Path | None) -> Alike:
