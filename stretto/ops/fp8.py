@@ -24,6 +24,8 @@ BLOCK = 128
 LARGEST = 448.0
 """Of E4M3."""
 FP8 = torch.float8_e4m3fn
+ROWS = 4
+"""cuBLAS takes rows of activations in such numbers; groups of experts have any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,14 @@ def why_emulated(weight_FD: Tensor, batch_invariant: bool) -> str:
 
 def product_hopper(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     """`product_reference` by cuBLAS; fp32, of sums that the kernel returns in bf16."""
-    scale_NJ = x.scale_NJ.t().contiguous().t()  # cuBLAS wants the scales of neighbouring rows next to each other,
+    num_rows = len(x.bytes_ND)
+    spare = (0, 0, 0, -num_rows % ROWS)
+    bytes_ND = F.pad(x.bytes_ND.view(torch.uint8), spare).view(FP8)
+    scale_NJ = F.pad(x.scale_NJ, spare).t().contiguous().t()  # the scales of neighbouring rows next to each other,
     num_blocks = weight.scale_IJ.shape[1]
     scale_IJ = F.pad(weight.scale_IJ, (0, -num_blocks % 4)).contiguous()  # and those of a weight in fours
     y_NF = F.scaled_mm(
-        x.bytes_ND,
+        bytes_ND,
         weight.bytes_FD.contiguous().t(),
         scale_NJ,
         F.ScalingType.BlockWise1x128,  # type: ignore[attr-defined]
@@ -136,7 +141,7 @@ def product_hopper(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
         F.ScalingType.BlockWise128x128,  # type: ignore[attr-defined]
         output_dtype=torch.bfloat16,
     )
-    return y_NF.float()
+    return y_NF[:num_rows].float()
 
 
 def product(x: Fp8Rows, weight: Fp8Weight, batch_invariant: bool = False) -> Tensor:

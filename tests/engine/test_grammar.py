@@ -174,7 +174,11 @@ def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: T
     ("grammar", "message"),
     [
         (Grammar(kind="json_schema", text="{"), "request: grammar.json_schema: not JSON"),
-        (Grammar(kind="json_schema", text="[" * 100_000), "request: grammar.json_schema: not JSON"),
+        # Python 3.12 has no recursion limit in C: there it is the stack that ends
+        (
+            Grammar(kind="json_schema", text="[" * 100_000),
+            "request: grammar.json_schema: (not JSON|.*overflowed the stack)",
+        ),
         (Grammar(kind="json_schema", text="[1]"), "a schema is an object, not list"),
         (Grammar(kind="json_schema", text='{"type": "objec"}'), "Invalid type: objec"),
         (Grammar(kind="json_schema", text='{"type": "array", "minItems": 2, "maxItems": 1}'), "Unsatisfiable"),
