@@ -26,7 +26,6 @@ from stretto.base.track import progress
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
-from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
@@ -43,6 +42,7 @@ from stretto.model.spec import (
     parse_subnet,
 )
 from stretto.model.transformer import Transformer
+from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
 from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.serve.dialects import Piece, Thought

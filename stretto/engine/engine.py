@@ -88,6 +88,7 @@ class Engine:
             library=library,
             arithmetic=Arithmetic(config.precision, config.batch_invariant),
             max_native_tokens=MAX_NATIVE_TOKENS if config.fast_prefill else None,
+            cuda_graphs=config.cuda_graphs and model.embedding.weight.is_cuda,
         )
         self.allocator = PageAllocator(num_pages, config.page_size)
         self._scheduler = Scheduler(

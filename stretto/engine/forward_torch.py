@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, groupby
 
@@ -152,6 +152,28 @@ class Planner:
         ids_N = self._tensor(np.fromiter(chain.from_iterable(chunk.tokens for chunk in ordered), np.int64))
         return Layout(ids_N, slots_N, tuple(runs), self._wanted(chunks, places))
 
+    def decoding(self, chunks: Sequence[Chunk], num_pages: int) -> Layout:
+        """Of chunks of a token each under one Subnet, in the caller's order, each with room for ``num_pages``: shapes depend on
+        nothing else."""
+        run = Run(
+            tuple(self._subnets[chunks[0].subnet].layers),
+            None,
+            self._spans(list(chunks), num_pages),
+            self._rules_of(list(chunks)),
+        )
+        return Layout(self._tensor(np.array([chunk.tokens[0] for chunk in chunks])), run.spans.slots_N, (run,), None)
+
+    def refresh(self) -> None:
+        """Read the model's balance biases again, into the tensors that rules hold."""
+        for number, choices in self._choices.items():
+            choices.bias_LE.copy_(self._read(self._subnets[number]).bias_LE)
+        for key, rules in self._rules.items():
+            fresh = self._fresh_rules([number for number, _ in key], [num for _, num in key])
+            for row, rule in rules.items():
+                for mine, new in ((rule.bias, fresh[row].bias), (rule.mask, fresh[row].mask)):
+                    if mine is not None and new is not None:
+                        mine.copy_(new)
+
     def _choices_of(self, number: int) -> Choices:
         if number not in self._choices:
             if len(self._choices) >= _MAX_KNOWN:
@@ -182,12 +204,13 @@ class Planner:
             chunks = [chunk for chunk in chunks if chunk.subnet in keep]
         return Run((), tokens_N, self._spans(chunks), self._rules_of(chunks))
 
-    def _spans(self, chunks: list[Chunk]) -> Spans:
+    def _spans(self, chunks: list[Chunk], room: int | None = None) -> Spans:
+        """``room``: pages of each chunk, whatever it needs, and all chunks are one group."""
         size = self._page_size
         lengths_Q = np.array([len(chunk.tokens) for chunk in chunks])
         starts_Q = np.array([chunk.start for chunk in chunks])
         num_pages_Q = -(-(starts_Q + lengths_Q) // size)
-        table_QM = np.zeros((len(chunks), num_pages_Q.max()), np.int64)
+        table_QM = np.zeros((len(chunks), room or num_pages_Q.max()), np.int64)
         for row, (chunk, num_pages) in enumerate(zip(chunks, num_pages_Q.tolist(), strict=True)):
             assert len(chunk.pages) >= num_pages, f"{len(chunk.pages)} pages for {chunk.end} tokens"
             # padded with its own first page: masked keys of somebody else's that are not finite would still spoil the sum
@@ -199,23 +222,34 @@ class Planner:
         assert positions_N.max() < self._config.max_positions, f"position {positions_N.max()} is past the network's"
         slots_N = table_QM[chunk_N, positions_N // size] * size + positions_N % size
         rotary_N2R = self._rotary_P2R.index_select(0, self._tensor(positions_N))
-        ranges = list(_neighbours(chunks, size))
+        ranges = list(_neighbours(chunks, size)) if room is None else [(0, len(chunks))]
         windows = (None, self._config.sliding_window) if self._config.sliding_layers else (None,)
         groups = [
             tuple(
-                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window) for a, b in ranges
+                self._group(int(first_Q[a]), int(lengths_Q[a]), starts_Q[a:b], table_QM[a:b], window, room)
+                for a, b in ranges
             )
             for window in windows
         ]
         return Spans(rotary_N2R[:, :1], rotary_N2R[:, 1:], self._tensor(slots_N), *groups)
 
-    def _group(self, first: int, length: int, starts_B: np.ndarray, table_BM: np.ndarray, window: int | None) -> Group:
+    def _group(
+        self,
+        first: int,
+        length: int,
+        starts_B: np.ndarray,
+        table_BM: np.ndarray,
+        window: int | None,
+        room: int | None = None,
+    ) -> Group:
         """Chunks of one length that begin at ``starts_B`` of their sequences, whose pages are ``table_BM`` and perhaps more; each
-        token sees ``window`` positions at most. ``first`` is their first token in the step.
+        token sees ``window`` positions at most. ``first`` is their first token in the step. ``room``: of `_spans`.
         """
         size, end = self._page_size, int(starts_B.max()) + length
         begin_B = np.zeros_like(starts_B) if window is None else np.maximum(starts_B + 1 - window, 0) // size
         num_pages = int((-(-(starts_B + length) // size) - begin_B).max())
+        if room is not None:
+            num_pages = room if window is None else min(room, window // size + 2)
         # a chunk that sees fewer pages than others is padded with what its table has behind them
         places_BM = np.minimum(begin_B[:, None] + np.arange(num_pages), table_BM.shape[1] - 1)
         mask_B1LT = None
@@ -238,11 +272,15 @@ class Planner:
         if key not in self._rules:
             if len(self._rules) >= _MAX_KNOWN:
                 self._rules.clear()
-            subnet_Q = np.array([distinct.index(chunk.subnet) for chunk in chunks])
-            subnet_N = np.repeat(subnet_Q, [len(chunk.tokens) for chunk in chunks])
-            choices = [self._choices_of(number) for number in distinct]
-            self._rules[key] = dict(self._make_rules(choices, self._tensor(subnet_N)))
+            self._rules[key] = self._fresh_rules([number for number, _ in key], [num for _, num in key])
         return self._rules[key]
+
+    def _fresh_rules(self, subnets: list[int], lengths: list[int]) -> dict[int, RouteRule]:
+        """Of chunks of these Subnets and lengths; lengths do not matter where all have one Subnet."""
+        distinct = list(dict.fromkeys(subnets))
+        subnet_N = np.repeat([distinct.index(number) for number in subnets], lengths)
+        choices = [self._choices_of(number) for number in distinct]
+        return dict(self._make_rules(choices, self._tensor(subnet_N)))
 
     def _make_rules(self, distinct: list[Choices], subnet_N: Tensor) -> Iterator[tuple[int, RouteRule]]:
         """A rule for each MoE layer that all of ``distinct`` keep; token n belongs to ``distinct[subnet_N[n]]``."""
@@ -360,7 +398,7 @@ class TorchForward:
             self._norm = partial(matmul.norm, eps=eps, arithmetic=arithmetic)
         self._keys_LPZGC, self._values_LPZGC, self._routes_PZLK = pool.keys_LPZGC, pool.values_LPZGC, pool.routes_PZLK
         self._no_expert = 0 if pool.routes_PZLK is None else torch.iinfo(pool.routes_PZLK.dtype).max
-        self._planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
+        self.planner = Planner(model, subnets, pool.keys_LPZGC.shape[2], arithmetic.batch_invariant)
         rows = {layer: row for row, layer in enumerate(model.config.moe_layers)}
         self._embedding_VD = model.embedding.weight.detach()
         self._layers = [self._layer(block, rows.get(place, -1)) for place, block in enumerate(model.blocks)]
@@ -369,7 +407,10 @@ class TorchForward:
 
     def forward(self, chunks: Sequence[Chunk], want_routes: bool) -> Tensor:
         """Logits [M, V] (fp32) of the chunks' last tokens; keys, values and routes go to the pools."""
-        layout = self._planner.layout(chunks)
+        return self.compute(self.planner.layout(chunks), want_routes)
+
+    def compute(self, layout: Layout, want_routes: bool) -> Tensor:
+        """`forward` of a step that is planned: on a GPU, kernels alone, which depend on shapes and not on values."""
         pool, routes_NLK = self._routes_PZLK, None
         if want_routes:
             assert pool is not None, "the pool has no room for routes"
@@ -388,6 +429,13 @@ class TorchForward:
         if layout.wanted_M is not None:
             x_ND = x_ND.index_select(0, layout.wanted_M)
         return linear(self._norm(x_ND, self._norm_D), self._head, None, self._inner).float()
+
+    def refresh(self, fresh: TorchForward) -> None:
+        """Take the values of ``fresh``, of the same model after its weights changed, into the tensors that are held here."""
+        for mine, new in zip(_tensors(self._layers), _tensors(fresh._layers), strict=True):
+            if mine.data_ptr() != new.data_ptr():
+                mine.copy_(new)
+        self.planner.refresh()
 
     def _block(self, place: int, x_ND: Tensor, run: Run, routes_NLK: Tensor | None) -> Tensor:
         layer, arithmetic = self._layers[place], self._arithmetic
@@ -514,6 +562,18 @@ class TorchForward:
     def _added(self, weight_FD: Tensor) -> Weight:
         """As `_add` takes it: transposed for plain arithmetic."""
         return weight_FD.detach().t() if self._is_plain else prepare(weight_FD, self._arithmetic)
+
+
+def _tensors(held: object) -> Iterator[Tensor]:
+    """All tensors of records, in order."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for each in held:
+            yield from _tensors(each)
+    elif is_dataclass(held):
+        for part in fields(held):
+            yield from _tensors(getattr(held, part.name))
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:

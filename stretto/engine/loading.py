@@ -14,11 +14,11 @@ from stretto.base.paths import RUN_FILE, checkpoint_folder, read_json
 from stretto.base.records import Lineage
 from stretto.engine.engine import Engine
 from stretto.engine.forward_torch import KvPool
-from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library, load
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -259,6 +259,8 @@ class EngineConfig(Config):
     """On a CPU: steps of many tokens go through torch's matrix library instead of the compiled kernels, which is faster for
     large networks in fp32, and in bf16 where the processor has no matrix unit. A token's result then depends on which of the two
     computed it, and so on what else is in the batch."""
+    cuda_graphs: bool = True
+    """On a GPU, launch a step that decodes as one; takes memory for each size of a batch. In plain arithmetic alone."""
     speculate: SpeculateConfig | None = None
 
     @model_validator(mode="after")

@@ -17,13 +17,14 @@ from torch import Tensor
 from stretto.base.errors import UserError
 from stretto.engine.forward_cpu import NativeForward, why_not
 from stretto.engine.forward_torch import KvPool, TorchForward
-from stretto.engine.memory import free_bytes
+from stretto.engine.graphs import DecodeGraphs
 from stretto.engine.request import EngineConfig
 from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer
 from stretto.ops.matmul import PLAIN, Arithmetic, kernels
+from stretto.ops.memory import free_bytes
 from stretto.ops.native import DTYPES, Library
 
 MAX_NATIVE_TOKENS = 128
@@ -87,6 +88,7 @@ class Runner:
         library: Library | None = None,
         arithmetic: Arithmetic = PLAIN,
         max_native_tokens: int | None = None,
+        cuda_graphs: bool = False,
     ):
         """
         Args:
@@ -94,20 +96,24 @@ class Runner:
             library: compiled kernels, for a CPU and plain arithmetic; without it, every operator is torch's.
             max_native_tokens: of a step that they compute; None: any, so that no token depends, to the bit, on what is
                 computed beside it. The two ways round differently, above all in bf16.
+            cuda_graphs: steps that decode go through `DecodeGraphs` where torch computes, in plain arithmetic.
         """
         device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
         assert not arithmetic.batch_invariant or dtype == torch.float32, (
             f"batch-invariant operators are fp32, not {dtype}"
         )
         self.model, self.config = model, model.config
-        self.pool = KvPool.allocate(self.config, num_pages, page_size, dtype, device, routes)
+        self._why_torch = _why_torch(library, model, arithmetic)
+        has_graphs = cuda_graphs and bool(self._why_torch) and arithmetic.is_plain
+        # graphs take a page beside those that are handed out
+        self.pool = KvPool.allocate(self.config, num_pages + has_graphs, page_size, dtype, device, routes)
         self._subnets, self._arithmetic, self._max_native_tokens = subnets, arithmetic, max_native_tokens
         self.native: NativeForward | None = None
-        self._why_torch = _why_torch(library, model, arithmetic)
         if not self._why_torch:
             assert library is not None and library.handle is not None
             self.native = NativeForward(library.handle, model, subnets, self.pool)
         self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
+        self._graphs = DecodeGraphs(self._torch, self.pool) if has_graphs else None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -121,6 +127,8 @@ class Runner:
         native = "native" if most is None else f"native (up to {most} tokens a step)"
         decode = f"torch ({self._why_torch})" if self._why_torch else native
         prefill = "native" if most is None and not self._why_torch else "torch"
+        if self._graphs is not None:
+            decode += ", CUDA graphs"
         matrices = [parameter for parameter in self.model.blocks.parameters() if parameter.ndim > 1]
         found = {} if self._arithmetic.is_plain else kernels(self._arithmetic, matrices)
         return {"prefill": prefill, "decode": decode, **found}
@@ -143,6 +151,8 @@ class Runner:
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         if self.native is not None and num_tokens <= (self._max_native_tokens or num_tokens):
             return self.native.forward(chunks, want_routes)
+        if self._graphs is not None and self._graphs.takes(chunks):
+            return self._graphs.forward(chunks, want_routes)
         return self._torch.forward(chunks, want_routes)
 
     def _clear(self, chunks: Sequence[Chunk]) -> None:
@@ -190,7 +200,12 @@ class Runner:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
-        self._torch = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
+        fresh = TorchForward(self.model, self._subnets, self.pool, self._arithmetic)
+        if self._graphs is None:
+            self._torch = fresh
+        else:  # graphs know addresses
+            with torch.inference_mode():
+                self._torch.refresh(fresh)
 
 
 def state_checksum(state: Mapping[str, Tensor]) -> str:

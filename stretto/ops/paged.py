@@ -23,6 +23,8 @@ from stretto.ops.operators import MASKED, Routes, attention, in_best_groups, rot
 MAX_PAIRS = 24
 """Most (token, expert) pairs that are computed one by one on a CPU: a grouped product pays for every expert of the
 layer, and is level with single pairs near four tokens of six experts (24 experts, hidden 128) or of four (32, 512)."""
+MAX_ALL = 1024
+"""Most tokens that a GPU takes through all experts where it has no grouped product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +325,16 @@ def chosen_experts_reference(x_ND: Tensor, routes: Routes, weights: ExpertWeight
 
 
 def chosen_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-    """`chosen_experts_reference`: pair by pair for a handful of tokens on a CPU, else through grouped products."""
+    """`chosen_experts_reference`: pair by pair for a handful of tokens on a CPU, else through grouped products.
+
+    A GPU has them for bf16 in whole 16 bytes alone. Elsewhere torch would wait for the groups' sizes and multiply one group after
+    another; few tokens go through all experts instead, which no kernel waits for.
+    """
     if x_ND.device.type == "cpu" and routes.chosen_NK.numel() <= MAX_PAIRS:
         return _single_experts(x_ND, routes, weights)
+    is_even = not any(width % 8 for width in weights.gate_up_EFD.shape[1:])
+    if x_ND.is_cuda and len(x_ND) <= MAX_ALL and not (x_ND.dtype == torch.bfloat16 and is_even):
+        return _all_experts(x_ND, routes, weights)
     return _grouped_experts(x_ND, routes, weights)
 
 
@@ -353,6 +362,18 @@ def _single_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Ten
     for token, expert, place in pairs:
         sums[token].addmv_(weights.downs[expert], inner[place])
     return out_ND
+
+
+def _all_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """Every expert for every token, weighted by 0 where it was not chosen."""
+    gates_NE = x_ND.new_zeros(len(x_ND), len(weights.downs) + 1)  # the last is no expert
+    gates_EN1 = gates_NE.scatter_(1, routes.chosen_NK, routes.gates_NK.to(x_ND.dtype))[:, :-1].t()[..., None]
+    hidden_ENF = x_ND @ weights.gate_up_EFD.transpose(1, 2)
+    if weights.biases is not None:
+        hidden_ENF += weights.biases.gate_up_EF[:, None]
+    inner_ENI = swiglu(hidden_ENF, weights.clamp) * gates_EN1
+    y_ND = (inner_ENI @ weights.down_EDI.transpose(1, 2)).sum(0)
+    return y_ND if weights.biases is None else y_ND + gates_EN1[..., 0].t() @ weights.biases.down_ED
 
 
 def _grouped_experts(x_ND: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:

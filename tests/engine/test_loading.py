@@ -11,11 +11,11 @@ import torch
 from stretto.base.errors import UserError
 from stretto.engine.forward_torch import KvPool
 from stretto.engine.loading import generation_ends, open_engine
-from stretto.engine.memory import free_bytes
 from stretto.engine.request import EngineConfig
 from stretto.engine.runner import pages_within
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice, count
+from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library
 from tests.engine.engines import CONFIG, CORNER, SIZES, engine, network, request, tokenizer
 

@@ -20,6 +20,7 @@ from stretto.ops.paged import (
     Heads,
     RouteRule,
     Spans,
+    _all_experts,
     attend,
     chosen_experts,
     chosen_experts_reference,
@@ -214,4 +215,5 @@ def test_experts(num_tokens: int, dropped: bool, biased: bool, width: int, close
         chosen[::2, 2:], gates[::2, 2:] = 9, 0.0
     x = torch.randn(num_tokens, 8)
     expected = chosen_experts_reference(x, Routes(chosen, gates), weights)
-    close(chosen_experts(x, Routes(chosen, gates), weights), expected, 32)
+    for computed in (chosen_experts, _all_experts):
+        close(computed(x, Routes(chosen, gates), weights), expected, 32)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from stretto.engine.memory import free_bytes, group_free_bytes
+from stretto.ops.memory import free_bytes, group_free_bytes
 
 NAMES = {
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
