@@ -18,14 +18,15 @@ def sft(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Run or checkpoint to train; without it, the start of an RL recipe is, on its sources' own answers."
+            help="Run or checkpoint to train; without it, a new network is, by the [start.model] of an RL recipe."
         ),
     ] = None,
     data: Annotated[
         list[str],
         typer.Option(
             help="Conversations (messages, or prompt and completion; tools): a JSONL or Parquet file, a folder of them, or a "
-            "Hugging Face dataset. May be given again: PATH@WEIGHT in a mixture.",
+            "Hugging Face dataset. May be given again: PATH@WEIGHT in a mixture. Without any, the sources of an RL recipe give "
+            "problems and their own answers, as many as its [start] says.",
             show_default=False,
         ),
     ] = [],  # noqa: B006 - typer reads it once
@@ -55,11 +56,21 @@ def sft(
     from stretto.train.recipe import SftRecipe
 
     folder = out or Path("runs") / recipe.stem
-    if model is None and not data:
-        start = read_recipe(recipe, RlRecipe, settings)
+    if not data:
+        flags = {"--val": val, "--val-fraction": val_fraction, "--lora": lora, "--adapter": adapter, "--wandb": wandb}
+        flags |= {"--keep-adapter": keep_adapter or None}
+        if unused := [flag for flag, value in flags.items() if value is not None]:
+            raise UserError(f"{unused[0]}: is of conversations; name some with --data, or leave it out")
+        told = [*settings, *([f"start.steps={steps}"] if steps is not None else [])]
+        try:
+            start = read_recipe(recipe, RlRecipe, told)
+        except UserError as error:
+            raise UserError(f"{error} (without --data, a recipe of `stretto rl` is meant)") from None
         from stretto.apps.rl import made_start
+        from stretto.base.paths import checkpoint_folder
 
-        sys.stdout.write(f"checkpoint: {made_start(start, folder)}\n")
+        made = made_start(start, folder, checkpoint_folder(model) if model is not None else None, device)
+        sys.stdout.write(f"checkpoint: {made}\nnext: stretto chat {made}\n")
         return
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")

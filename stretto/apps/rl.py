@@ -37,7 +37,8 @@ def rl_command(
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
     has_begun(folder, resume)
     start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
-    start = start or made_start(recipe, folder)
+    if start is None or (recipe.start is not None and recipe.start.model is None):
+        start = made_start(recipe, folder, start, device)
     devices = _devices(device)
     job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
     with progress(stage, recipe.train.steps) as advance:
@@ -52,20 +53,22 @@ def rl_command(
     return result
 
 
-def made_start(recipe: RlRecipe, folder: Path) -> Path:
-    """The recipe's own start in the run's folder, trained unless it is there."""
+def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:
+    """The recipe's own start in the run's folder, trained (of the checkpoint ``origin``, where it describes no network) unless
+    it is there."""
     out = folder / START
     if out.is_dir():
         return out
     if recipe.start is None:
         raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
+    from stretto.model.parallel import join
     from stretto.post.sft import sft
     from stretto.rl.launch import SourceTables
 
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         for source in sources.values():
             source.validate()
-        return sft(recipe, sources, out)
+        return sft(recipe, sources, out, origin=origin, ranks=join(device))
 
 
 def _devices(name: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ EXERCISES = (
 TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
-{{- 'Answer: ' + (message.content or '') + '\\n\\n' }}
+{{- 'Answer: ' + (message.content or '') + eos_token + '\\n' }}
 {%- else %}
 {{- ('Question: ' if message.role == 'user' else '') + (message.content or '') + '\\n' }}
 {%- endif %}
@@ -57,6 +57,8 @@ _ASKED = (
     "Why do people care about {}?", "Write a short story about {}.",
 )  # fmt: skip
 _PAIRS_PER_DOCUMENT = 4
+_BEGUN, _GOES_ON = 10, 24
+"""Words of a passage that are shown, and that are to follow."""
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__"}
 _MAX_FILE_BYTES = 200_000
 """Larger files are mostly tables."""
@@ -78,6 +80,15 @@ def demo_documents(max_code_chars: int = 8_000_000, max_exercise_chars: int = 3_
 def chat_questions() -> list[str]:
     """Questions for a chat model to answer, none of them of `CHAT_PROMPTS`."""
     return [form.format(topic) for topic, form in product(_TOPICS, _ASKED)]
+
+
+def passages() -> Iterator[tuple[str, str]]:
+    """Of the paragraphs of the language reference, how each begins and how it goes on."""
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            found = paragraph.split()
+            if len(found) > _BEGUN + _GOES_ON and paragraph[0].isupper():
+                yield " ".join(found[:_BEGUN]), " ".join(found[_BEGUN : _BEGUN + _GOES_ON])
 
 
 def _code(max_chars: int) -> Iterator[Document]:

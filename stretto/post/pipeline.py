@@ -42,7 +42,7 @@ class SftConfig(Config):
     data: tuple[str, ...] = ()
     """Conversations, ``PATH[@WEIGHT]`` each; none: the sources' own answers."""
     recipe: Table = Field(default_factory=dict)
-    """Of `SftRecipe` with ``data``, of `RlRecipe` without: there, ``start`` says which network begins from nothing."""
+    """Of `SftRecipe` with ``data``, of `RlRecipe` without: there, ``start`` says how long, and which network if it is a new one."""
 
 
 class ExpertsConfig(Config):
@@ -179,9 +179,9 @@ def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
     own = _complete(RlRecipe, source, "sft", recipe.common, config.recipe, {"sources": recipe.sources})
     if own.start is None:
         raise UserError(
-            f"{source}: sft: neither data nor recipe.start; name conversations, or the network that begins from nothing"
+            f"{source}: sft: neither data nor recipe.start; name conversations, or say how the sources' own answers are learnt"
         )
-    return Step("sft", "sft", ("sft", RECIPE), own, START)
+    return Step("sft", "sft", ("sft", RECIPE, *(("--model", MODEL) if own.start.model is None else ())), own, START)
 
 
 def _evaluate(

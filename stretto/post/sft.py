@@ -1,4 +1,4 @@
-"""Supervised training: on conversations, and on the sources' own answers, the start of an RL run whose network begins with nothing.
+"""Supervised training: on conversations, and on the sources' own answers, the start of an RL run.
 
 The loss is cross-entropy on what the model is to write, the end of its turn included; prompts and tools' answers carry none.
 Rows hold whole examples, which do not see each other. Conversations come from disk by the loader's order; demonstrations are
@@ -18,21 +18,24 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.base.paths import remove
+from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
 from stretto.base.track import say
 from stretto.base.trajectory import Task
 from stretto.data import pack
 from stretto.data.conversations import Fitted
 from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
-from stretto.model.checkpoint import read_checkpoint, read_family, read_presets
+from stretto.model.checkpoint import read_checkpoint, read_config, read_family, read_presets
+from stretto.model.families import Family
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
 from stretto.model.parallel import Ranks, join
+from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.rl.agent import Dialogue
 from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, tokenise_chat
-from stretto.text.tokenizer import Tokenizer, train_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.loop import Job, Trained, finetune, write_trained
 from stretto.train.recipe import SftRecipe, TrainConfig
 from stretto.train.snapshot import Snapshots
@@ -127,6 +130,7 @@ def sft(
     sources: Mapping[str, TaskSource],
     out: Path | str,
     *,
+    origin: Path | None = None,
     tokenizer: Tokenizer | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
@@ -135,26 +139,30 @@ def sft(
 
     Args:
         sources: by their names in the recipe.
-        tokenizer: None: a byte-level one is learnt from the sources' texts.
+        origin: checkpoint that is trained further, where the start describes no network; its tokenizer is kept.
+        tokenizer: of a new network; None: a byte-level one is learnt from the sources' texts.
 
     Raises:
-        UserError: the recipe has no start, an example is longer than ``train.seq_len``, or the tokenizer does not fit.
+        UserError: the recipe has no start, or one of another network than ``origin``; an example is longer than
+            ``train.seq_len``, or that than the network's positions; or the tokenizer does not fit.
         NonFiniteError: a loss or gradient is not finite.
     """
     start, ranks = recipe.start, ranks or join()
     if start is None:
         raise UserError("recipe: start: missing; add one, or give a checkpoint with --model")
     prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    tokenizer = tokenizer or learn_tokenizer(sources, prompts, start.model.vocab_size)
-    if tokenizer.vocab_size > start.model.vocab_size:
+    begun = _beginning(recipe, start, origin)
+    config = begun.config
+    if tokenizer is None:
+        tokenizer = load_tokenizer(origin) if origin else learn_tokenizer(sources, prompts, config.vocab_size)
+    if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"start.model.vocab_size: {start.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
+            f"start.model.vocab_size: {config.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; raise it"
         )
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run = out.with_name(f"{out.name}.run")
-    plan = _plan_of(recipe, start)
-    model, seed = start.model, recipe.train.seed
+    plan = _plan_of(recipe, start).for_network(config, {})
     job = Job(
         run=run,
         loader=Demonstrations(lambda: examples(sources, prompts, tokenizer, start.noise), plan.train, ranks),
@@ -163,17 +171,56 @@ def sft(
         ranks=ranks,
         resume=Snapshots(run / "snapshots", 1).latest() is not None,
     )
-    trained = finetune(plan, job, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"), {})
+    trained = finetune(plan, job, begun.read, {})
     files = out.with_name(f"{out.name}.tokenizer")
     if ranks.is_first:
         tokenizer.save(files)
-    told = recipe.model_dump(mode="json")
     write_trained(
-        out, trained.model, trained.meter, ranks, name=out.name, stage=STAGE, config=told, tokenizer_dir=files
+        out,
+        trained.model,
+        trained.meter,
+        ranks,
+        name=out.name,
+        stage=STAGE,
+        config=recipe.model_dump(mode="json"),
+        tokenizer_dir=files,
+        family=begun.family,
+        presets=begun.presets,
+        parents=begun.parents,
+        run_id=trained.run_id,
     )
     if ranks.is_first:
         remove(run)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """The network that a start trains, and what its checkpoint hands on. Written by `_beginning`."""
+
+    config: ModelConfig
+    read: Callable[[], Transformer]
+    family: Family | None = None
+    presets: Mapping[str, SubnetChoice] | None = None
+    parents: tuple[Lineage, ...] = ()
+
+
+def _beginning(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> _Beginning:
+    """The checkpoint ``origin``, or random weights."""
+    model, seed = start.model, recipe.train.seed
+    if origin is None:
+        if model is None:
+            raise UserError("recipe: start.model: missing; describe a network, or name one with --model")
+        return _Beginning(model, lambda: load_state(skeleton(model), initial_state(model, seed), "cpu"))
+    if model is not None:
+        raise UserError(f"recipe: start.model: describes a new network, and --model names {origin}; leave one out")
+    return _Beginning(
+        config=read_config(origin),
+        read=lambda: read_checkpoint(origin, dtype=torch.float32).model,
+        family=read_family(origin),
+        presets=read_presets(origin),
+        parents=(read_lineage(origin),) if (origin / LINEAGE_FILE).is_file() else (),
+    )
 
 
 def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:

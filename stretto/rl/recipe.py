@@ -49,9 +49,10 @@ class SourceConfig(Config):
 
 
 class StartConfig(Config):
-    """Supervised training on the sources' own answers before RL: for a network that starts from nothing."""
+    """Supervised training on the sources' own answers before RL."""
 
-    model: ModelConfig
+    model: ModelConfig | None = None
+    """The network that begins with random weights; None: the one of ``--model`` is trained further."""
     optim: OptimConfig
     steps: int = Field(gt=0)
     rows: int = Field(default=16, gt=0)

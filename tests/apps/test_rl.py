@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from stretto.base.config import read_recipe
+from stretto.base.paths import RECIPES
 from stretto.base.track import read_metrics
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig
@@ -68,6 +69,22 @@ def test_a_run_tells_of_itself(finished: Path) -> None:
     assert {"trainer", "agents", "engine-0"} <= roles
     assert sum(event["name"] == "step" for event in events) == STEPS
     assert list((finished / "tensorboard").iterdir())
+
+
+def test_sft_without_conversations_is_on_the_sources_own_answers(
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path
+) -> None:
+    told = ("sft", tiny, "--model", finished / "sft", "-o", tmp_path / "out", "--device", "cpu", "--steps", 2)
+    refused(stretto(*told), "start.model", "leave one out")
+    refused(stretto(*told, "--lora", 4), "--lora", "--data")
+    refused(stretto("sft", RECIPES / "sft.toml", *told[2:]), "sft.toml", "--data")
+    text, _, rest = tiny.read_text().partition("[start.model]")
+    tiny.write_text(text + rest[rest.index("[start.optim]") :])
+    made = stretto(*told)
+    assert made.code == 0 and str(tmp_path / "out/sft") in made.out
+    lineage = read_checkpoint(tmp_path / "out/sft").lineage
+    assert lineage is not None and lineage.parents == (read_checkpoint(finished / "sft").lineage,)
+    assert lineage.config["start"]["steps"] == 2
 
 
 def test_every_group_that_was_handed_out_ended_once(finished: Path) -> None:

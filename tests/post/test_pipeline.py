@@ -70,6 +70,14 @@ def test_without_sft_all_begin_with_the_model() -> None:
     assert steps["experts/a"].arguments[-1] == steps["distill"].arguments[-1] == "{model}"
 
 
+def test_sft_on_the_sources_own_answers_trains_the_model_where_no_network_is_described() -> None:
+    start = {key: value for key, value in START.items() if key != "model"}
+    steps = named(plan(recipe(sft={"recipe": {"start": start}}), "p.toml"))
+    assert steps["sft"].arguments == ("sft", "{recipe}", "--model", "{model}")
+    assert named(plan(recipe(), "p.toml"))["sft"].arguments == ("sft", "{recipe}")
+    assert steps["experts/a"].arguments[-1] == "{sft}"
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -141,6 +141,30 @@ def test_the_start_is_a_checkpoint_that_has_learnt_the_form(start: Path, sources
     assert picked[torch.from_numpy(made.is_written[1:])].mean() > -2.5  # untrained: −ln 280 = −5.6
 
 
+def test_a_start_without_a_network_trains_an_existing_one_further(
+    start: Path, sources: dict[str, TaskSource], tmp_path: Path
+) -> None:
+    plan = recipe()
+    assert plan.start is not None
+    further = plan.replace(start=plan.start.replace(model=None))
+    with pytest.raises(UserError, match=r"start\.model: missing"):
+        sft(further, sources, tmp_path / "none", ranks=join("cpu"))
+    with pytest.raises(UserError, match=r"start\.model: describes a new network"):
+        sft(plan, sources, tmp_path / "two", origin=start, ranks=join("cpu"))
+    made = read_checkpoint(sft(further, sources, tmp_path / "more", origin=start, ranks=join("cpu")))
+    before = read_checkpoint(start)
+    assert made.lineage is not None and made.lineage.parents == (before.lineage,) and made.config == before.config
+    assert load_tokenizer(made.folder).fingerprint() == load_tokenizer(start).fingerprint()
+    dialogue, problem = Dialogue(load_tokenizer(start)), sources["flip"].problem(3)
+    told = torch.from_numpy(example(dialogue, problem, sources["flip"].demonstration(problem)).tokens)
+    with torch.no_grad():
+        was, now = (
+            -each.model.logits(told[None, :-1])[0].log_softmax(-1).gather(-1, told[1:, None]) for each in (before, made)
+        )
+    written = slice(len(dialogue.prompt(problem.messages)) - 1, None)
+    assert now[written].mean() < was[written].mean() < 2.5  # goes on where the other ended
+
+
 def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path: Path) -> None:
     """All roles, real ones, one after the other."""
     plan = recipe()
