@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
-from stretto.base.records import Meter, new_run_id
+from stretto.base.records import Meter, Receipt, new_run_id
 from stretto.base.trajectory import Group, WeightVersion
 from stretto.data.pack import IGNORED, PADDING
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
@@ -212,6 +212,11 @@ class TrainerRole:
             "time/update_s": updated - scored,
         }
         return StepReport(self.version, num_samples, num_tokens, scalars)
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the run has cost so far, sampling left out."""
+        return self._meter.receipt()
 
     def copy_weights(self) -> None:
         """Keep the weights as they are for `publish`."""

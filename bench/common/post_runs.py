@@ -1,0 +1,282 @@
+"""What one run of a study of post-training does, in one process, from checkpoints to a checkpoint and its scores.
+
+Reinforcement learning and distillation are the synchronous loop that `stretto.rl.plain` defines, by the same trainer and engine;
+without agents, leases and token logs, which small runs would mostly wait for. Every run returns plain data: scores by source, and
+what it cost: samples drawn (dropped ones, too), tokens trained on, and FLOPs of sampling, teachers and training together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.base.paths import CHECKPOINT
+from stretto.base.records import read_lineage
+from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.data.loader import key_of
+from stretto.engine.request import Completion, Phases, Request, Sampling
+from stretto.model.checkpoint import read_checkpoint
+from stretto.model.parallel import Ranks
+from stretto.post.merge import MergeOptions, merge
+from stretto.post.sft import Demonstrations, Example, example, sft
+from stretto.rl.agent import Dialogue
+from stretto.rl.launch import SourceTables
+from stretto.rl.recipe import GROUPS, WEIGHTS, RlRecipe, SourceConfig, plan_prompts
+from stretto.rl.rollout import open_rollout_engine
+from stretto.rl.samples import discard, store_group
+from stretto.rl.trainer import TrainerRole
+from stretto.rl.weights import fetch
+from stretto.tasks.task import Answer, Problem, TaskSource
+from stretto.text.tokenizer import load_tokenizer
+from stretto.train.loop import Job, finetune
+from stretto.train.recipe import SftRecipe, TrainConfig
+
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
+_SCORED = 7
+"""What draws of an evaluation come from a seed for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The held-out problems of a score. They lie beyond all that runs train on."""
+
+    first: int
+    """Item of each source."""
+    num: int
+    """Of each source."""
+
+
+class Sampler:
+    """An engine that answers problems, and sources that judge the answers. Counts what that costs."""
+
+    def __init__(self, recipe: RlRecipe, start: Path, device: str, sources: Mapping[str, TaskSource]):
+        self.engine, self.sources = open_rollout_engine(recipe, start, device), sources
+        self.dialogue = Dialogue(load_tokenizer(start))
+        self._phases, self._most = Phases(self.engine.model.config.full()), recipe.rollout.max_tokens
+        self.num_samples = self.flops = 0
+
+    def answers(self, tasks: Sequence[Task], temperature: float) -> list[list[tuple[Completion, str, float]]]:
+        """By task, its samples: what was drawn, as text, and its reward."""
+        problems = [self.sources[task.source].problem(task.item) for task in tasks]
+        requests = [
+            Request(
+                str(number),
+                tuple(self.dialogue.prompt(problem.messages).tolist()),
+                Sampling(
+                    temperature=temperature,
+                    seed=task.seed,
+                    max_tokens=self._most,
+                    n=task.group,
+                    stop_ids=self.dialogue.stop_ids,
+                    ignore_eos=True,
+                ),
+                self._phases,
+            )
+            for number, (task, problem) in enumerate(zip(tasks, problems, strict=True))
+        ]
+        drawn: list[list[tuple[Completion, str, float]]] = [[] for _ in tasks]
+        for done in self.engine.generate(requests):
+            assert done.error is None, done.error
+            number, text = int(done.request_id), self.dialogue.text(np.array(done.tokens))
+            score = self.sources[tasks[number].source].score(problems[number], Answer(text))
+            drawn[number].append((done, text, score.reward))
+            self.flops += done.usage.flops
+        self.num_samples += sum(task.group for task in tasks)
+        return drawn
+
+    def groups(self, tasks: Sequence[Task]) -> list[Group]:
+        """The samples as a trainer takes them."""
+        return [
+            Group(task, tuple(_trajectory(task, number, *each[::2]) for number, each in enumerate(samples)))
+            for task, samples in zip(tasks, self.answers(tasks, 1.0), strict=True)
+        ]
+
+    def score(self, names: Sequence[str], asked: Asked, temperature: float, seed: int) -> dict[str, float]:
+        """Share of right answers by source, one sample a problem; none of its cost is counted."""
+        num = asked.num
+        tasks = [
+            Task(number, name, asked.first + number, 1, key_of(seed, _SCORED, number) >> 2, self._most)
+            for name in names
+            for number in range(num)
+        ]
+        spent = self.num_samples, self.flops
+        rewards = [samples[0][2] for samples in self.answers(tasks, temperature)]
+        self.num_samples, self.flops = spent
+        return {name: float(np.mean(rewards[place * num : (place + 1) * num])) for place, name in enumerate(names)}
+
+    def all_scores(self, asked: Asked, seed: int) -> dict[str, dict[str, float]]:
+        """Of all sources, by kind of `TEMPERATURES`."""
+        return {kind: self.score(list(self.sources), asked, each, seed) for kind, each in TEMPERATURES.items()}
+
+
+def _trajectory(task: Task, number: int, done: Completion, reward: float) -> Trajectory:
+    prompt, tokens = np.array(done.prompt, np.int32), np.array(done.tokens, np.int32)
+    return Trajectory(
+        ordinal=task.ordinal,
+        sample=number,
+        attempt=0,
+        segments=(
+            Segment(prompt, False, np.zeros(len(prompt), np.float32), np.full(len(prompt), -1, np.int32)),
+            Segment(tokens, True, done.logprobs, done.versions.astype(np.int32)),
+        ),
+        routes=None,
+        finish_reason=done.finish_reason,
+        verdict=Verdict(reward, Outcome.OK if reward >= 1.0 else Outcome.WRONG, 0.0),
+    )
+
+
+def _ranks(device: str) -> Ranks:
+    return Ranks(0, 1, torch.device(device))
+
+
+def _cost(folder: Path) -> dict[str, int]:
+    receipt = read_lineage(folder).receipt
+    return {"tokens": receipt.tokens, "flops": receipt.flops}
+
+
+def start(recipe: RlRecipe, asked: Asked, device: str, folder: Path) -> dict[str, Any]:
+    """Supervised training of the recipe's own start; its checkpoint is ``folder``'s."""
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
+        made = sft(recipe, sources, folder / CHECKPOINT, ranks=_ranks(device))
+        sampler = Sampler(recipe, made, device, sources)
+        return {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, **_cost(made)}
+
+
+def learn(
+    recipe: RlRecipe,
+    begin: Path,
+    judged: Mapping[str, SourceConfig],
+    scored: Sequence[str],
+    asked: Asked,
+    every: int,
+    keeps: bool,
+    device: str,
+    folder: Path,
+) -> dict[str, Any]:
+    """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``.
+
+    Args:
+        judged: sources whose scores are measured at the end, the recipe's own among them.
+        scored: those whose are ``every`` so many steps, too; none: there is no curve.
+        keeps: the checkpoint, for runs that begin with it.
+    """
+    assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, "the loop has neither"
+    with SourceTables(dict(judged), recipe.sandbox).opened() as sources:
+        sampler = Sampler(recipe, begin, device, sources)
+        trainer = TrainerRole(recipe, folder, begin, ranks=_ranks(device))
+        prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
+        train, curve = recipe.train, list[dict[str, Any]]()
+        for step in range(train.steps + 1):
+            if scored and (step % every == 0 or step == train.steps):
+                scores = sampler.score(scored, asked, 1.0, train.seed)
+                cost = {"samples": sampler.num_samples, "flops": sampler.flops + trainer.receipt.flops}
+                curve.append({"step": step, "scores": scores, **cost})
+            if step == train.steps:
+                break
+            tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
+            refs = [store_group(folder / GROUPS, group) for group in sampler.groups(tasks)]
+            trainer.step(refs, step)
+            discard(ref.location for ref in refs)
+            trainer.copy_weights()
+            version = asyncio.run(trainer.publish())
+            assert version is not None, "there is one rank"
+            sampler.engine.load_weights(version.number, fetch(version))
+        result: dict[str, Any] = {"scores": sampler.all_scores(asked, train.seed), "curve": curve}
+        receipt = trainer.receipt
+        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "flops": receipt.flops + sampler.flops}
+        if keeps:
+            trainer.write(folder / CHECKPOINT)
+    for each in (GROUPS, WEIGHTS):
+        shutil.rmtree(folder / each, ignore_errors=True)
+    return result
+
+
+def imitate(
+    recipe: RlRecipe,
+    begin: Path,
+    teachers: Mapping[str, Path],
+    num_samples: int,
+    epochs: int,
+    asked: Asked,
+    device: str,
+    folder: Path,
+) -> dict[str, Any]:
+    """Offline distillation: supervised training of ``begin`` on right answers of the teachers, by source, of ``num_samples`` drawn."""
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
+        one = recipe.replace(rollout=recipe.rollout.replace(group=1), distill=None)
+        one = one.replace(loss=one.loss.replace(drop_uniform=False)) if one.loss.drop_uniform else one
+        prompts = plan_prompts(one, {name: source.num_items for name, source in sources.items()})
+        tasks = [prompts.task(number) for number in range(num_samples)]
+        right: dict[int, tuple[Problem, str]] = {}
+        flops = 0
+        for name, teacher in teachers.items():
+            sampler, own = Sampler(recipe, teacher, device, sources), [task for task in tasks if task.source == name]
+            for task, samples in zip(own, sampler.answers(own, 1.0), strict=True):
+                if samples[0][2] >= 1.0:
+                    right[task.ordinal] = sources[name].problem(task.item), samples[0][1]
+            flops += sampler.flops
+        dialogue = Dialogue(load_tokenizer(begin))
+        taught = [example(dialogue, problem, [said(text)]) for _, (problem, text) in sorted(right.items())]
+        plan = _imitation(recipe, taught, epochs)
+        ranks = _ranks(device)
+
+        def stream() -> Iterator[Example]:
+            for epoch in itertools.count():
+                order = np.random.default_rng(key_of(recipe.train.seed, epoch)).permutation(len(taught))
+                yield from (taught[place] for place in order)
+
+        job = Job(folder / "run", Demonstrations(stream, plan.train, ranks), (), "", ranks)
+        trained = finetune(plan, job, lambda: read_checkpoint(begin, dtype=torch.float32).model, {})
+        receipt = trained.meter.receipt()
+        judge = Sampler(recipe, begin, device, sources)
+        judge.engine.load_weights(0, {name: each.clone() for name, each in trained.model.state_dict().items()})
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        return {
+            "scores": judge.all_scores(asked, recipe.train.seed),
+            "right": len(taught) / num_samples,
+            "samples": num_samples,
+            "tokens": receipt.tokens,
+            "flops": receipt.flops + flops,
+        }
+
+
+def said(text: str) -> dict[str, str]:
+    """A turn of the model."""
+    return {"role": "assistant", "content": text}
+
+
+def _imitation(recipe: RlRecipe, taught: Sequence[Example], epochs: int) -> SftRecipe:
+    """Rows as long as the run's; as many steps as the epochs fill; a rate that falls to nothing."""
+    train = recipe.train
+    rows = -(-sum(len(each.tokens) - 1 for each in taught) * epochs // train.seq_len)
+    steps = max(1, round(rows / train.micro_rows))
+    loop = TrainConfig(
+        steps=steps, rows=train.micro_rows, seq_len=train.seq_len, seed=train.seed, dtype="float32", keep_snapshots=1
+    )
+    return SftRecipe(optim=recipe.optim.replace(decay_fraction=1.0), train=loop)
+
+
+def merged(
+    recipe: RlRecipe,
+    begin: Path,
+    teachers: Sequence[Path],
+    options: MergeOptions,
+    asked: Asked,
+    device: str,
+    folder: Path,
+) -> dict[str, Any]:
+    """The merge of ``teachers``, which costs no sample."""
+    made = merge(teachers, begin, folder / CHECKPOINT, options)
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
+        sampler = Sampler(recipe, made, device, sources)
+        result = {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, **_cost(made)}
+    shutil.rmtree(made)
+    return result
