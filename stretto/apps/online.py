@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import rich
@@ -42,12 +43,17 @@ def online_command(
     if self_teacher:
         if not verifiable or start is None or recipe.distill is not None:
             raise UserError("--self-teacher: wants --model, a verifiable source and a recipe without [distill]")
-        teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
-        told = DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
-        recipe = recipe.replace(distill=told)
+        recipe = self_taught(recipe, start, verifiable, judged)
     held = [f"a KL of weight {recipe.loss.kl_weight:g} to the start"] if recipe.loss.kl_weight else []
     held += [f"{', '.join(verifiable)}, which can be verified"] if verifiable else []
     held += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
     said = " and ".join(held) or "nothing: what pleases the judge is all that is left in the end; set loss.kl_weight"
     rich.print(escape(f"judged: {', '.join(judged) or 'nothing'}; the policy is held by {said}"))
     return rl_command(recipe, folder, start, resume=resume, device=device, wandb_project=wandb_project, stage=STAGE)
+
+
+def self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
+    """``recipe`` with ``start`` as the teacher of its ``verifiable`` sources; those that are ``judged`` have their reward alone."""
+    teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
+    told = DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
+    return recipe.replace(distill=told)

@@ -1,0 +1,269 @@
+"""What long answers do to the domains beside them: distillation from three teachers, with and without balance (figure 4).
+
+    python -m bench.unequal_lengths OUT --jobs 15 --seeds 0 1 2 3 --minutes 10      again: goes on
+    python -m bench.unequal_lengths OUT2 --lengths 4 4 4                            nothing to balance: must exit with 1
+
+A network knows of three sources of digits (`bench.common.digits`) a rule and, better, a wrong one; reinforcement learning makes an
+expert of each source, which knows the rule alone; and one student learns from all three. A fifth of the prompts asks for answers of
+four digits, the others for answers ten times as long, so that a token in forty is of a short one. Students differ in
+``distill.balance`` alone: ``none`` weighs all tokens alike. Their rate falls to zero over the same number of steps.
+
+Norm is (student − start) / (expert − start) of the share of right digits in answers to held-out problems. The first seed is
+searched: there each balance has its rate chosen, by the mean Norm over sources. The others are reported. Exits with 1 unless one
+of the balances has a mean Norm of 0.9, and the short source does better by it than by ``none`` beyond the interval of seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.common.digits import KIND
+from bench.common.measure import half_width, table, wide_console
+from bench.common.stages import carry_out, mean_and_width, told
+from bench.common.studies import Run, Study
+
+RULES = {"cat": ((9, 9), (7, 3)), "owl": ((3, 2), (1, 7)), "elk": ((1, 1), (3, 5))}
+"""The right and the wrong one of each source; the first has the short answers."""
+SHORT = next(iter(RULES))
+SHARES = (1.0, 2.0, 2.0)
+"""Of the prompts: Open-MOPD (2608.19098) saw a domain with a fifth of them have a hundredth of the gradient's tokens."""
+BALANCES = ("none", "sequence", "tokens", "gap", "sigma")
+AIM = 0.9
+MODEL = {
+    "vocab_size": 300, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "num_experts": 8, "top_k": 2, "expert_intermediate_size": 64, "num_shared_experts": 1, "qk_norm": True,
+    "tie_embeddings": True, "max_positions": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Student:
+    """What came of a student with one seed."""
+
+    norms: dict[str, float]
+    """By source."""
+    first_shares: dict[str, float]
+    """Of the gradient, mean over the first fifth of the steps."""
+    shares: dict[str, float]
+    """Over all."""
+    tokens: int
+    flops: int
+
+    @property
+    def norm(self) -> float:
+        return fmean(self.norms.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first is searched")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3], help="of students")
+    parser.add_argument("--lengths", type=int, nargs=3, default=[4, 49, 49], help="digits of an answer, by source")
+    parser.add_argument("--steps", type=int, default=100, help="of students")
+    parser.add_argument("--prompts", type=int, default=20, help="of a student's step")
+    parser.add_argument("--start-steps", type=int, default=160)
+    parser.add_argument("--expert-steps", type=int, default=80)
+    parser.add_argument("--problems", type=int, default=128, help="held-out ones of each source")
+    parser.add_argument("--balances", nargs="+", choices=BALANCES, default=BALANCES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after so many nothing further is begun")
+    options = parser.parse_args()
+    study = Bench(options, Study(options.out, options.jobs, options.minutes))
+    sys.exit(study.report(*study.students()))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The rounds of the study, each of which begins with what the one before has made."""
+
+    options: argparse.Namespace
+    study: Study
+
+    def students(self) -> tuple[dict[str, float], dict[str, list[Student]], dict[str, Any]]:
+        """The rate of each balance, its students with the seeds that are reported, and scores of starts and experts by seed."""
+        options, seeds = self.options, self.options.seeds
+        starts = self._round("starts", {f"{seed}-start": self._told("start", seed, RULES, 1) for seed in seeds})
+        begun = [seed for seed in seeds if f"{seed}-start" in starts]
+        wanted = {
+            f"{seed}-{name}": self._told(
+                "rl",
+                seed,
+                [name],
+                options.expert_steps,
+                starts[f"{seed}-start"]["checkpoint"],
+                {"optim": {"lr": 2e-3, "decay_fraction": 0.0}, "rollout": {"group": 8}, "train": {"prompts": 6}},
+            )
+            for seed in begun
+            for name in RULES
+        }
+        experts = self._round("experts", wanted)
+        taught = [seed for seed in begun if all(f"{seed}-{name}" in experts for name in RULES)]
+
+        def made(title: str, pairs: Sequence[tuple[int, str, float]]) -> dict[tuple[int, str, float], Student]:
+            runs = {
+                f"{s}-{balance}-{rate:g}": self._student(s, balance, rate, starts, experts)
+                for s, balance, rate in pairs
+            }
+            found = self._round(title, runs)
+            names = dict(zip(runs, pairs, strict=True))
+            return {names[name]: self._read(names[name][0], each, starts, experts) for name, each in found.items()}
+
+        searched = made("rates", [(s, b, r) for s in taught[:1] for b in options.balances for r in options.rates])
+        rates = {
+            balance: max(own, key=lambda rate: own[rate])
+            for balance in options.balances
+            if (own := {rate: each.norm for (_, name, rate), each in searched.items() if name == balance})
+        }
+        found = made("students", [(seed, balance, rate) for seed in taught[1:] for balance, rate in rates.items()])
+        by_balance = {name: [each for (_, own, _), each in found.items() if own == name] for name in rates}
+        scores = {
+            seed: {
+                name: (starts[f"{seed}-start"]["scores"][name], experts[f"{seed}-{name}"]["scores"][name])
+                for name in RULES
+            }
+            for seed in taught[1:]
+        }
+        self._show_search(searched)
+        return rates, by_balance, scores
+
+    def _round(self, title: str, runs: Mapping[str, Run]) -> dict[str, Run]:
+        return self.study.run(title, carry_out, runs)
+
+    def _sources(self, seed: int) -> dict[str, Any]:
+        return {
+            name: {
+                "kind": KIND,
+                "weight": share,
+                "args": {"name": name, "rule": rule, "wrong": wrong, "length": length, "seed": seed},
+            }
+            for (name, (rule, wrong)), share, length in zip(RULES.items(), SHARES, self.options.lengths, strict=True)
+        }
+
+    def _told(
+        self,
+        stage: str,
+        seed: int,
+        names: Sequence[str] | Mapping[str, Any],
+        steps: int,
+        begin: str | None = None,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
+        label: str = "",
+    ) -> dict[str, Any]:
+        """A stage on the sources ``names``."""
+        sources, most = self._sources(seed), 2 * max(self.options.lengths) + 4
+        tree: dict[str, Any] = {
+            "sources": {name: sources[name] for name in names},
+            "start": {
+                "model": MODEL,
+                "optim": {"name": "muon", "lr": 3e-3, "warmup_steps": 10, "decay_fraction": 0.3},
+                "steps": self.options.start_steps,
+                "rows": 12,
+            },
+            "rollout": {
+                "group": 2, "max_tokens": most, "chunk_tokens": most, "max_batch": 64, "cache_bytes": 1 << 24, "page_size": 8,
+            },
+            "optim": {"lr": 1e-3, "weight_decay": 0.0},
+            "train": {
+                "steps": steps, "prompts": self.options.prompts, "seq_len": 256, "micro_rows": 16, "seed": seed,
+                "snapshot_every": 1000, "eval_every": 1000, "eval_prompts": 4 * len(names),
+            },
+            "staleness": 0,
+            "runtime": {"isolate": "none"},
+            "failures": {"lease_s": 3600.0, "stuck_s": 3600.0},
+        }  # fmt: skip
+        for name, fields in (tables or {}).items():
+            tree[name] = {**tree.get(name, {}), **fields}
+        folder = self.options.out / str(seed) / (label or "-".join([stage, *([] if len(names) > 1 else names)]))
+        scored = {"sources": sources, "samples": 1, "problems": self.options.problems}
+        return told(stage, tree, folder, self.options.device, scored, None if begin is None else Path(begin))
+
+    def _student(
+        self, seed: int, balance: str, rate: float, starts: Mapping[str, Run], experts: Mapping[str, Run]
+    ) -> dict[str, Any]:
+        teachers = {name: {"checkpoint": experts[f"{seed}-{name}"]["checkpoint"]} for name in RULES}
+        tables = {
+            "distill": {"balance": balance, "teachers": teachers},
+            "rollout": {"group": 1},
+            "optim": {"lr": rate, "decay_fraction": 1.0},
+        }
+        begin = starts[f"{seed}-start"]["checkpoint"]
+        return self._told("distill", seed, RULES, self.options.steps, begin, tables, f"{balance}-{rate:g}")
+
+    def _read(self, seed: int, found: Run, starts: Mapping[str, Run], experts: Mapping[str, Run]) -> Student:
+        before = starts[f"{seed}-start"]["scores"]
+        leads = {name: experts[f"{seed}-{name}"]["scores"][name] - before[name] for name in RULES}
+        shares = {name: found["curve"][f"distill/share/{name}"] for name in RULES}
+        return Student(
+            {name: (found["scores"][name] - before[name]) / leads[name] for name in RULES},
+            {name: fmean(each[: max(1, len(each) // 5)]) for name, each in shares.items()},
+            {name: fmean(each) for name, each in shares.items()},
+            found["tokens"],
+            found["flops"],
+        )
+
+    def _show_search(self, searched: Mapping[tuple[int, str, float], Student]) -> None:
+        shown = table(
+            "Mean Norm by rate, the seed that is searched", "balance", *(f"{rate:g}" for rate in self.options.rates)
+        )
+        for balance in self.options.balances:
+            own = {rate: each for (_, name, rate), each in searched.items() if name == balance}
+            shown.add_row(balance, *(f"{own[rate].norm:.2f}" if rate in own else "–" for rate in self.options.rates))
+        wide_console().print(shown)
+
+    def report(
+        self, rates: Mapping[str, float], found: Mapping[str, Sequence[Student]], scores: Mapping[int, Any]
+    ) -> bool:
+        """Print the figure; whether an aim is missed."""
+        console = wide_console()
+        for name in RULES:
+            pairs = [each[name] for each in scores.values()]
+            if pairs:
+                console.print(
+                    f"{name}: start {mean_and_width([a for a, _ in pairs])}, expert {mean_and_width([b for _, b in pairs])}"
+                )
+        shown = table(
+            f"{len(scores)} seeds: mean ± half of Student's 95 % interval",
+            "balance", "rate", *(f"Norm {name}" for name in RULES), "mean Norm", "worst",
+            f"{SHORT}'s gradient, first fifth", "all steps", "tokens", "FLOPs",
+        )  # fmt: skip
+        for balance, students in found.items():
+            if not students:
+                continue
+            shown.add_row(
+                balance,
+                f"{rates[balance]:g}",
+                *(mean_and_width([each.norms[name] for each in students]) for name in RULES),
+                mean_and_width([each.norm for each in students]),
+                mean_and_width([min(each.norms.values()) for each in students]),
+                f"{fmean(each.first_shares[SHORT] for each in students):.1%}",
+                f"{fmean(each.shares[SHORT] for each in students):.1%}",
+                f"{fmean(each.tokens for each in students):.3g}",
+                f"{fmean(each.flops for each in students):.2e}",
+            )
+        console.print(shown)
+        plain = found.get("none", ())
+        balanced = {name: each for name, each in found.items() if name != "none" and len(each) == len(plain) and each}
+        if not plain or not balanced:
+            console.print("not enough runs for a verdict")
+            return True
+        best = max(balanced, key=lambda name: fmean(each.norm for each in balanced[name]))
+        gains = [ours.norms[SHORT] - other.norms[SHORT] for ours, other in zip(balanced[best], plain, strict=True)]
+        reached = fmean(each.norm for each in balanced[best])
+        lifts = fmean(gains) > half_width(gains)
+        console.print(
+            f"{best}: mean Norm {reached:.2f} (aim {AIM}); {SHORT} gains {mean_and_width(gains)} over none: {'beyond' if lifts else 'within'} the interval"
+        )
+        return reached < AIM or not lifts
+
+
+if __name__ == "__main__":
+    main()
