@@ -49,7 +49,7 @@ SELECTION, REPORT = 1 << 23, 3 << 22
 MIXED_MORE = 1.2
 """Steps of mixed reinforcement learning over the sample-matched ones: a sample costs it fewer FLOPs than one of distillation."""
 MIXED_EVERY = 5
-"""Times as many steps between two points of its curve."""
+"""Times as many samples between two points of its curve."""
 NO_RATE = 1e-6
 """What the mutant multiplies the rate by."""
 AIM, WORST_AIM, LEAD_AIM, FEWER_AIM = 0.95, 0.90, 0.15, 1 / 7
@@ -132,7 +132,7 @@ class Study:
     num_problems: int
     """Of each domain."""
     every: int
-    """Steps between two points of a curve."""
+    """Samples between two points of a curve."""
     device: str
     start_device: str
     mutant: str | None
@@ -245,6 +245,7 @@ class Study:
     ) -> Run:
         asked, judged = self.asked(recipe.train.seed), self.recipes["distill"].sources
         every = self.every * (MIXED_EVERY if len(recipe.sources) > 1 and not teachers else 1)
+        every = max(1, round(every / (recipe.train.prompts * recipe.rollout.group)))
         work = partial(learn, recipe, self.folder(begin), judged, tuple(scored), asked, every, keeps, self.device)
         return Run(name, work, (begin, *teachers))
 
@@ -535,7 +536,7 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first is searched")
     parser.add_argument("--problems", type=int, default=400, help="held-out ones of each domain")
-    parser.add_argument("--every", type=int, default=5, help="steps between two points of a learning curve")
+    parser.add_argument("--every", type=int, default=1280, help="samples between two points of a learning curve")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all processes share it")
     parser.add_argument("--start-device", help="of SFT alone, whose large steps a GPU is faster at; default: --device")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, a thread each")
