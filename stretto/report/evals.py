@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,15 @@ from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, interval, norm, resampled, share_interval
-from stretto.post.suite import BASELINES, Evaluation
+from stretto.post.suite import BASELINES, DomainResult, Evaluation
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, ORANGE, SERIES, Label
 
 _READ = f"Ranges hold {LEVEL:.0%} of what other problems of the same kind would give."
 _WORDS = {"empty": "nothing", "constant": "always 0", "frequent": "most frequent", "another": "another's"}
+_MEASURES = {name: name.replace("_", "-") for name in MEASURES} | {"entropy": "entropy, nats", "num_tokens": "tokens"}
+"""What is told of answers, and how columns are headed."""
 
 
 def _range(found: Interval) -> str:
@@ -30,8 +32,12 @@ def _range(found: Interval) -> str:
     return f"{percent(found.low).removesuffix(' %')} … {percent(found.high)}"
 
 
-def _share(found: Interval, note: str = "") -> Cell:
-    return Cell(percent(found.value), found.value, note or _range(found))
+def _share(found: Interval | None, note: str = "") -> Cell:
+    return NOTHING if found is None else Cell(percent(found.value), found.value, note or _range(found))
+
+
+def _number(value: float | None) -> Cell:
+    return NOTHING if value is None else Cell(rounded(value), value)
 
 
 def _signed(found: Interval) -> str:
@@ -39,19 +45,32 @@ def _signed(found: Interval) -> str:
     return f"{value} ({low} … {high})"
 
 
+def _measured(result: DomainResult) -> dict[str, float]:
+    """By names of `_MEASURES`, where it was measured."""
+    own = {name: found.value for name, found in result.diversity.items()}
+    return own | {"entropy": result.entropy, "num_tokens": result.num_tokens}
+
+
+def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
+    """The best of the answers that know nothing of the problem."""
+    return max(result.baselines.items(), key=lambda each: each[1].value, default=None)
+
+
 def score_table(found: Evaluation) -> Table:
     """A row for each domain."""
     most = found.asked["samples"]
-    several = [f"pass@{most}", f"maj@{most}"] if most > 1 else []
+    several = (f"pass@{most}", f"maj@{most}") if most > 1 else ()
     rows = []
     for name, result in found.domains.items():
-        best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default="")
-        found_at = [result.pass_at.get(most), result.majority_at.get(most)] if several else []
-        cells = [_share(result.score), *(NOTHING if each is None else _share(each) for each in found_at)]
-        cells.append(_share(result.baselines[best], _WORDS[best]) if best else NOTHING)
+        cells = [
+            _share(result.score),
+            *(_share(of.get(most)) for of in (result.pass_at, result.majority_at) if several),
+        ]
+        best = _ignorant(result)
+        cells.append(_share(best[1], _WORDS[best[0]]) if best else NOTHING)
         unjudged = f"{result.num_infra} samples unjudged" if result.num_infra else ""
-        num = len(result.items)
-        rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells, Cell(f"{num}", num, unjudged)))
+        cells.append(Cell(f"{len(result.items)}", len(result.items), unjudged))
+        rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
     columns = ("Domain", "Score", *several, "Knowing nothing", "Problems")
     total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
     return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), _READ)
@@ -60,7 +79,7 @@ def score_table(found: Evaluation) -> Table:
 def baseline_table(found: Evaluation) -> Table:
     """What answers score that know nothing of the problem."""
     rows = [
-        (Cell(name), *(_share(result.baselines[kind]) if kind in result.baselines else NOTHING for kind in BASELINES))
+        (Cell(name), *(_share(result.baselines.get(kind)) for kind in BASELINES))
         for name, result in found.domains.items()
         if result.baselines
     ]
@@ -69,17 +88,15 @@ def baseline_table(found: Evaluation) -> Table:
 
 def answers_table(found: Evaluation) -> Table:
     """How different the answers to one problem are, how long, and how they ended."""
-    embedder = found.asked.get("embed")
     rows = []
     for name, result in found.domains.items():
-        spread = [result.diversity.get(measure) for measure in MEASURES]
-        cells = [NOTHING if each is None else Cell(rounded(each.value), each.value) for each in spread]
+        measured = _measured(result)
         ends = ", ".join(f"{why} {num}" for why, num in sorted(result.finishes.items()))
-        lengths = Cell(rounded(result.num_tokens), result.num_tokens)
-        rows.append((Cell(name), *cells, Cell(rounded(result.entropy), result.entropy), lengths, Cell(ends)))
-    columns = ("Domain", *(measure.replace("_", "-") for measure in MEASURES), "Entropy, nats", "Tokens", "Ended by")
+        rows.append((Cell(name), *(_number(measured.get(each)) for each in _MEASURES), Cell(ends)))
+    embedder = found.asked.get("embed")
     by = f"hidden states of {embedder}" if embedder else "counts of three letters in a row"
-    return Table("Answers", columns, tuple(rows), (), f"Of the answers to one problem; alike by {by}.")
+    note = f"Of the answers to one problem; alike by {by}."
+    return Table("Answers", ("Domain", *_MEASURES.values(), "ended by"), tuple(rows), (), note)
 
 
 def cost_table(found: Evaluation) -> Table:
@@ -102,12 +119,11 @@ def score_bars(found: Evaluation) -> Figure:
     figure = style.blank(9.0, 1.7 + 0.62 * len(names))
     axes = style.dress(figure.subplots(), f"{found.name}: scores by domain", "%", "", grid="x")
     for place, result in enumerate(found.domains.values()):
-        score = result.score
+        score, best = result.score, _ignorant(result)
         axes.barh(place, 100 * score.value, height=0.5, color=BLUE)
         axes.plot([100 * score.low, 100 * score.high], [place, place], color=INK, linewidth=1.6)
-        if result.baselines:
-            best = max(each.value for each in result.baselines.values())
-            axes.plot([100 * best] * 2, [place - 0.36, place + 0.36], color=ORANGE, linewidth=3.0)
+        if best is not None:
+            axes.plot([100 * best[1].value] * 2, [place - 0.36, place + 0.36], color=ORANGE, linewidth=3.0)
     axes.set_yticks(range(len(names)), names, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
@@ -116,23 +132,17 @@ def score_bars(found: Evaluation) -> Figure:
 
 
 def evaluation_page(found: Evaluation) -> Page:
-    best = {
-        name: max((each.value for each in result.baselines.values()), default=0.0)
-        for name, result in found.domains.items()
-    }
+    best = {name: each[1].value if (each := _ignorant(result)) else 0.0 for name, result in found.domains.items()}
     idle = [name for name, result in found.domains.items() if result.score.low <= best[name]]
-    mean, num = found.mean, counted(len(found.domains), "domain")
-    headline = f"{found.name} scores {percent(mean.value)} ({_range(mean)}) on the mean of {num}."
+    num = counted(len(found.domains), "domain")
+    headline = f"{found.name} scores {percent(found.mean.value)} ({_range(found.mean)}) on the mean of {num}."
     if idle:
         headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
-    facts = (
-        f"{params(found.cost.total_params)} parameters, {params(found.cost.active_params)} of them active",
-        f"{found.asked['samples']} samples a problem",
-    )
+    total, active = params(found.cost.total_params), params(found.cost.active_params)
+    facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples a problem"
+    tables = score_table(found), baseline_table(found)
     sections = (
-        Section(
-            "scores", "Scores", headline, lambda: score_bars(found), "bars", (score_table(found), baseline_table(found))
-        ),
+        Section("scores", "Scores", headline, lambda: score_bars(found), "bars", tables),
         Section("answers", "Answers", tables=(answers_table(found),)),
         Section("cost", "Cost", tables=(cost_table(found),)),
     )
@@ -202,13 +212,17 @@ def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], se
             norms = [norm(means, place, 0, dict.fromkeys(teachers, len(models))) for place in places]
         except UserError as refused:
             refusal = str(refused)
+
+    def over_domains(of: Callable[[np.ndarray, int], np.ndarray]) -> list[Interval]:
+        return [interval(np.mean([of(means[name], place) for name in names], axis=0)) for place in places]
+
     return Comparison(
         models=[model.name for model in models],
         scores={name: scores[name][: len(models)] for name in names},
         differences={name: [interval(means[name][:, place] - means[name][:, 0]) for place in places] for name in names},
-        means=[interval(np.mean([means[name][:, place] for name in names], axis=0)) for place in places],
-        kept=[interval(np.mean([_ratio(means[name], place) for name in names], axis=0)) for place in places],
-        answers=_answers(models, names),
+        means=over_domains(lambda means_RM, place: means_RM[:, place]),
+        kept=over_domains(_ratio),
+        answers={measure: _answers(measure, models, names) for measure in _MEASURES},
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
@@ -221,19 +235,13 @@ def _ratio(means_RM: np.ndarray, place: int) -> np.ndarray:
     return np.divide(means_RM[:, place], first_R, out=np.full_like(first_R, np.nan), where=first_R > 0)
 
 
-def _answers(models: Sequence[Evaluation], names: Sequence[str]) -> dict[str, list[float | None]]:
-    found: dict[str, list[float | None]] = {}
-    for measure in (*MEASURES, "entropy", "num_tokens"):
-        row: list[float | None] = []
-        for model in models:
-            own = [model.domains[name] for name in names]
-            values = [each.diversity[measure].value for each in own if measure in each.diversity]
-            if measure not in MEASURES:
-                values = [getattr(each, measure) for each in own]
-            is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
-            row.append(float(np.mean(values)) if len(values) == len(own) and is_like else None)
-        found[measure] = row
-    return found
+def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
+    means: list[float | None] = []
+    for model in models:
+        values = [own[measure] for name in names if measure in (own := _measured(model.domains[name]))]
+        is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
+        means.append(float(np.mean(values)) if len(values) == len(names) and is_like else None)
+    return means
 
 
 def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
@@ -251,48 +259,39 @@ def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
 
 def comparison_table(found: Comparison) -> Table:
     """The seesaw: a row for each domain, a column for each model, its teacher at the end."""
+
+    def row(label: str, note: str, cells: Iterable[Cell], teacher: Cell = NOTHING) -> tuple[Cell, ...]:
+        return (Cell(label, note=note), *cells, *([teacher] if found.teachers else []))
+
     rows = []
     for name, scores in found.scores.items():
-        cells = [_share(scores[0])]
-        cells += [
-            _share(score, _signed(change))
-            for score, change in zip(scores[1:], found.differences[name][1:], strict=True)
-        ]
-        if found.teachers:
-            cells.append(
-                _share(found.teachers[name][1], found.teachers[name][0]) if name in found.teachers else NOTHING
-            )
-        rows.append((Cell(name), *cells))
-    rest = (NOTHING,) * bool(found.teachers)
-    totals = [(Cell("Mean of domains"), *map(_share, found.means), *rest)]
-    totals.append((Cell("Kept", note="of the first's, mean of domains"), NOTHING, *map(_share, found.kept[1:]), *rest))
-    totals.append((Cell("Worst domain", note="by its difference"), NOTHING, *map(Cell, found.worst[1:]), *rest))
+        notes = ["", *map(_signed, found.differences[name][1:])]
+        taught = found.teachers.get(name)
+        teacher = _share(taught[1], taught[0]) if taught else NOTHING
+        rows.append(row(name, "", map(_share, scores, notes), teacher))
+    totals = [
+        row("Mean of domains", "", map(_share, found.means)),
+        row("Kept", "of the first's, mean of domains", [NOTHING, *map(_share, found.kept[1:])]),
+        row("Worst domain", "by its difference", [NOTHING, *map(Cell, found.worst[1:])]),
+    ]
     if any(found.norms):
-        said = [
-            NOTHING
-            if each is None
-            else Cell(
-                rounded(each.mean.value),
-                each.mean.value,
-                f"{rounded(each.mean.low)} … {rounded(each.mean.high)}; least {each.worst} {rounded(each.domains[each.worst].value)}",
-            )
-            for each in found.norms
-        ]
-        totals.append((Cell("Norm", note="of the teachers' lead"), NOTHING, *said[1:], *rest))
+        totals.append(row("Norm", "of the teachers' lead", [NOTHING, *map(_lead, found.norms[1:])]))
     columns = ("Domain", *found.models, *(["its teacher"] if found.teachers else []))
     note = f"{_READ} Differences, in points, are to {found.models[0]} on the same problems."
     return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
 
 
+def _lead(found: Norm | None) -> Cell:
+    if found is None:
+        return NOTHING
+    mean, least = found.mean, rounded(found.domains[found.worst].value)
+    note = f"{rounded(mean.low)} … {rounded(mean.high)}; least {found.worst} {least}"
+    return Cell(rounded(mean.value), mean.value, note)
+
+
 def compared_answers(found: Comparison) -> Table:
     """How different, sure and long the answers to one problem are, of every model."""
-    rows = [
-        (
-            Cell(measure.replace("num_", "").replace("_", "-")),
-            *(NOTHING if each is None else Cell(rounded(each), each) for each in values),
-        )
-        for measure, values in found.answers.items()
-    ]
+    rows = [(Cell(_MEASURES[measure]), *map(_number, values)) for measure, values in found.answers.items()]
     return Table("Answers, mean of domains", ("", *found.models), tuple(rows))
 
 
@@ -320,20 +319,11 @@ def score_by_cost(found: Comparison) -> Figure:
     """The mean score of each model against the FLOPs of a token."""
     figure = style.blank(8.0, 5.0)
     axes = style.dress(figure.subplots(), "Score and cost", "FLOPs a token", "mean of domains, %")
-    for flops, mean in zip(found.flops_per_token, found.means, strict=True):
-        axes.errorbar(
-            flops,
-            100 * mean.value,
-            [[100 * (mean.value - mean.low)], [100 * (mean.high - mean.value)]],
-            color=BLUE,
-            ecolor=MUTED,
-            marker="o",
-            markersize=8,
-            capsize=3,
-        )
-    style.log_ticks(axes, min(found.flops_per_token), max(found.flops_per_token))
-    points = zip(found.flops_per_token, found.means, found.models, strict=True)
-    style.place_labels(axes, [Label(flops, 100 * mean.value, name) for flops, mean, name in points])
+    x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
+    spread = [[100 * (mean.value - mean.low), 100 * (mean.high - mean.value)] for mean in found.means]
+    axes.errorbar(x, y, np.transpose(spread), color=BLUE, ecolor=MUTED, fmt="o", markersize=8, capsize=3)
+    style.log_ticks(axes, min(x), max(x))
+    style.place_labels(axes, [Label(*each) for each in zip(x, y, found.models, strict=True)])
     return figure
 
 
@@ -344,16 +334,8 @@ def comparison_page(found: Comparison) -> Page:
     headline = f"{found.models[last]} scores {now}, {found.models[0]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
     if (mean := found.norms[last]) is not None:
         headline += f" It has {rounded(mean.mean.value)} of its teachers' lead, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
-    sections = [
-        Section(
-            "seesaw",
-            "Every domain, every stage",
-            f"{headline} {found.refusal}".strip(),
-            lambda: seesaw(found),
-            "lines",
-            (comparison_table(found), compared_answers(found)),
-        )
-    ]
+    text, tables = f"{headline} {found.refusal}".strip(), (comparison_table(found), compared_answers(found))
+    sections = [Section("seesaw", "Every domain, every stage", text, lambda: seesaw(found), "lines", tables)]
     if len(set(found.flops_per_token)) > 1:
         sections.append(Section("cost", "Score and cost", "", lambda: score_by_cost(found), "points"))
     return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")
