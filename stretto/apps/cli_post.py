@@ -78,7 +78,7 @@ def sft(
     told += [f"train.steps={steps}"] if steps is not None else []
     parsed = read_recipe(recipe, SftRecipe, told)
     from stretto.apps.data import TextOptions
-    from stretto.apps.sft import sft_command
+    from stretto.apps.train import sft_command
 
     made = sft_command(
         parsed,

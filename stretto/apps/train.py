@@ -21,14 +21,18 @@ from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family, read_presets
 from stretto.model.families import Family, default_family
+from stretto.model.lora import read_adapter_config
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
+from stretto.post.sft import open_conversations, sft_conversations
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 from stretto.train.snapshot import LAYOUT, STEERING
 
 EVAL_BATCH_ROWS = 16
+ADAPTER = "adapter"
+"""In a run folder of `stretto sft`: the adapters by themselves, where they were asked for."""
 
 
 def pretrain_command(
@@ -104,21 +108,9 @@ def elasticize_command(
         if resume:
             begun = same_folder(run, begun_run(run, complete, data, text=text), "--teacher", told, "teacher")
             return begun if in_place else same_folder(run, begun, "source", origin, "parent")
-        folder = run / "elasticize" if in_place else run
-        mixture, tokenizer, data_hash = prepare_data(
-            folder, data, own_tokenizer(origin), read_config(origin).vocab_size, text
-        )
-        check_enough(mixture, complete.train)
-        return RunInfo(
-            stage="elasticize",
-            recipe=complete,
-            data=mixture,
-            data_hash=data_hash,
-            sources=sources_named(data, text),
-            tokenizer=tokenizer,
-            parent=None if in_place else origin,
-            teacher=told,
-        )
+        folder, parent = (run / "elasticize", None) if in_place else (run, origin)
+        vocab_size, tokenizer = read_config(origin).vocab_size, own_tokenizer(origin)
+        return _new_info("elasticize", complete, folder, data, tokenizer, vocab_size, text, parent=parent, teacher=told)
 
     with ExitStack() as held:
         if in_place:
@@ -176,6 +168,60 @@ def heal_command(
         read = (lambda: read_checkpoint(guide, dtype=torch.float32).model) if guide else None
         trained = heal(recipe, new_job(run, info, ranks, resume), student.model, read)
         return write_result(out, out.name, info, trained, ranks, student.presets, stem_of(folder))
+
+
+def sft_command(
+    recipe: SftRecipe,
+    model: Path,
+    run: Path,
+    data: Sequence[str],
+    *,
+    text: TextOptions,
+    adapters: Path | None = None,
+    keep_adapter: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+) -> Path:
+    """Train the run or checkpoint ``model`` on the conversations ``data`` in ``run``; returns the checkpoint's folder.
+
+    Args:
+        text: ``is_chat``.
+        adapters: folder of peft's to go on from; gives the recipe its ``lora``.
+        keep_adapter: write the trained adapters beside the checkpoint, too.
+
+    Raises:
+        UserError: bad data or recipe, a network without a chat template, or a folder in which another run lies.
+    """
+    ranks, origin = join(device, recipe.train.ep), checkpoint_folder(model).resolve()
+    config, presets = read_config(origin), read_presets(origin)
+    if adapters is not None:
+        if recipe.lora is not None:
+            raise UserError(f"--adapter: {adapters} says its rank itself; leave lora out of the recipe, and --lora")
+        recipe = recipe.replace(lora=read_adapter_config(adapters, config, read_family(origin)))
+    if keep_adapter and recipe.lora is None:
+        raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
+    complete = recipe.for_network(config, presets)
+    tokenizer = own_tokenizer(origin)
+    if load_tokenizer(tokenizer).chat_template is None:
+        raise UserError(f"{origin}: has no chat template; put a chat_template.jinja beside its tokenizer.json")
+
+    def start() -> RunInfo:
+        if resume:
+            begun = begun_run(run, complete, data, text=text)
+            begun = same_folder(run, begun, "--adapter", adapters, "adapters")
+            return same_folder(run, begun, "--model", origin, "parent")
+        began = {"parent": origin, "adapters": adapters.resolve() if adapters is not None else None}
+        return _new_info("sft", complete, run, data, tokenizer, config.vocab_size, text, **began)
+
+    with ExitStack() as held:
+        info = ranks.first(lambda: claim_run(run, resume, held, start))
+        loader = open_conversations(info.mixture, complete, ranks)
+        job = new_job(run, info, ranks, resume, wandb_project, loader)
+        kept = run / ADAPTER if keep_adapter else None
+        trained = sft_conversations(complete, job, origin, adapters=info.adapters, keep=kept)
+        named = complete.elastic.anchors if complete.elastic is not None else presets
+        return write_result(run / CHECKPOINT, run.name, info, trained, ranks, named, stem_of(origin))
 
 
 def new_job(
@@ -278,17 +324,25 @@ def _new_run(
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {origin} has its own; leave it out")
         tokenizer = own_tokenizer(origin)
-    mixture, folder, data_hash = prepare_data(run, data, tokenizer, recipe.model.vocab_size, text)
-    check_enough(mixture, recipe.train)
-    return RunInfo(
-        stage="pretrain",
-        recipe=recipe,
-        data=mixture,
-        data_hash=data_hash,
-        sources=sources_named(data, text),
-        tokenizer=folder,
-        parent=origin,
-    )
+    return _new_info("pretrain", recipe, run, data, tokenizer, recipe.model.vocab_size, text, parent=origin)
+
+
+def _new_info(
+    stage: str,
+    recipe: Recipe | ElasticizeRecipe | HealRecipe | SftRecipe,
+    folder: Path,
+    data: Sequence[str],
+    tokenizer: Path | None,
+    vocab_size: int,
+    text: TextOptions,
+    **began: Path | None,
+) -> RunInfo:
+    """The record of a run whose text is now tokens in ``folder``; ``began``: with which folders, by its fields."""
+    mixture, kept, data_hash = prepare_data(folder, data, tokenizer, vocab_size, text)
+    if not text.is_chat:
+        check_enough(mixture, recipe.train)
+    told = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
+    return RunInfo.model_validate({"stage": stage, "recipe": recipe, **told, **began})
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,18 +396,8 @@ def _new_heal(
     config = student.config
     if recipe.train.seq_len > config.max_positions:
         raise UserError(f"train.seq_len: {recipe.train.seq_len} exceeds the network's {config.max_positions} positions")
-    mixture, folder, data_hash = prepare_data(run, data, own_tokenizer(student.folder), config.vocab_size, text)
-    check_enough(mixture, recipe.train)
-    return RunInfo(
-        stage="heal",
-        recipe=recipe,
-        data=mixture,
-        data_hash=data_hash,
-        sources=sources_named(data, text),
-        tokenizer=folder,
-        parent=student.folder.resolve(),
-        teacher=teacher,
-    )
+    parent, tokenizer = student.folder.resolve(), own_tokenizer(student.folder)
+    return _new_info("heal", recipe, run, data, tokenizer, config.vocab_size, text, parent=parent, teacher=teacher)
 
 
 def _find_teacher(recipe: HealRecipe, student: Checkpoint, teacher: Path | None) -> Path | None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from stretto.apps.data import TextOptions
 from stretto.apps.report import report_command
-from stretto.apps.sft import ADAPTER, sft_command
+from stretto.apps.train import ADAPTER, sft_command
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
