@@ -132,6 +132,7 @@ Suites = Annotated[
 ]
 Samples = Annotated[int, typer.Option(help="Of each problem.")]
 Limit = Annotated[int | None, typer.Option(help="Problems of each domain, instead of the suite's number.")]
+MaxBatch = Annotated[int, typer.Option(help="Answers written at once; more on a GPU.")]
 
 
 def evaluate(
@@ -148,13 +149,22 @@ def evaluate(
         typer.Option(help="Checkpoint whose hidden states say which answers are alike; their letters by default."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    max_batch: MaxBatch = 64,
     device: Device = "auto",
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
     from stretto.apps.evaluate import eval_command, options
     from stretto.post.suite import parse_suites
 
-    told = options(samples=samples, limit=limit, temperature=temperature, seed=seed, baselines=baselines, embed=embed)
+    told = options(
+        samples=samples,
+        limit=limit,
+        temperature=temperature,
+        seed=seed,
+        baselines=baselines,
+        embed=embed,
+        max_batch=max_batch,
+    )
     eval_command(source, parse_suites(suite), out, told, subnet, device)
 
 
@@ -173,12 +183,13 @@ def compare(
     suite: Suites = [],  # noqa: B006
     samples: Samples = 4,
     limit: Limit = None,
+    max_batch: MaxBatch = 64,
     device: Device = "auto",
 ) -> None:
     """The seesaw: every domain of every model, with paired differences to the first and to the teachers."""
     from stretto.apps.evaluate import compare_command, options
 
-    told = options(samples=samples, limit=limit)
+    told = options(samples=samples, limit=limit, max_batch=max_batch)
     compare_command(models, teacher, suite, out, told, device)
 
 

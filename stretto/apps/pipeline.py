@@ -30,14 +30,15 @@ from rich.table import Column, Table
 from stretto.base.config import Config, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.numbers import duration, listed, short, si
-from stretto.base.paths import checkpoint_folder, claimed, read_json, write_json
+from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
 from stretto.base.track import read_metrics
 from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import LAYOUT, RlRecipe
 from stretto.rl.run import MOVED
+from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError
 
 STATE_FILE = "pipeline.json"
@@ -46,6 +47,7 @@ BAD_INPUT = 2
 """Exit code of a command that was given something impossible: a second attempt would be, too."""
 TRAINED_PASSES = 3
 """Forward passes that a forward and a backward cost."""
+_LAYOUT = tuple(f"recipe.{table}" for table in LAYOUT)
 _PLACE = re.compile(r"\{((?:model|recipe|sft|distill|online|experts/[^{}]+))\}")
 """In arguments and recipes: `stretto.post.pipeline.Step`."""
 
@@ -130,7 +132,7 @@ def run_command(
     with claimed(out):
         if first is not None:
             _set_aside(pipeline, STAGES.index(first))
-        _check_unchanged(pipeline)
+        check_unchanged(pipeline)
         for stage in dict.fromkeys(step.stage for step in wanted):
             own = [step for step in wanted if step.stage == stage]
             if stage == "distill" and not pipeline.is_done(own[0]):
@@ -142,13 +144,15 @@ def run_command(
         console.print(f"next: stretto chat {pipeline.place(last[0].name)}", soft_wrap=True)
 
 
-def _check_unchanged(pipeline: Pipeline) -> None:
+def check_unchanged(pipeline: Pipeline) -> None:
     """Raises `UserError`: a step that is done was told something else, or began with something else."""
     state = _read_state(pipeline.folder)
     for step in pipeline.steps:
         if step.name not in state.steps or not pipeline.is_done(step):
             continue
         for field, (before, now) in differences(state.steps[step.name].told, _told(pipeline, step)).items():
+            if field.startswith(_LAYOUT):
+                continue
             raise UserError(
                 f"{pipeline.folder / STATE_FILE}: {step.name}: {field} was {before!r} when this stage ran, is {now!r} now; "
                 f"change it back, or do it again with --from {step.stage}"
@@ -256,7 +260,9 @@ def _arguments(pipeline: Pipeline, step: Step) -> list[str]:
     filled = [
         str(_recipe_file(pipeline, step)) if each == RECIPE else _filled(pipeline, each) for each in step.arguments
     ]
-    goes_on = folder.is_dir() and step.stage != "evaluate"  # that does so by itself
+    # a comparison goes on by itself, and training on conversations once it knows them
+    begun = folder / RUN_FILE if isinstance(step.recipe, SftRecipe) else folder
+    goes_on = begun.exists() and step.stage != "evaluate"
     return [*filled, "--out", str(folder), "--device", pipeline.device, *["--resume"] * goes_on]
 
 

@@ -197,6 +197,10 @@ def attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`attention_reference` through torch's fused kernels. Returns [B, H, T, U]."""
+    if q_BHTC.is_cuda and mask_B1TT is not None and q_BHTC.shape[1] != k_BGTC.shape[1]:
+        # of the kernels that take a mask, those that never hold all scores want as many heads of keys as of queries
+        groups = q_BHTC.shape[1] // k_BGTC.shape[1]
+        k_BGTC, v_BGTU = (x.repeat_interleave(groups, dim=1) for x in (k_BGTC, v_BGTU))
     grouped, width, value_width = q_BHTC.shape[1] != k_BGTC.shape[1], q_BHTC.shape[-1], v_BGTU.shape[-1]
     if sinks_H is not None:
         scale = 1 / math.sqrt(width) if scale is None else scale

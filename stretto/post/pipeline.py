@@ -96,9 +96,14 @@ class PipelineRecipe(Config):
 
     @property
     def sources(self) -> Table:
-        """Of all domains, as plain data."""
+        """Of all domains, as plain data. What the last stage asks, no other trains on."""
         tables = (config.sources.items() for config in self.domains.values())
-        return {name: source.model_dump(mode="json") for each in tables for name, source in each}
+        least = self.evaluate.problems if self.evaluate is not None else 0
+        return {
+            name: {**source.model_dump(mode="json"), "held_out": max(source.held_out, least)}
+            for each in tables
+            for name, source in each
+        }
 
 
 MODEL, RECIPE = "{model}", "{recipe}"
@@ -147,7 +152,7 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
     last = start
     if recipe.experts is not None:
         for name, domain in recipe.domains.items():
-            own = {"sources": {key: each.model_dump(mode="json") for key, each in domain.sources.items()}}
+            own = {"sources": {key: recipe.sources[key] for key in domain.sources}}
             told = _complete(
                 RlRecipe, source, f"experts, {name}", recipe.common, recipe.experts.recipe, domain.expert, own
             )
@@ -192,6 +197,7 @@ def _evaluate(
     pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
     taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
     numbers = ("--samples", str(config.samples), "--limit", str(config.problems))
+    numbers += ("--max-batch", str(told.rollout.max_batch))
     arguments = ("compare", *results, *taught, "--suite", RECIPE, *numbers)
     return Step("evaluate", "evaluate", arguments, told, COMPARISON_FILE)
 

@@ -60,7 +60,8 @@ _DONORS, _DRAW = 200, 7
 """Problems whose answers a baseline gives; and what its draws come from a seed for."""
 _LEASE_S = 7200.0
 """For a sample: a slow engine is no failure."""
-_CACHE_BYTES = 1 << 29
+_CACHE_BYTES = 1 << 24
+"""For each sequence of a batch."""
 _LONGEST_VOTE = 200
 """Characters of an answer that may be another's equal; prose is never."""
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -337,7 +338,11 @@ class _Sitting:
             "sources": suite.sources,
             "sandbox": suite.sandbox,
             "rollout": {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
-            | {"max_batch": options.max_batch, "threads": options.threads, "cache_bytes": _CACHE_BYTES},
+            | {
+                "max_batch": options.max_batch,
+                "threads": options.threads,
+                "cache_bytes": _CACHE_BYTES * options.max_batch,
+            },
             "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
             "train": {"steps": 1, "prompts": 1, "seq_len": self._most},  # a run trains; of this, it reads the length

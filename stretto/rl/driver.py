@@ -9,6 +9,7 @@ weights, optimiser and ledger go back to the last snapshot together, with new ro
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -75,14 +76,15 @@ class Driver:
             await _end(*self._groups)
 
     async def run(self) -> None:
-        """Train until the recipe's last step; then all engines have its weights.
+        """Train until the recipe's last step, or the first after its time; then all engines have those weights.
 
         Raises:
             TrainerLost: the trainer died.
             UserError: a role cannot go on, or nothing moves any more, and the watchdog says what.
         """
-        while self._controller.version < self._recipe.train.steps:
-            await self._train(await self._next_batch())
+        stop_s, is_over = time.monotonic() + (self._recipe.runtime.stop_s or math.inf), False
+        while self._controller.version < self._recipe.train.steps and not is_over:
+            is_over = await self._train(await self._next_batch(), stop_s)
         await self._published()
         await self._engines_are_current()
 
@@ -109,7 +111,8 @@ class Driver:
         self._changed.clear()
         await self._changed.wait()
 
-    async def _train(self, refs: tuple[GroupRef, ...]) -> None:
+    async def _train(self, refs: tuple[GroupRef, ...], stop_s: float) -> bool:
+        """One step; whether it is the last, which it is from ``stop_s`` on."""
         step, train = self._controller.version, self._recipe.train
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
             report: StepReport = await self._roles.call_trainer("step", refs, step)
@@ -125,7 +128,8 @@ class Driver:
             await self._reporting
         # told while the trainer is at the next step; what a snapshot holds is told before the trainer goes on
         self._reporting = asyncio.create_task(self._report(report, refs))
-        if (step + 1) % train.snapshot_every == 0 or step + 1 == train.steps:
+        is_last = step + 1 == train.steps or time.monotonic() >= stop_s
+        if (step + 1) % train.snapshot_every == 0 or is_last:
             # the trainer's state and the ledger's, of the same version, in one folder
             cut = self._controller.checkpoint_cut()
             with self._trace.span("trainer", "snapshot", version=step + 1):
@@ -134,6 +138,7 @@ class Driver:
             if len(self._cuts) == train.keep_snapshots:  # older ones have been deleted
                 self._controller.covered(self._cuts[0])
             await self._reporting
+        return is_last
 
     async def _publish(self, version: int) -> None:
         """Beside the next step; what goes wrong ends the run before the one after."""

@@ -46,6 +46,8 @@ class SourceConfig(Config):
     """What that kind takes; its own configuration refuses unknown keys."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the other sources'."""
+    held_out: int = Field(default=0, ge=0)
+    """Least of its problems that are not trained on, where ``train.eval_prompts`` holds out fewer of a source that ends."""
 
 
 class StartConfig(Config):
@@ -383,6 +385,8 @@ class RuntimeConfig(Config):
     """
 
     kind: Literal["local", "ray"] = "local"
+    stop_s: float | None = Field(default=None, gt=0)
+    """Seconds after which the run ends as after its last step, with the step it is at; each resumed one counts anew."""
     address: str = "auto"
     """Of the Ray cluster."""
     agents: PoolConfig = PoolConfig(min=1, max=1)
@@ -592,12 +596,14 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
     """The prompts of ``recipe``; of each source that ends, the last items are held out.
     Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
-    num_held_out = -(-recipe.train.eval_prompts // len(names))
     for name in names:
-        size = num_items[name]
+        size, num_held_out = (
+            num_items[name],
+            max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out),
+        )
         if size is not None and size <= num_held_out:
             raise UserError(
-                f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts"
+                f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts and its held_out"
             )
         sizes.append(None if size is None else size - num_held_out)
     total = sum(source.weight for source in recipe.sources.values())

@@ -22,6 +22,8 @@ from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble, U
 from stretto.rl.recipe import RlRecipe
 from stretto.rl.weights import fetch
 
+_PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Of a step: a GPU takes as long for a few."""
 _KEPT_TOKENS = 1 << 24
 """Of all samples that an engine may be asked to go on with: 64 MiB."""
 
@@ -34,10 +36,11 @@ def open_rollout_engine(recipe: RlRecipe, start: Path, device: str) -> Engine:
     """
     rollout, precision = recipe.rollout, recipe.precision
     torch.set_num_threads(rollout.threads)
+    prompt_tokens = _PROMPT_TOKENS["cpu" if torch.device(device).type == "cpu" else "cuda"]
     config = EngineConfig(
         cache_bytes=rollout.cache_bytes,
         max_batch=rollout.max_batch,
-        max_step_tokens=max(1024, rollout.max_batch),
+        max_step_tokens=max(prompt_tokens, rollout.max_batch),
         precision=precision.rollout,
         batch_invariant=precision.batch_invariant,
         page_size=rollout.page_size,

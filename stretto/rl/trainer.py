@@ -185,7 +185,7 @@ class TrainerRole:
         started, config = time.perf_counter(), self._model.config
         with self._meter:
             refs = sorted(refs, key=lambda ref: ref.ordinal)
-            shape = (config.num_moe_layers, max(config.top_k, *config.top_k_by_layer))
+            shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
             groups = [load_group(ref.location, *shape) for ref in refs]
             scores = self._scores_before(step, groups)
             updates = self._plan(groups)

@@ -359,7 +359,7 @@ def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> li
         UserError: no such file, a line that is no JSON object, or one without a field.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` also ends lines within JSON's texts
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: path: cannot be read as UTF-8 text: {error}; give a JSONL file") from None
     records = []

@@ -135,12 +135,13 @@ def tokenise_chat(
 
     Raises:
         UserError: no template; or one that marks no answers and rewrites earlier turns when later ones arrive (some drop
-            old reasoning): train such conversations one answer at a time.
+            old reasoning): train such conversations one answer at a time. Or one that leaves out tools or their calls.
     """
     template = tokenizer.chat_template
     if template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
     rendered = partial(render, template, tools=tools, variables={**named_tokens(tokenizer), **(variables or {})})
+    _check_shown(rendered, messages, tools)
     turns = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
     learnt = [turn for turn in turns if is_learnt is None or is_learnt[turn]]
     is_marked = _MARKED.search(template) is not None
@@ -173,6 +174,20 @@ def tokenise_chat(
 
 Rendered = Callable[..., str]
 """`render`, which needs messages alone."""
+
+
+def _check_shown(rendered: Rendered, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+    """Raises `UserError`: what the template says is the same without tools or without their calls."""
+    without = {"tools": (messages, ())} if tools else {}
+    if any(message.get("tool_calls") for message in messages):
+        bare = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
+        without["tool_calls"] = (bare, tools)
+    for what, (others, offered) in without.items():
+        if rendered(messages) == rendered(others, tools=offered):
+            way = (
+                "write them into the messages, or put a chat_template.jinja that renders them beside its tokenizer.json"
+            )
+            raise UserError(f"{what}: this model's chat template shows none, it would never see them; {way}")
 
 
 def _marked_pieces(rendered: Rendered, messages: Sequence[Message]) -> list[str]:

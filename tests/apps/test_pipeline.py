@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
-from stretto.apps.pipeline import State, StepState
+from stretto.apps.pipeline import Pipeline, State, StepState, check_unchanged
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import read_lineage
+from stretto.post.pipeline import PipelineRecipe, plan
 from tests.apps.conftest import Run
 from tests.post.test_pipeline import PARTS, SOURCE, START
+from tests.rl.policies import checkpoint as small_checkpoint
 
 
 @pytest.fixture
@@ -54,6 +58,20 @@ def test_a_plan_is_printed_and_nothing_is_done(stretto: Run, pipeline: Path, tmp
     assert "known once a stage has run" in shown.out
 
 
+def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    """No recipe was written down yet that a resumed run could be held to."""
+    sft = {"data": ["chats.jsonl"], "recipe": {"optim": {"lr": 1e-3}, "train": {"steps": 2, "rows": 2, "seq_len": 64}}}
+    small_checkpoint(tmp_path / "model")
+    told, folder = changed(pipeline, sft=sft), tmp_path / "out" / "sft"
+    for is_begun in (False, True):
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        if is_begun:
+            (folder / "run.json").touch()
+        shown = stretto("run", told, "-o", tmp_path / "out", "--model", tmp_path / "model", "--dry-run")
+        assert shown.code == 0, shown.err
+        assert ("--resume" in shown.out.splitlines()[0]) == is_begun
+
+
 @pytest.mark.parametrize(
     ("tables", "flags", "problem"),
     [
@@ -68,6 +86,27 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     told = stretto("run", changed(pipeline, **tables), "-o", tmp_path / "out", *flags)
     assert told.code == 2 and problem in told.err and told.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_path: Path) -> None:
+    folder, ended = tmp_path / "out", {}
+    for stop_s in (None, 5.0):
+        common = {**PARTS, "staleness": 0, "runtime": {"stop_s": stop_s}}
+        told = read_recipe(changed(pipeline, common=common), PipelineRecipe)
+        steps = plan(told, "p.json")
+        ended[stop_s] = Pipeline(folder, told, steps, None, "cpu")
+    told = {
+        "recipe": ended[None].steps[0].recipe.model_dump(mode="json"),
+        "arguments": ["sft", "{recipe}"],
+        "weights": {},
+    }
+    (folder / "sft" / "sft").mkdir(parents=True)
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    check_unchanged(ended[5.0])
+    told["recipe"]["staleness"] = 3
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    with pytest.raises(UserError, match=r"recipe\.staleness was 3 when this stage ran"):
+        check_unchanged(ended[5.0])
 
 
 @pytest.mark.slow

@@ -65,6 +65,17 @@ def test_a_stage_says_what_it_has_of_its_own() -> None:
     assert a_expert.train.prompts == online.train.prompts == PARTS["train"]["prompts"]
 
 
+def test_no_stage_trains_on_what_the_last_one_asks() -> None:
+    held = {"kind": "strings", "held_out": 70}
+    domains = {"a": {"sources": {"one": SOURCE}}, "b": {"sources": {"two": held}}}
+    steps = plan(recipe(domains=domains, evaluate={"problems": 50}), "p.toml")
+    for step in steps:
+        assert isinstance(step.recipe, RlRecipe)
+        found = {name: source.held_out for name, source in step.recipe.sources.items()}
+        assert found.items() <= {"one": 50, "two": 70}.items()
+    assert "--max-batch" in steps[-1].arguments
+
+
 def test_without_sft_all_begin_with_the_model() -> None:
     steps = named(plan(recipe(sft=None), "p.toml"))
     assert steps["experts/a"].arguments[-1] == steps["distill"].arguments[-1] == "{model}"

@@ -226,3 +226,12 @@ def test_a_teacher_has_something_to_say_of_every_group() -> None:
 def test_rewards_that_cannot_be_are_refused(rewards: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         recipe(rewards=rewards)
+
+
+def test_a_source_may_hold_out_more_than_the_run_looks_at() -> None:
+    tree = RECIPE.model_dump()
+    tree["sources"]["few"]["held_out"] = 20
+    prompts = plan_prompts(RlRecipe.model_validate(tree), {"many": None, "few": 30})
+    assert prompts.sizes == (None, 10) and RECIPE.train.eval_prompts < 20
+    trained = {task.item for task in map(prompts.task, range(200)) if task.source == "few"}
+    assert trained == set(range(10))

@@ -593,3 +593,18 @@ def test_teachers_of_another_vocabulary_are_refused(tmp_path: Path, start: Path)
             loss__advantage="stretto.rl.algorithms:advantages",
             teachers={"wide": str(tmp_path / "wide")},
         )
+
+
+def test_a_dense_network_is_trained(tmp_path: Path) -> None:
+    """It has no routes, and no top-k by layer."""
+    shape = {**SHAPE, "dense_layers": (0, 1, 2), "num_experts": 1, "top_k": 1, "num_shared_experts": 0}
+    model = build(ModelConfig(**shape, selection_bias=False), 0)
+    write_checkpoint(tmp_path / "start", model, model.config)
+    made = [
+        replace(each, trajectories=tuple(replace(one, routes=None) for one in each.trajectories))
+        for each in groups(network())
+    ]
+    trainer = role(tmp_path / "run", tmp_path / "start", replay="off")
+    before = weights(trainer)
+    report = trainer.step(stored(tmp_path / "groups", made), 0)
+    assert report.num_samples == 16 and not same(before, weights(trainer))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -11,17 +12,22 @@ from hypothesis import strategies as st
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES
 from stretto.base.trajectory import Outcome
+from stretto.rl.recipe import SourceConfig
+from stretto.tasks.registry import open_source
 from stretto.tasks.task import (
     Answer,
     AnswerFormat,
     Found,
     Problem,
+    Range,
     Score,
     TaskSource,
     Tool,
     ask,
     find_answer,
+    read_records,
     score_fault,
     write_answer,
 )
@@ -246,3 +252,35 @@ def test_no_text_is_too_strange(text: str, form: AnswerFormat) -> None:
 def test_the_prompt_asks_for_the_format() -> None:
     assert ask("1 + 1 =", "plain") == "1 + 1 ="
     assert ask("1 + 1 =", "tags").startswith("1 + 1 =\n\n") and "<answer>" in ask("1 + 1 =", "tags")
+
+
+def test_a_record_may_hold_what_python_takes_for_ends_of_lines(tmp_path: Path) -> None:
+    texts = ["a\u2028b", "c\x0b\x85d", "plain"]
+    path = tmp_path / "records.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join([*lines, "", ""]).encode())
+    assert [record["text"] for record in read_records(path, Range(), [("text",)])] == texts
+
+
+def test_a_call_is_right_by_its_name_and_arguments(tmp_path: Path) -> None:
+    def call(name: str, **arguments: Any) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    path = tmp_path / "calls.jsonl"
+    asked = [{"role": "user", "content": "A table in San Jose?"}, {"role": "assistant", "content": "For how many?"}]
+    first, second = call("Find", city="San Jose", seats="2"), call("Book", place="71", seats=2)
+    talk = [*asked, {"role": "user", "content": "2."}, {"role": "assistant", "content": first}]
+    talk += [{"role": "tool", "content": "[]"}, {"role": "assistant", "content": second}]
+    path.write_text(json.dumps({"messages": talk}))
+    kind = f"{RECIPES / 'examples' / 'calls.py'}:Calls"
+    source = open_source("calls", SourceConfig(kind=kind, args={"path": path}))
+    source.validate()
+    assert source.num_items == 2
+    problem = source.problem(0)
+    assert [message["content"] for message in problem.messages] == [each["content"] for each in talk[:3]]
+    same, other = f" {call('Find', seats=2, city='san jose')}\n", call("Find", city="San Jose")
+    scores = [
+        source.score(problem, Answer(text)) for text in (same, other, second, "San Jose", "<tool_call>{</tool_call>")
+    ]
+    assert [score.ok for score in scores] == [True, False, False, False, False]
+    assert [score.parts["named"] for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]

@@ -249,3 +249,17 @@ def test_a_plain_prompt_and_its_completion(tokenizer: Tokenizer) -> None:
     learnt = [number // 2 for number in marked if number % 2]
     assert [number // 2 for number in marked if not number % 2] == tokenizer.encode("Two and two?")
     assert learnt == [*tokenizer.encode("Four <b>&c</b>."), tokenizer.eos_id]
+
+
+def test_tools_that_the_template_leaves_out_are_refused(tokenizer: Tokenizer) -> None:
+    bare = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    shows = replace(tokenizer, chat_template="{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + bare)
+    asked = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    called = [*asked[:1], {**asked[1], "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}]
+    assert tokenise_chat(shows, asked, TOOLS).mask.count(True) > 0
+    for template, messages, tools, field in (
+        (bare, asked, TOOLS, "tools"),
+        (shows.chat_template, called, TOOLS, "tool_calls"),
+    ):
+        with pytest.raises(UserError, match=f"^{field}: this model's chat template shows none"):
+            tokenise_chat(replace(tokenizer, chat_template=template), messages, tools)

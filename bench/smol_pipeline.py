@@ -1,0 +1,408 @@
+"""A whole post-training of a real chat model, and what each stage of it gained or lost: SmolLM2-135M-Instruct, three domains.
+
+    python -m bench.smol_pipeline --model runs/smol --gsm8k FILE --mbpp FILE --dialogues FILE --schemas FILE -o runs/p
+
+Word problems (GSM8K's JSONL), Python with tests (MBPP's) and calls of functions (dialogues and schemas of DSTC8's Schema-Guided
+Dialogue; .xz is read too). Of each domain some problems are learnt from by SFT, others by reinforcement learning, and the last
+of the file are asked at the end and never trained on. Then recipes/pipeline_smol.toml, stage by stage (`stretto run`): SFT, an
+expert for each domain, one student of them all, online RL. Each model is asked the same problems; a stage's change is paired with what
+the stage began with, and is called a gain or a loss where its 95 % interval excludes 0. Called again, it goes on.
+
+``--minutes`` shares the time that is left out among the stages of reinforcement learning, and what is there at the end is
+told. Sizes are for one GPU, where it takes some ten minutes; ``--tiny`` shows on two cores that everything runs. Exits with 1 where a
+stage is missing or nothing moved beyond its interval (as with ``--tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.common.measure import table, wide_console
+from stretto.apps.evaluate import compare_command
+from stretto.apps.evaluate import options as eval_options
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.numbers import duration, si
+from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
+from stretto.base.records import LINEAGE_FILE, read_lineage
+from stretto.evals.scores import Interval
+from stretto.post.pipeline import PipelineRecipe
+from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
+from stretto.report.evals import compare
+from stretto.rl.recipe import SourceConfig
+from stretto.tasks.registry import open_source
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+RECIPE = RECIPES / "pipeline_smol.toml"
+NUM_SFT = {"math": 2500, "calls": 2500}
+"""Problems, or dialogues, that SFT learns from; of MBPP, all that are not of its test split."""
+NUM_DIALOGUES = 4000
+"""In all."""
+MOST_TOKENS = 900
+"""Of a dialogue: its prompts leave room for an answer."""
+MOST_RESULTS = 2
+"""Of a call, shown to the model."""
+MOST_AT_ONCE = 256
+"""Answers of a model: several models answer beside each other and beside a training."""
+SHARES = {"experts": 0.5, "distill": 0.28, "online": 0.22}
+"""Of the time that is left for reinforcement learning."""
+START_S, SCORE_S, LEAST_S = 40.0, 75.0, 10.0
+"""For a stage's processes to come up and end; for the last scores; and a stage that has less than that is left out."""
+TINY = (
+    *("sft.recipe.train.steps=2", "sft.recipe.train.rows=2", "sft.recipe.train.micro_batches=1"),
+    *(
+        "sft.recipe.train.eval_rows=2",
+        "common.rollout.group=2",
+        "common.rollout.max_tokens=24",
+        "common.rollout.max_batch=8",
+    ),
+    *(
+        "common.rollout.cache_bytes=200000000",
+        "common.train.steps=2",
+        "common.train.prompts=2",
+        "common.train.micro_rows=2",
+    ),
+    *("common.train.eval_prompts=3",),
+    *(f"domains.{name}.expert.rollout.max_tokens=24" for name in ("math", "code", "tools")),
+    # what is never right moves nothing
+    *("common.loss.drop_uniform=false", "experts.at_once=3", "distill.distill.kl_floor=0", "distill.train.prompts=3"),
+    *("online.train.eval_prompts=4", "evaluate.problems=4", "evaluate.samples=1"),
+)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def make_data(folder: Path, files: Mapping[str, Path], tokenizer: Tokenizer, num_asked: int) -> None:
+    """What the recipe reads. The last ``num_asked`` problems of a domain are in no file of SFT."""
+    told = {"tokenizer": tokenizer.fingerprint(), **{name: str(path) for name, path in files.items()}}
+    if (folder / "made.json").is_file() and json.loads((folder / "made.json").read_text()) == told:
+        return
+    math = _records(files["gsm8k"])
+    _write(folder / "math.jsonl", math[NUM_SFT["math"] :])
+    _write(folder / "sft_math.jsonl", _demonstrations("math", math[: NUM_SFT["math"]], folder, worked=True))
+    code = sorted(_records(files["mbpp"]), key=lambda record: record["task_id"])
+    test = [record for record in code if 11 <= record["task_id"] <= 510]
+    rest = [record for record in code if record["task_id"] > 510]
+    _write(folder / "code.jsonl", [*rest, *test])
+    _write(folder / "sft_code.jsonl", _demonstrations("code", rest, folder))
+    dialogues = list(_conversations(files["dialogues"], files["schemas"], tokenizer))
+    assert len(dialogues) > NUM_SFT["calls"] + num_asked, (
+        f"{files['dialogues']}: {len(dialogues)} dialogues are too few"
+    )
+    _write(folder / "calls.jsonl", dialogues[NUM_SFT["calls"] :])
+    _write(folder / "sft_calls.jsonl", dialogues[: NUM_SFT["calls"]])
+    write_json(folder / "made.json", told)
+
+
+def _demonstrations(
+    kind: str, records: Sequence[Mapping[str, Any]], folder: Path, **args: Any
+) -> Iterator[dict[str, Any]]:
+    """Problems as they will be asked, with the answers of the file."""
+    path = folder / f"{kind}.part.jsonl"
+    _write(path, records)
+    from stretto.sandbox.isolate import Sandbox
+
+    source = open_source(kind, SourceConfig(kind=kind, args={"path": str(path), **args}), Sandbox())
+    for item in range(len(records)):
+        problem = source.problem(item)
+        yield {"messages": [*problem.messages, *source.demonstration(problem)]}
+    source.close()
+    path.unlink()
+
+
+def _conversations(path: Path, schemas: Path, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Dialogues with one service, calls and results as text: a chat template without tools shows them too."""
+    offers = {schema["service_name"]: _offer(schema) for schema in json.loads(schemas.read_text())}
+    records = [record for record in _records(path) if len(record["services"]) == 1]
+    random.Random(0).shuffle(records)
+    num = 0
+    for record in records:
+        messages: list[dict[str, str]] = [{"role": "system", "content": offers[record["services"][0]]}]
+        for turn in record["turns"]:
+            if turn["s"] == "U":
+                messages.append({"role": "user", "content": turn["u"]})
+                continue
+            for call in turn.get("calls", ()):
+                told = json.dumps({"name": call["method"], "arguments": call["parameters"]})
+                found = {"found": len(call["results"]), "first": call["results"][:MOST_RESULTS]}
+                messages.append({"role": "assistant", "content": f"<tool_call>{told}</tool_call>"})
+                messages.append({"role": "tool", "content": json.dumps(found)})
+            messages.append({"role": "assistant", "content": turn["u"]})
+        if len(tokenizer.encode("\n".join(message["content"] for message in messages))) <= MOST_TOKENS:
+            yield {"messages": messages}
+            num += 1
+        if num == NUM_DIALOGUES:
+            return
+
+
+def _offer(schema: Mapping[str, Any]) -> str:
+    """The system's turn."""
+    lines = []
+    for intent in schema["intents"]:
+        names = [*intent["required_slots"], *(f"{name}?" for name in intent["optional_slots"])]
+        lines.append(f"{intent['name']}({', '.join(names)}): {intent['description']}")
+    return "\n".join(
+        [
+            f"{schema['description']}. Today is 2019-03-01. Functions, arguments with ? may be left out:",
+            *lines,
+            'To call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call> and nothing else.',
+        ]
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def _write(path: Path, records: Sequence[Mapping[str, Any]] | Iterator[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Clock:
+    """When everything has to be over."""
+
+    end_s: float | None
+    """On `time.monotonic`; None: it may take as long as it takes."""
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.end_s is None else self.end_s - time.monotonic()
+
+
+class Scores:
+    """Models being asked beside whatever else runs, a process each."""
+
+    def __init__(self, out: Path, recipe: PipelineRecipe, device: str):
+        self._out, self._device, self._config = out, device, recipe.evaluate
+        assert self._config is not None, f"{RECIPE} has no [evaluate]"
+        told = {**recipe.common["rollout"], "sandbox": recipe.common["sandbox"]}
+        self._max_batch = min(MOST_AT_ONCE, told["max_batch"])
+        kept = {key: told[key] for key in ("max_tokens", "sandbox")}
+        (out / "scores").mkdir(parents=True, exist_ok=True)
+        for name, domain in {**recipe.domains, "": None}.items():
+            sources = recipe.sources if domain is None else {key: recipe.sources[key] for key in domain.sources}
+            suite = {"domains": {"sources": sources, "problems": self._config.problems, **kept}}
+            write_json(self._suite(name), suite)
+        self._asked: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _suite(self, domain: str) -> Path:
+        return self._out / "scores" / f"suite{domain and '-'}{domain}.json"
+
+    def folder(self, name: str) -> Path:
+        return self._out / "scores" / name.replace("/", "-")
+
+    def ask(self, name: str, model: Path, domain: str = "") -> None:
+        """Begin; nothing, where it is done."""
+        if name in self._asked or (self.folder(name) / RESULT_FILE).is_file() or self._config is None:
+            return
+        command = ["eval", str(model), "--suite", str(self._suite(domain)), "-o", str(self.folder(name))]
+        command += ["--samples", str(self._config.samples), "--max-batch", str(self._max_batch)]
+        with self.folder(name).with_suffix(".log").open("wb") as log:
+            self._asked[name] = _start([*command, "--device", self._device], log)
+
+    def close(self) -> None:
+        """End what is not done."""
+        for process in self._asked.values():
+            _ended(process, Clock(0.0))
+
+    def wait(self, clock: Clock) -> None:
+        """For all, or until the time is over."""
+        for name, process in self._asked.items():
+            if code := _ended(process, clock):
+                print(f"scores of {name}: ended with {code}, see {self.folder(name).with_suffix('.log')}")
+
+    def found(self) -> dict[str, Evaluation]:
+        folders = [path.parent for path in sorted((self._out / "scores").glob(f"*/{RESULT_FILE}"))]
+        return {folder.name: read_evaluation(folder) for folder in folders}
+
+
+def _start(arguments: Sequence[str], log: Any = None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "stretto.apps.cli", *arguments]
+    return subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
+
+
+def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
+    """Its exit code; one that outlasts the clock is ended, with all that it started."""
+    try:
+        return process.wait(None if clock.left_s is None else max(0.1, clock.left_s))
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 124
+
+
+def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Sequence[str], scores: Scores) -> None:
+    """Stage by stage; scores of what is there are asked for while the next stage is at work."""
+    out, clock = options.out, Clock(options.end_s)
+    scores.ask("begin", options.model)
+    for stage in ("sft", *SHARES):
+        told = list(settings)
+        if stage in SHARES and (left_s := clock.left_s) is not None:
+            later = {
+                name: share for name, share in SHARES.items() if list(SHARES).index(name) >= list(SHARES).index(stage)
+            }
+            spare_s = left_s - SCORE_S - START_S * len(later)
+            stop_s = spare_s * SHARES[stage] / sum(later.values())
+            if stop_s < LEAST_S:
+                print(f"{stage}: left out, {left_s:.0f} s are left")
+                return
+            told.append(f"common.runtime.stop_s={stop_s:.0f}")
+        sets = [part for each in told for part in ("--set", each)]
+        command = ["run", str(RECIPE), "--model", str(options.model), "-o", str(out), "--until", stage, *sets]
+        running = _start([*command, "--device", options.device])
+        try:
+            code = _ended(running, clock)
+        finally:
+            _ended(running, Clock(0.0))
+        if code:
+            print(f"{stage}: ended with {code}")
+            return
+        if stage == "experts":
+            for name in recipe.domains:
+                scores.ask(f"experts/{name}", out / "experts" / name, name)
+        else:
+            scores.ask(stage, out / stage)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def tell(console: Console, out: Path, recipe: PipelineRecipe, found: Mapping[str, Evaluation]) -> bool:
+    """Print what each stage did to each domain and cost. Whether all are there and any moved beyond its interval."""
+    rows, kept, moved = [], [], False
+    stages = [("begin", None), ("sft", "begin"), *((f"experts-{name}", "sft") for name in recipe.domains)]
+    stages += [("distill", "sft"), ("online", "distill")]
+    names = [name for domain in recipe.domains.values() for name in domain.sources]
+    for stage, before in stages:
+        if stage not in found:
+            console.print(f"{stage}: not there")
+            continue
+        domains, cells = found[stage].domains, []
+        changes: dict[str, Interval] = {}
+        if before is not None and before in found:
+            paired = compare([found[before], found[stage]], {})
+            changes = {name: change[1] for name, change in paired.differences.items()}
+        for name in names:
+            cells.append("" if name not in domains else _cell(domains[name].score, changes.get(name)))
+        moved = moved or any(change.low > 0 or change.high < 0 for change in changes.values())
+        receipt = _receipt(out, stage)
+        rows.append((stage, *cells, before or "", *receipt))
+        kept.append(
+            {
+                "stage": stage,
+                "before": before,
+                "scores": {name: asdict(result.score) for name, result in domains.items()},
+                "changes": {name: asdict(change) for name, change in changes.items()},
+                "cost": receipt,
+                "answers": {name: [result.num_tokens, result.finishes] for name, result in domains.items()},
+            }
+        )
+    title = "Right answers, %, with 95 % intervals; below, the change since the stage that it began with"
+    shown = table(title, "stage", *names, "began with", "tokens", "FLOPs", "time")
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    write_json(out / "stages.json", kept)
+    return moved and len(kept) == len(stages)
+
+
+def _cell(score: Interval, change: Interval | None) -> str:
+    text = f"{100 * score.value:.1f} [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+    if change is None:
+        return text
+    word = "gain" if change.low > 0 else "loss" if change.high < 0 else "within its interval"
+    return f"{text}\n{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] {word}"
+
+
+def _receipt(out: Path, stage: str) -> tuple[str, str, str]:
+    folder = out / stage.replace("experts-", "experts/") / CHECKPOINT
+    if not (folder / LINEAGE_FILE).is_file():
+        return ("", "", "")
+    receipt = read_lineage(folder).receipt
+    return f"{receipt.tokens:,}", si(receipt.flops), duration(receipt.wall_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the adopted run or checkpoint")
+    for name, what in (
+        ("gsm8k", "JSONL of question and answer"),
+        ("mbpp", "JSONL of MBPP"),
+        ("dialogues", "JSONL of dialogues with the calls that were made in them"),
+        ("schemas", "JSON of their services"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, required=True, help=what)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, help="in all; default: until the recipe's last steps")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of few short answers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    options.end_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    console = wide_console()
+    options.model, options.out = checkpoint_folder(options.model).resolve(), options.out.resolve()
+    data = options.out / "data"
+    settings = [
+        f"domains.tools.sources.calls.kind={RECIPES / 'examples' / 'calls.py'}:Calls",
+        *(f"domains.{name}.sources.{source}.args.path={data / file}" for name, source, file in _FILES),
+        f"sft.data={[str(data / f'sft_{name}.jsonl') for name in ('math', 'code', 'calls')]}",
+        *(TINY if options.tiny else ()),
+        *options.set,
+    ]
+    recipe = read_recipe(RECIPE, PipelineRecipe, settings)
+    assert recipe.evaluate is not None
+    files = {name: getattr(options, name) for name in ("gsm8k", "mbpp", "dialogues", "schemas")}
+    make_data(data, files, load_tokenizer(options.model), recipe.evaluate.problems)
+    scores = Scores(options.out, recipe, options.device)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        run_stages(options, recipe, settings, scores)
+        scores.wait(Clock(options.end_s))
+    finally:
+        scores.close()
+    found = scores.found()
+    is_whole = tell(console, options.out, recipe, found)
+    models = [str(scores.folder(name)) for name in ("sft", "distill", "online") if name in found]
+    teachers = [
+        f"{source}={scores.folder(f'experts-{name}')}"
+        for name, domain in recipe.domains.items()
+        for source in domain.sources
+        if f"experts-{name}" in found
+    ]
+    if len(models) > 1:
+        told = eval_options(samples=recipe.evaluate.samples)
+        compare_command(models, teachers, [], options.out / "compared", told, options.device)
+    sys.exit(0 if is_whole else 1)
+
+
+_FILES = (("math", "gsm8k", "math.jsonl"), ("code", "mbpp", "code.jsonl"), ("tools", "calls", "calls.jsonl"))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))
