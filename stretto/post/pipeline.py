@@ -197,8 +197,8 @@ def _evaluate(
     pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
     taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
     numbers = ("--samples", str(config.samples), "--limit", str(config.problems))
-    numbers += ("--max-batch", str(told.rollout.max_batch))
-    arguments = ("compare", *results, *taught, "--suite", RECIPE, *numbers)
+    at_once = ("--max-batch", str(told.rollout.max_batch))
+    arguments = ("compare", *results, *taught, "--suite", RECIPE, *numbers, *at_once)
     return Step("evaluate", "evaluate", arguments, told, COMPARISON_FILE)
 
 

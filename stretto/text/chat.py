@@ -178,7 +178,7 @@ Rendered = Callable[..., str]
 
 def _check_shown(rendered: Rendered, messages: Sequence[Message], tools: Sequence[Message]) -> None:
     """Raises `UserError`: what the template says is the same without tools or without their calls."""
-    without = {"tools": (messages, ())} if tools else {}
+    without: dict[str, tuple[Sequence[Message], Sequence[Message]]] = {"tools": (messages, ())} if tools else {}
     if any(message.get("tool_calls") for message in messages):
         bare = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
         without["tool_calls"] = (bare, tools)
