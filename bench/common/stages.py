@@ -126,5 +126,6 @@ def _among_right(out: Path, name: str) -> float | None:
 
 
 def mean_and_width(values: Sequence[float], digits: int = 2) -> str:
-    """The mean over seeds, and half of its 95 % interval by Student's t."""
-    return f"{fmean(values):.{digits}f} ± {half_width(values):.{digits}f}"
+    """The mean over seeds, and half of its 95 % interval by Student's t, which one seed alone has not."""
+    width = f" ± {half_width(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{width}"
