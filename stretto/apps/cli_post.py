@@ -150,6 +150,9 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
     max_batch: MaxBatch = 64,
+    right: Annotated[
+        Path | None, typer.Option(help="Also write the right answers there, as conversations for stretto sft --data.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
@@ -166,6 +169,10 @@ def evaluate(
         max_batch=max_batch,
     )
     eval_command(source, parse_suites(suite), out, told, subnet, device)
+    if right is not None:
+        from stretto.post.suite import write_right_answers
+
+        sys.stdout.write(f"{write_right_answers(out, right):,} right answers: {right}\n")
 
 
 def compare(

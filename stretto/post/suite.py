@@ -273,6 +273,41 @@ def read_evaluation(out: Path) -> Evaluation:
         raise UserError(f"{path}: not readable as an evaluation: {error}; evaluate again into another folder") from None
 
 
+def write_right_answers(out: Path, path: Path) -> int:
+    """Write the right answers that the finished evaluation ``out`` holds to ``path``, as the conversations that SFT reads, a line of
+    JSON each; returns how many. A text is one for its problem however often it was given; ``domain`` is the source.
+
+    Raises:
+        UserError: the evaluation is not finished, nothing was right, a suite has several turns, of which only the last is kept,
+            or a source where nothing is right or wrong.
+    """
+    found = read_evaluation(out)
+    suites = {name: validate(SuiteConfig, told, str(out / ASKED_FILE)) for name, told in found.asked["suites"].items()}
+    for name, suite in suites.items():
+        if suite.max_turns > 1:
+            raise UserError(
+                f"{out}: suite {name} has up to {suite.max_turns} turns, and the last is kept alone; leave it out"
+            )
+    if graded := [name for name, domain in found.domains.items() if domain.is_graded]:
+        raise UserError(f"{out}: {graded[0]}: nothing is right or wrong there, but better or worse; leave it out")
+    samples = read_samples(out / SAMPLES_FILE).values()
+    right = sorted({(one.domain, one.item, one.text) for one in samples if one.outcome is Outcome.OK})
+    if not right:
+        raise UserError(f"{out}: no answer is right; take problems that the network solves now and then")
+    with ExitStack() as held:
+        tables = [SourceTables(suite.sources, suite.sandbox) for suite in suites.values()]
+        sources = {name: source for table in tables for name, source in held.enter_context(table.opened()).items()}
+        lines = [
+            {
+                "domain": name,
+                "messages": [*sources[name].problem(item).messages, {"role": "assistant", "content": text}],
+            }
+            for name, item, text in right
+        ]
+    write_text(path, "".join(f"{msgspec.json.encode(line).decode()}\n" for line in lines))
+    return len(lines)
+
+
 @dataclass(slots=True)
 class Domain:
     """What is asked of a source. Written by `_Sitting`."""
@@ -312,7 +347,7 @@ class _Sitting:
         self._path, self._ended_s = out / SAMPLES_FILE, time.perf_counter()
         self._ordinals = itertools.count()
         self.domains: dict[str, Domain] = {}
-        self.samples = _read_samples(self._path)
+        self.samples = read_samples(self._path)
 
     async def answer(self, subnet: Subnet | None, device: str) -> None:
         """Draw and judge what is missing, one suite after the other, on one engine; before, look at every problem."""
@@ -449,7 +484,7 @@ class _Sitting:
         return found
 
 
-def _read_samples(path: Path) -> dict[Key, Sample]:
+def read_samples(path: Path) -> dict[Key, Sample]:
     """What earlier sittings have left; a line that a kill has torn is taken off the file. Raises `UserError`: it is damaged."""
     content = path.read_bytes() if path.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import write_json
 from stretto.base.trajectory import Outcome
+from stretto.data.conversations import ConversationForm
 from stretto.evals.scores import pass_at_k
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
@@ -28,6 +30,7 @@ from stretto.post.suite import (
     evaluate,
     parse_suites,
     read_evaluation,
+    write_right_answers,
 )
 from stretto.rl.recipe import RlRecipe
 from tests.engine.engines import CONFIG, network
@@ -324,3 +327,29 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         suite_module, "AgentRole", lambda *given, **named: role(*given, pauses_s=(0.001, 0.001), **named)
     )
+
+
+def test_right_answers_become_conversations(model: Path, own: str, tmp_path: Path) -> None:
+    run(model, suite(own), tmp_path / "out", samples=8)
+    right = {(one.item, one.text) for one in read(tmp_path / "out").values() if one.outcome is Outcome.OK}
+    path = tmp_path / "right.jsonl"
+    assert write_right_answers(tmp_path / "out", path) == len(right) > 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in rows] == [f"the cat sat {item % 10}" for item, _ in sorted(right)]
+    assert [row["messages"][1] for row in rows] == [{"role": "assistant", "content": text} for _, text in sorted(right)]
+    # they are what SFT reads
+    for row in rows:
+        document = ConversationForm().document(row, "here")
+        assert (
+            document.domain == "even"
+            and row["messages"][1]["content"] in json.loads(document.text)["messages"][1]["content"]
+        )
+
+
+def test_of_several_turns_or_nothing_right_there_are_no_conversations(model: Path, own: str, tmp_path: Path) -> None:
+    run(model, suite(own, turns=True, max_turns=2), tmp_path / "turns")
+    with pytest.raises(UserError, match="up to 2 turns"):
+        write_right_answers(tmp_path / "turns", tmp_path / "right.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        write_right_answers(tmp_path / "nowhere", tmp_path / "right.jsonl")
+    assert not (tmp_path / "right.jsonl").exists()
