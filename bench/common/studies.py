@@ -63,9 +63,10 @@ class Study:
         Raises:
             UserError: a run of this name was told something else before.
         """
+        runs = json.loads(json.dumps(runs))  # as they come out of the file
         for name, told in runs.items():
             before = self.kept.get(name, (told, {}))[0]
-            if before != json.loads(json.dumps(told)):
+            if before != told:
                 raise UserError(
                     f"{self.out / RUNS_FILE}: {name} was told {before}, is {told} now; choose another --out"
                 )

@@ -162,7 +162,7 @@ def sft(
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
     run = out.with_name(f"{out.name}.run")
-    plan = _plan_of(recipe, start).for_network(config, {})
+    plan = _plan_of(recipe, start).for_network(config, begun.presets or {})
     job = Job(
         run=run,
         loader=Demonstrations(lambda: examples(sources, prompts, tokenizer, start.noise), plan.train, ranks),
@@ -185,7 +185,7 @@ def sft(
         config=recipe.model_dump(mode="json"),
         tokenizer_dir=files,
         family=begun.family,
-        presets=begun.presets,
+        presets=begun.presets if plan.elastic is None else plan.elastic.anchors,
         parents=begun.parents,
         run_id=trained.run_id,
     )
@@ -238,7 +238,7 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
         dtype="float32",
         keep_snapshots=1,
     )
-    return SftRecipe(optim=start.optim, train=loop, balance_rate=train.balance_rate)
+    return SftRecipe(optim=start.optim, train=loop, elastic=start.elastic, balance_rate=train.balance_rate)
 
 
 class Demonstrations:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task, WeightVersion
+from stretto.model.parallel import join
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients
 from stretto.rl.launch import SourceTables
@@ -38,18 +39,19 @@ async def run_plainly(
     checkpoint: Path,
     report: Callable[[StepReport], None] = lambda report: None,
     taken_over: Callable[[WeightVersion], Mapping[str, Tensor]] = fetch,
+    device: str = "cpu",
 ) -> list[StepReport]:
-    """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process; writes ``checkpoint``. Of a
-    version the engine takes over what ``taken_over`` returns.
+    """`run_synchronously` in ``folder`` from the checkpoint ``start``, all roles in this process and on ``device``; writes
+    ``checkpoint``. Of a version the engine takes over what ``taken_over`` returns.
     Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
         prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
-    engine = EngineRole(partial(open_rollout_engine, recipe, start, "cpu"), taken_over)
+    engine = EngineRole(partial(open_rollout_engine, recipe, start, device), taken_over)
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))
         agent = AgentRole(recipe, folder, load_tokenizer(start), tables, lambda caller: clients)
-        trainer = TrainerRole(recipe, folder, start)
+        trainer = TrainerRole(recipe, folder, start, ranks=join(device))
         reports = await run_synchronously(recipe, prompts.task, agent, [engine], trainer, report)
         trainer.write(checkpoint)
     finally:

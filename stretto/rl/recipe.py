@@ -21,6 +21,7 @@ from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
 from stretto.rl.controller import Limits
 from stretto.text.similar import Similarity
+from stretto.train.recipe import SelfTaughtConfig
 
 Precision = Literal["fp32", "bf16", "fp8"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
@@ -60,6 +61,8 @@ class StartConfig(Config):
     rows: int = Field(default=16, gt=0)
     noise: float = Field(default=0.0, ge=0, lt=1)
     """Share of answers that are replaced by another problem's: a known headroom for RL."""
+    elastic: SelfTaughtConfig | None = None
+    """Train this mixture of Subnets, so that parts of the start work too; None: the full network alone."""
 
 
 class RolloutConfig(Config):

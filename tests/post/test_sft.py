@@ -16,11 +16,12 @@ from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
+from stretto.model.transformer import initial_state
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
 from stretto.rl.agent import AgentRole, Dialogue
 from stretto.rl.clients import Clients
 from stretto.rl.plain import run_synchronously
-from stretto.rl.recipe import Prompts, RlRecipe, plan_prompts
+from stretto.rl.recipe import Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
@@ -163,6 +164,33 @@ def test_a_start_without_a_network_trains_an_existing_one_further(
         )
     written = slice(len(dialogue.prompt(problem.messages)) - 1, None)
     assert now[written].mean() < was[written].mean() < 2.5  # goes on where the other ended
+
+
+def test_a_start_keeps_the_sizes_alive_that_it_is_told(sources: dict[str, TaskSource], tmp_path: Path) -> None:
+    plain = recipe()
+    assert plain.start is not None
+    told = plain.start.replace(steps=2, optim=plain.start.optim.replace(weight_decay=0.0))
+    elastic = {
+        "anchors": {"corner": {"experts": 2, "top_k": 1}},
+        "anchor_share": 1.0,
+        "width_share": 0.0,
+        "depth_share": 0.0,
+    }
+    chosen = plain.replace(
+        start=StartConfig.model_validate({**told.model_dump(), "elastic": {**elastic, "top_k_share": 0.0}})
+    )
+    found = read_checkpoint(sft(chosen, sources, tmp_path / "start", ranks=join("cpu")))
+    assert found.presets["corner"].experts == 2
+    assert found.config.widths == (4, 2), "the corner has balance biases of its own"
+    untrained = dict(initial_state(found.config, plain.train.seed))
+    moved = {
+        (name, expert)
+        for name, tensor in found.model.state_dict().items()
+        if tensor.dim() == 3 and len(tensor) == 4
+        for expert in range(4)
+        if not torch.equal(tensor[expert], untrained[name][expert])
+    }
+    assert len({expert for _, expert in moved}) == 2, "every step trained the corner alone"
 
 
 def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path: Path) -> None:
