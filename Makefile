@@ -40,7 +40,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2
 
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -n 2 -m slow
 
 check: $(STAMP)
 	@$(BIN)/ruff check
