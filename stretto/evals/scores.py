@@ -33,10 +33,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def is_above_zero(self) -> bool:
-        return self.low > 0
-
 
 def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
     """By problem, the chance that one of ``k`` samples is right: 1 − C(n − c, k) / C(n, k), unbiased (2107.03374).

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.recipe import RewardConfig
-from stretto.text.similar import clusters_N, copied, distinct, similarity_NN
+from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, spoken
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
     reward = quality × length × diversity. A factor makes no negative reward better; an answer that a guard refuses is
     wrong, and earns nothing. One answer alone has no others to be compared with: only the guards apply.
     """
-    texts = [_said(each.text) for each in answers]
+    texts = [spoken(each.text) for each in answers]
     quality_G = np.array([each.verdict.parts.get("quality", each.verdict.reward) for each in answers], np.float64)
     lengths_G = np.array([each.num_tokens for each in answers], np.float64)
     refusals = [refusal(config, text, prompt, reference) for text in texts]
@@ -121,8 +121,3 @@ def diversity(clusters_G: NDArray[np.int32]) -> NDArray[np.float64]:
     if num == 1:
         return np.ones(1)
     return (num - np.bincount(clusters_G)[clusters_G]) / (num - 1)
-
-
-def _said(text: str) -> str:
-    """Without thoughts: what is before the answer is not what a reader gets."""
-    return text.rpartition("</think>")[2].strip()

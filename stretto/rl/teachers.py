@@ -10,7 +10,6 @@ Shape letters: B rows, T positions, M targets of a teacher's samples, N targets 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.base.endpoint import Unanswered, patiently
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage
@@ -297,17 +297,8 @@ class RemoteTeacher:
 
     def _patiently(self, ask: Callable[[], httpx.Response]) -> Any:
         """The JSON of a reply. Raises UserError: it refuses, or cannot be reached however often it is tried."""
-        for attempt in range(self._failures.max_attempts):
-            time.sleep(_PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0)
-            try:
-                reply = ask()
-                if reply.status_code < 400:
-                    return reply.json()
-                problem = f"{reply.status_code}: {' '.join(reply.text.split())[:200]}"
-                if reply.status_code < 500 and reply.status_code != 429:
-                    raise UserError(f"{self._where}: {problem}; correct url, model or {KEY_VARIABLE}")
-            except (httpx.HTTPError, ValueError) as error:
-                if isinstance(error, UserError):
-                    raise
-                problem = str(error) or type(error).__name__
-        raise UserError(f"{self._where}: {problem}; start it again, then continue with --resume")
+        remedy, tries = f"correct url, model or {KEY_VARIABLE}", self._failures.max_attempts
+        try:
+            return patiently(ask, self._where, remedy, tries=tries, pause_s=_PAUSE_S)
+        except Unanswered as error:
+            raise UserError(f"{self._where}: {error}; start it again, then continue with --resume") from error

@@ -29,11 +29,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config, validate
+from stretto.base.endpoint import Unanswered, patiently
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, one_line, read_records
-from stretto.text.similar import compression, distinct, words
+from stretto.text.similar import compression, distinct, spoken, words
 
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")
 """Enough to try a run with nothing downloaded."""
@@ -208,8 +209,8 @@ class EndpointJudge:
 
         def read(said: str) -> float | None:
             points = [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", _last(said, "SCORES") or "")]
-            if len(points) != len(most) or any(
-                [not min(0, m) <= p <= max(0, m) for p, m in zip(points, most, strict=True)]
+            if len(points) != len(most) or not all(
+                [min(0, m) <= p <= max(0, m) for p, m in zip(points, most, strict=True)]
             ):
                 return None
             return min(1.0, max(0.0, sum(points) / sum(max(0, each) for each in most)))
@@ -226,10 +227,10 @@ class EndpointJudge:
         self._client.close()
         self._db.close()
 
-    def _ask(self, question: str, read: Callable[[str], Any], stop_s: float) -> Any:
+    def _ask(self, question: str, read: Callable[[str], float | None], stop_s: float) -> float:
         """What ``read`` makes of the judge's answer; of one that it makes None of, another is asked for.
         Raises JudgeFailed: there was none. UserError: the server refuses such requests."""
-        config = self._config
+        config, why = self._config, ""
         messages = [{"role": "user", "content": question}]
         body = {"model": config.model, **config.body}
         asked = blake2b(json.dumps([config.url, body, question]).encode(), digest_size=16).digest()
@@ -237,17 +238,12 @@ class EndpointJudge:
             row = self._db.execute("SELECT said FROM judgements WHERE asked = ?", (asked,)).fetchone()
         if row is not None and (judged := read(row[0])) is not None:
             return judged
-        why = ""
-        for attempt in range(config.retries + 1):
-            if attempt:
-                time.sleep(max(0.0, min(_PAUSE_S * 2 ** (attempt - 1), stop_s - time.monotonic())))
+        for _ in range(config.retries + 1):
             try:
-                said = self._complete({**body, "messages": messages}, stop_s)
-            except UserError:
-                raise
-            except (httpx.HTTPError, KeyError, ValueError) as error:
-                why = one_line(f"{type(error).__name__}: {error}")
-                continue
+                said = self._said({**body, "messages": messages}, stop_s)
+            except Unanswered as error:
+                why = str(error)
+                break
             if (judged := read(said)) is not None:
                 with self._lock:
                     self._db.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?)", (asked, said))
@@ -257,26 +253,24 @@ class EndpointJudge:
             messages = [messages[0], {"role": "assistant", "content": said}, {"role": "user", "content": again}]
         raise JudgeFailed(f"the judge {config.model} at {config.url}: {why} ({config.retries + 1} tries)")
 
-    def _complete(self, body: Mapping[str, Any], stop_s: float) -> str:
-        is_mine = self._slots.acquire(timeout=max(0.0, stop_s - time.monotonic()))
-        try:
+    def _said(self, body: Mapping[str, Any], stop_s: float) -> str:
+        """The text of a completion; empty where the reply holds none."""
+
+        def send() -> httpx.Response:
             left_s = min(self._config.timeout_s, stop_s - time.monotonic())
-            if not is_mine or left_s <= 0:
+            if left_s <= 0 or not self._slots.acquire(timeout=max(0.0, stop_s - time.monotonic())):
                 raise httpx.PoolTimeout("its time for a verdict is over")
-            response = self._client.post("chat/completions", json=body, timeout=left_s)
-        finally:
-            if is_mine:
+            try:
+                return self._client.post("chat/completions", json=body, timeout=left_s)
+            finally:
                 self._slots.release()
-        if response.status_code in (400, 401, 403, 404, 405, 422):  # no other try would mend it
-            said = one_line(response.text[:200])
-            raise UserError(
-                f"{self._where}: the judge refuses: {response.status_code}: {said}; check url, model, key and body"
-            )
-        response.raise_for_status()
-        content = response.json()["choices"][0]["message"]["content"]
-        if not isinstance(content, str):
-            raise ValueError("an answer without text")
-        return content
+
+        where, remedy = f"{self._where}: the judge refuses", "check url, model, key and body"
+        reply = patiently(send, where, remedy, tries=self._config.retries + 1, pause_s=_PAUSE_S, stop_s=stop_s)
+        try:
+            return str(reply["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError):
+            return ""
 
 
 def _material(problem: Problem, texts: Mapping[str, str]) -> str:
@@ -308,10 +302,10 @@ class JudgedSource(TaskSource):
             self._prompt(record, f"{path}: record {number}")
             for number, record in enumerate(read_records(path, args, [("prompt", "messages")]), args.first + 1)
         ]
-        if isinstance(args.judge, EndpointConfig):
-            self._judge: Judge = EndpointJudge(args.judge, f"sources.{name}.args.judge")
-        else:
-            self._judge = ScriptedJudge(args.enough_words)
+        self._judge: Judge = ScriptedJudge(args.enough_words)
+        self._endpoint = None if args.judge == "scripted" else args.judge
+        if self._endpoint is not None:
+            self._judge = EndpointJudge(self._endpoint, f"sources.{name}.args.judge")
 
     @property
     def num_items(self) -> int:
@@ -319,11 +313,11 @@ class JudgedSource(TaskSource):
 
     @property
     def at_once(self) -> int:
-        return self.args.judge.at_once if isinstance(self.args.judge, EndpointConfig) else 1
+        return self._endpoint.at_once if self._endpoint else 1
 
     @property
     def verdict_s(self) -> float:
-        return self.args.judge.verdict_s if isinstance(self.args.judge, EndpointConfig) else 0.0
+        return self._endpoint.verdict_s if self._endpoint else 0.0
 
     @property
     def compares(self) -> bool:
@@ -343,24 +337,21 @@ class JudgedSource(TaskSource):
         return super().demonstration(problem)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        text = _said(answer)
+        text = spoken(answer.text)
         if not words(text):
-            return Score.of(False, detail="no answer")
-        if self.args.by == "rubric":
-            return self._graded(self._judge.rate(problem, text, self._stop_s()))
-        if not problem.gold:
-            return self._graded(0.5)
-        return self._graded(self._duels(problem, [text, problem.gold], [(0, 1)])[0])
+            quality = 0.0
+        elif self.args.by == "rubric":
+            quality = self._judge.rate(problem, text, self._stop_s())
+        else:
+            quality = self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5
+        return self._graded(quality, text)
 
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
-        texts, num = list(map(_said, answers)), len(answers)
+        texts, num = [spoken(each.text) for each in answers], len(answers)
         near = self.args.opponents or num
         pairs = [each for each in combinations(range(num), 2) if min(step := each[1] - each[0], num - step) <= near]
         rates = win_rates(num, pairs, self._duels(problem, texts, pairs))
-        return [
-            self._graded(rate) if words(text) else Score.of(False, detail="no answer")
-            for rate, text in zip(rates, texts, strict=True)
-        ]
+        return list(map(self._graded, rates, texts))
 
     def close(self) -> None:
         self._judge.close()
@@ -378,7 +369,9 @@ class JudgedSource(TaskSource):
             raise UserError(f"{where}: rubric: no criterion gives points; give some here, or for all in args.rubric")
         return prompt
 
-    def _graded(self, quality: float) -> Score:
+    def _graded(self, quality: float, text: str) -> Score:
+        if not words(text):
+            return Score.of(False, detail="no answer")
         return Score(quality, Outcome.OK if quality >= self.args.good_at else Outcome.WRONG)
 
     def _duels(self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
@@ -392,12 +385,11 @@ class JudgedSource(TaskSource):
                 return (1.0 + has_words[0] - has_words[1]) / 2
             return self._judge.prefer(problem, first, second, stop_s)
 
+        swapped = [(second, first) for first, second in pairs]
         with ThreadPoolExecutor(self.at_once) as pool:
-            said = list(pool.map(ask, [*pairs, *((second, first) for first, second in pairs)]))
-        return [
-            one if one == 1.0 - swapped else 0.5
-            for one, swapped in zip(said[: len(pairs)], said[len(pairs) :], strict=True)
-        ]
+            said = list(pool.map(ask, [*pairs, *swapped]))
+        halves = zip(said[: len(pairs)], said[len(pairs) :], strict=True)
+        return [one if one == 1.0 - other else 0.5 for one, other in halves]
 
     def _stop_s(self) -> float:
         return time.monotonic() + (self.verdict_s or math.inf)
@@ -410,7 +402,3 @@ def win_rates(num: int, pairs: Sequence[tuple[int, int]], results: Sequence[floa
         points[[first, second]] += result, 1.0 - result
         games[[first, second]] += 1
     return (points / games).tolist()
-
-
-def _said(answer: Answer) -> str:
-    return answer.text.rpartition("</think>")[2].strip()

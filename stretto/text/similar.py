@@ -28,6 +28,11 @@ _AT_ONCE = 4096
 """N-grams that are counted at once, so that many long texts need little memory."""
 
 
+def spoken(text: str) -> str:
+    """An answer as its reader gets it: without the thoughts before it."""
+    return text.rpartition("</think>")[2].strip()
+
+
 def words(text: str) -> list[str]:
     """Its words in order, without punctuation."""
     return _WORD.findall(text.casefold())

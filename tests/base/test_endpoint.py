@@ -1,0 +1,44 @@
+"""Asking servers: which replies are asked for again, and which are the user's to mend."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from stretto.base.endpoint import Unanswered, patiently
+from stretto.base.errors import UserError
+
+
+def asked(*replies: httpx.Response | Exception, tries: int = 3) -> tuple[object, int]:
+    """What came of it, and how many replies were left."""
+    left = list(replies)
+
+    def send() -> httpx.Response:
+        reply = left.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    try:
+        return patiently(send, "judge", "check url", tries=tries, pause_s=0.0), len(left)
+    except (UserError, Unanswered) as error:
+        return error, len(left)
+
+
+@pytest.mark.parametrize(
+    "first", [httpx.Response(503), httpx.Response(429), httpx.Response(408), httpx.Response(200, text="no JSON")]
+)
+def test_what_may_pass_is_asked_for_again(first: httpx.Response) -> None:
+    assert asked(first, httpx.ConnectError("down"), httpx.Response(200, json=[1])) == ([1], 0)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_not(status: int) -> None:
+    error, left = asked(httpx.Response(status, text="not\nso"), httpx.Response(200, json=[1]))
+    assert isinstance(error, UserError) and left == 1
+    assert str(error) == f"judge: {status}: not so; check url"
+
+
+def test_the_last_failure_is_told() -> None:
+    error, _ = asked(httpx.Response(503, text="busy"), httpx.ReadTimeout("slow"), tries=2)
+    assert isinstance(error, Unanswered) and str(error) == "ReadTimeout: slow"
