@@ -100,7 +100,12 @@ class Bench:
                 [name],
                 options.expert_steps,
                 starts[f"{seed}-start"]["checkpoint"],
-                {"optim": {"lr": 2e-3, "decay_fraction": 0.0}, "rollout": {"group": 8}, "train": {"prompts": 6}},
+                {
+                    "optim": {"lr": 2e-3, "decay_fraction": 0.0},
+                    "rollout": {"group": 8},
+                    "train": {"prompts": 6},
+                    "loss": {"drop_uniform": name != SHORT},  # of four digits all are right often
+                },
             )
             for seed in begun
             for name in RULES
@@ -117,20 +122,26 @@ class Bench:
             names = dict(zip(runs, pairs, strict=True))
             return {names[name]: self._read(names[name][0], each, starts, experts) for name, each in found.items()}
 
-        searched = made("rates", [(s, b, r) for s in taught[:1] for b in options.balances for r in options.rates])
+        searched = made(
+            "rates", [(s, b, r) for s in taught if s == seeds[0] for b in options.balances for r in options.rates]
+        )
         rates = {
             balance: max(own, key=lambda rate: own[rate])
             for balance in options.balances
             if (own := {rate: each.norm for (_, name, rate), each in searched.items() if name == balance})
         }
-        found = made("students", [(seed, balance, rate) for seed in taught[1:] for balance, rate in rates.items()])
+        found = made(
+            "students",
+            [(seed, balance, rate) for seed in taught if seed != seeds[0] for balance, rate in rates.items()],
+        )
         by_balance = {name: [each for (_, own, _), each in found.items() if own == name] for name in rates}
         scores = {
             seed: {
                 name: (starts[f"{seed}-start"]["scores"][name], experts[f"{seed}-{name}"]["scores"][name])
                 for name in RULES
             }
-            for seed in taught[1:]
+            for seed in taught
+            if seed != seeds[0]
         }
         self._show_search(searched)
         return rates, by_balance, scores
