@@ -179,7 +179,7 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Evaluations, runs or checkpoints, PATH or PATH:SUBNET; the first is the reference.",
+            help="Evaluations, runs or checkpoints, PATH or PATH:SUBNET, in the order of their making.",
             show_default=False,
         ),
     ],
@@ -187,17 +187,20 @@ def compare(
     teacher: Annotated[
         list[str], typer.Option(help="DOMAIN=PATH, for the share of its lead that each model has.", show_default=False)
     ] = [],  # noqa: B006
+    reference: Annotated[
+        str | None, typer.Option(help="The model that the others are compared with; the first if left out.")
+    ] = None,
     suite: Suites = [],  # noqa: B006
     samples: Samples = 4,
     limit: Limit = None,
     max_batch: MaxBatch = 64,
     device: Device = "auto",
 ) -> None:
-    """The seesaw: every domain of every model, with paired differences to the first and to the teachers."""
+    """The seesaw: every domain of every model, with paired differences to one of them and to the teachers."""
     from stretto.apps.evaluate import compare_command, options
 
     told = options(samples=samples, limit=limit, max_batch=max_batch)
-    compare_command(models, teacher, suite, out, told, device)
+    compare_command(models, teacher, suite, out, told, device, reference)
 
 
 def online(

@@ -1,4 +1,4 @@
-"""The main job on real text, start to end: text → tokens → elastic network → search → cut → heal → hand over → report.
+"""The main job on real text, start to end: text → tokens → elastic network → search → cut → heal → hand over → post-train → report.
 
 Every stage leaves its result in the run folder, and one that finds its result there is done: an interrupted demo goes
 on where it was.
@@ -6,6 +6,7 @@ on where it was.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -18,8 +19,9 @@ import rich
 from rich.table import Table
 
 from stretto.apps.data import learn_tokenizer, tokenise_documents
+from stretto.apps.pipeline import last_result, run_command
 from stretto.apps.report import report_command
-from stretto.apps.run import SAMPLES_FILE, Sample, read_samples
+from stretto.apps.run import POST, SAMPLES_FILE, Sample, read_samples
 from stretto.apps.search import (
     LATENCY_FILE,
     SEARCH_FILE,
@@ -31,9 +33,10 @@ from stretto.apps.search import (
 from stretto.apps.train import heal_command, pretrain_command
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json
+from stretto.base.paths import CHECKPOINT, RECIPES, remove, write_json, write_text
 from stretto.base.track import progress
-from stretto.data.demo_text import TEMPLATE, demo_documents
+from stretto.data.demo_text import TEMPLATE, demo_documents, passages
+from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
 from stretto.search.search import Limits, SearchOptions
 from stretto.train.recipe import HealRecipe, Recipe
 
@@ -63,6 +66,8 @@ def demo_command(run: Path, fresh: bool = False) -> None:
     console.print(
         f"\nThe small model is in {run / 'hf'} (transformers, vLLM, SGLang) and {run / 'model.gguf'} (llama.cpp)."
         f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
+        f"\nServe the small one after its post-training: {command} serve {last_result(run / POST)}",
+        soft_wrap=True,
     )
 
 
@@ -120,6 +125,11 @@ def _stages(run: Path) -> tuple[Stage, ...]:
         Stage("export for transformers", "hf", partial(export, out=run / "hf", gguf=False)),
         Stage("export for llama.cpp", "model.gguf", partial(export, out=run / "model.gguf", gguf=True)),
         Stage("let transformers write with each size", SAMPLES_FILE, partial(_write, run)),
+        Stage(
+            "post-train the best: SFT, an expert for each domain, one student of them all, online RL, evaluation",
+            f"{POST}/{EVALUATED}/{COMPARISON_FILE}",
+            partial(_post_train, run),
+        ),
     )
 
 
@@ -160,6 +170,15 @@ def _write(run: Path) -> None:
                 samples.append(Sample(size=size, prompt=prompt, text=text))
                 advance(1)
     write_json(run / SAMPLES_FILE, [sample.model_dump() for sample in samples])
+
+
+def _post_train(run: Path) -> None:
+    """`stretto run` on the healed network. It goes on where it was by itself."""
+    prompts = run.resolve() / "data" / "passages.jsonl"
+    rows = [{"prompt": f"How does this go on? {begun}", "reference": rest} for begun, rest in passages()]
+    write_text(prompts, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    told = [f"{stage}.sources.writing.args.path={json.dumps(str(prompts))}" for stage in ("sft.recipe", "online")]
+    run_command(RECIPES / "demo_pipeline.toml", run / POST, run / "healed", told, device="cpu")
 
 
 def _samples_table(samples: list[Sample]) -> Table:

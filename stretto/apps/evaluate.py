@@ -84,9 +84,13 @@ def compare_command(
     out: Path,
     options: EvalOptions,
     device: str = "auto",
+    reference: str | None = None,
 ) -> Comparison:
     """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation by the suites
-    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each. Raises `UserError`: as `eval_command` and `compare`."""
+    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each; ``reference``: one of ``models``, None: the first.
+    Raises `UserError`: as `eval_command` and `compare`."""
+    if reference is not None and reference not in models:
+        raise UserError(f"--reference {reference}: none of the models; name one as it is named there")
     taught = {}
     for text in teachers:
         domain, equals, path = text.partition("=")
@@ -103,9 +107,9 @@ def compare_command(
         }  # of a teacher that is no model beside, what it teaches
         asked = suites if text in models else _only(suites, own)
         found[text] = _found(text, asked, out / "evals", options, device)
-    done = compare(
-        [found[text] for text in models], {domain: found[path] for domain, path in taught.items()}, options.seed
-    )
+    guides = {domain: found[path] for domain, path in taught.items()}
+    place = 0 if reference is None else list(models).index(reference)
+    done = compare([found[text] for text in models], guides, options.seed, place)
     write_text(out / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(asdict(done)), indent=1).decode() + "\n")
     console = rich.get_console()
     console.print(comparison_table(done))

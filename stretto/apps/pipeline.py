@@ -30,13 +30,13 @@ from rich.table import Column, Table
 from stretto.base.config import Config, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.numbers import duration, listed, short, si
-from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, write_json
 from stretto.base.records import LINEAGE_FILE, Receipt, read_lineage
 from stretto.base.track import read_metrics
 from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
-from stretto.rl.recipe import LAYOUT, RlRecipe
+from stretto.rl.recipe import LAYOUT, START, RlRecipe
 from stretto.rl.run import MOVED
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError
@@ -142,6 +142,12 @@ def run_command(
     console.print(_result_table(pipeline))
     if last := [step for step, _ in _receipts(pipeline)][-1:]:
         console.print(f"next: stretto chat {pipeline.place(last[0].name)}", soft_wrap=True)
+
+
+def last_result(folder: Path) -> Path | None:
+    """The checkpoint of the last stage that a pipeline in ``folder`` has done; None: of none."""
+    places = [folder / stage / name for stage in reversed(STAGES) for name in (CHECKPOINT, START)]
+    return next((place for place in places if place.is_dir()), None)
 
 
 def check_unchanged(pipeline: Pipeline) -> None:

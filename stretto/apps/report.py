@@ -11,7 +11,8 @@ from typing import Any
 import rich
 import torch
 
-from stretto.apps.run import read_info, read_samples
+from stretto.apps.pipeline import last_result
+from stretto.apps.run import POST, read_info, read_samples
 from stretto.apps.search import LATENCY_FILE, read_search
 from stretto.apps.train import held_out
 from stretto.base.config import validate
@@ -36,6 +37,7 @@ from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
+from stretto.post.pipeline import EVALUATED
 from stretto.report.cost import (
     Control,
     Elasticity,
@@ -45,6 +47,7 @@ from stretto.report.cost import (
     family_table,
     ledger_table,
 )
+from stretto.report.evals import comparison_table, read_comparison
 from stretto.report.page import write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table
@@ -82,6 +85,8 @@ def report_command(run: Path, quiet: bool = True, controls: Sequence[Path] = ())
     page = write_page(report_page(data), run)
     if not quiet:
         rich.print(headline(data), size_table(data))
+        if data.post is not None:
+            rich.print(comparison_table(data.post))
         if data.ledger is not None:
             rich.print(ledger_table(data.ledger))
         if data.family is not None:
@@ -135,6 +140,10 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     used = {parent.run_id for _, each in models for parent in each.parents}
     last = [(folder, each) for folder, each in reversed(models) if each.parents and each.run_id not in used]
     newest = healed[-1].lineage if healed else lineage
+    commands = [("Serve every size of it, with a page to try them", f"stretto serve {run}")]
+    if (made := last_result(run / POST)) is not None:
+        newest = read_lineage(made)
+        commands.insert(0, ("Serve what post-training made of the small one", f"stretto serve {made}"))
     # as the ledger counts them: padding is no token
     num_tokens = lineage.receipt.tokens if lineage else recipe.train.steps * recipe.train.rows * recipe.train.seq_len
     mixture = lineage.config.get("mixture", {}) if lineage else {}
@@ -160,6 +169,8 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
         elasticity=_elasticity(checkpoint.folder, lineage, controls) if lineage else None,
         mixture_drawn={kind: num / total for kind, num in sorted(mixture.items())},
         mixture_configured=_configured(recipe.elastic) if recipe.elastic is not None else {},
+        post=read_comparison(run / POST / EVALUATED),
+        commands=tuple(commands),
         recipe=json.dumps(recipe.model_dump(mode="json"), indent=2),
     )
 

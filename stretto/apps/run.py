@@ -9,6 +9,7 @@ adopted/       the network as it came, where `elasticize` put another in its pla
 teacher/       its log-probabilities of the text to come, where `elasticize --cache-logits` was asked to keep some
 latency.json, search.json, report/   written by the commands of those names
 samples.json   what each size of the demo wrote
+post/          the demo's post-training of its best size, as `stretto run` leaves it
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe
 ADOPTED = "adopted"
 """In a run folder: the checkpoint that continued training in place began with."""
 SAMPLES_FILE = "samples.json"
+POST = "post"
 
 
 class RunInfo(Config):

@@ -24,6 +24,8 @@ StageName = Literal["sft", "experts", "distill", "online", "evaluate"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 COMPARISON_FILE = "comparison.json"
 """What `stretto compare` leaves in its folder, when it is done."""
+EVALUATED = "evaluate"
+"""Its folder in a pipeline's."""
 Table = dict[str, Any]
 
 
@@ -144,11 +146,12 @@ def plan(recipe: PipelineRecipe, source: str) -> tuple[Step, ...]:
 
 
 def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
-    start, results, teachers = MODEL, list[str](), dict[str, str]()
+    start, results, teachers = MODEL, [MODEL], dict[str, str]()
     if recipe.sft is not None:
-        yield _sft(recipe, recipe.sft, source)
+        step = _sft(recipe, recipe.sft, source)
+        yield step
         start = "{sft}"
-        results.append(start)
+        results = [*(results if MODEL in step.arguments else ()), start]
     last = start
     if recipe.experts is not None:
         for name, domain in recipe.domains.items():
@@ -173,7 +176,7 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
         yield Step("online", "online", ("online", RECIPE, "--model", last), told)
         results.append("{online}")
     if recipe.evaluate is not None:
-        yield _evaluate(recipe, recipe.evaluate, results, teachers, source)
+        yield _evaluate(recipe, recipe.evaluate, results, start, teachers, source)
 
 
 def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
@@ -190,16 +193,30 @@ def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
 
 
 def _evaluate(
-    recipe: PipelineRecipe, config: EvaluateConfig, results: Sequence[str], teachers: Mapping[str, str], source: str
+    recipe: PipelineRecipe,
+    config: EvaluateConfig,
+    results: Sequence[str],
+    start: str,
+    teachers: Mapping[str, str],
+    source: str,
 ) -> Step:
-    """All stages' results, each domain beside its teacher."""
-    told = _complete(RlRecipe, source, "evaluate", recipe.common, {"sources": recipe.sources})
+    """All stages' results, each domain beside its teacher, set against the checkpoint ``start`` that all of these began with. The
+    online stage's own sources are domains too."""
+    online = recipe.online or {}
+    told = _complete(
+        RlRecipe,
+        source,
+        "evaluate",
+        recipe.common,
+        {key: online[key] for key in ("sources", "rollout") if key in online},
+        {"sources": recipe.sources},
+    )
     pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
     taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
     numbers = ("--samples", str(config.samples), "--limit", str(config.problems))
     at_once = ("--max-batch", str(told.rollout.max_batch))
-    arguments = ("compare", *results, *taught, "--suite", RECIPE, *numbers, *at_once)
-    return Step("evaluate", "evaluate", arguments, told, COMPARISON_FILE)
+    arguments = ("compare", *results, "--reference", start, *taught, "--suite", RECIPE, *numbers, *at_once)
+    return Step("evaluate", EVALUATED, arguments, told, COMPARISON_FILE)
 
 
 def merged(*tables: Mapping[str, Any]) -> Table:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -15,6 +18,7 @@ from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, interval, norm, resampled, share_interval
+from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import BASELINES, DomainResult, Evaluation
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
@@ -157,17 +161,20 @@ class Comparison:
     """Models on the same problems. Written by `compare`."""
 
     models: list[str]
-    """The first is what the others are compared with."""
+    reference: int
+    """Its place among them: what the others are compared with, and what the teachers began with."""
     scores: dict[str, list[Interval]]
     """By domain, of each model."""
     differences: dict[str, list[Interval]]
-    """To the first, paired."""
+    """To the reference, paired."""
     means: list[Interval]
     """Over domains."""
     kept: list[Interval]
-    """Of the first one's score, the mean over domains; undetermined where that is 0."""
+    """Of the reference's score, the mean over domains; undetermined where that is 0."""
     answers: dict[str, list[float | None]]
     """Mean over domains of what is measured of answers, by its name; None: measured by other similarities than the first's."""
+    baselines: dict[str, tuple[str, Interval]]
+    """By domain: the best of the answers that know nothing of the problem, and its score; without any, it is missing."""
     teachers: dict[str, tuple[str, Interval]]
     """By domain: the name of the one who taught it, and its score."""
     norms: list[Norm | None]
@@ -185,8 +192,11 @@ class Comparison:
         ]
 
 
-def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], seed: int = 0) -> Comparison:
-    """``models`` on the problems that all of them answered, each domain's teacher too; ``teachers`` by domain.
+def compare(
+    models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], seed: int = 0, reference: int = 0
+) -> Comparison:
+    """``models`` on the problems that all of them answered, each domain's teacher too; ``teachers`` by domain, ``reference`` the place
+    of the model that the others are compared with.
 
     Raises:
         UserError: a teacher of no domain, evaluations that asked differently, or that have no problem in common.
@@ -209,7 +219,7 @@ def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], se
     norms: list[Norm | None] = [None] * len(models)
     if teachers:
         try:
-            norms = [norm(means, place, 0, dict.fromkeys(teachers, len(models))) for place in places]
+            norms = [norm(means, place, reference, dict.fromkeys(teachers, len(models))) for place in places]
         except UserError as refused:
             refusal = str(refused)
 
@@ -218,11 +228,15 @@ def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], se
 
     return Comparison(
         models=[model.name for model in models],
+        reference=reference,
         scores={name: scores[name][: len(models)] for name in names},
-        differences={name: [interval(means[name][:, place] - means[name][:, 0]) for place in places] for name in names},
+        differences={
+            name: [interval(means[name][:, place] - means[name][:, reference]) for place in places] for name in names
+        },
         means=over_domains(lambda means_RM, place: means_RM[:, place]),
-        kept=over_domains(_ratio),
+        kept=over_domains(lambda means_RM, place: _ratio(means_RM, place, reference)),
         answers={measure: _answers(measure, models, names) for measure in _MEASURES},
+        baselines={name: best for name in names if (best := _best_baseline(models[reference].domains[name]))},
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
@@ -230,9 +244,36 @@ def compare(models: Sequence[Evaluation], teachers: Mapping[str, Evaluation], se
     )
 
 
-def _ratio(means_RM: np.ndarray, place: int) -> np.ndarray:
-    first_R = means_RM[:, 0]
-    return np.divide(means_RM[:, place], first_R, out=np.full_like(first_R, np.nan), where=first_R > 0)
+def read_comparison(out: Path) -> Comparison | None:
+    """What `stretto compare` left in ``out``; None: nothing. Raises `UserError`: it is not readable, or of another version."""
+    path = out / COMPARISON_FILE
+    if not path.is_file():
+        return None
+
+    def numbers(tree: Any) -> Any:
+        """JSON knows no infinity: an end of a range that is null there was none."""
+        if isinstance(tree, list):
+            return [numbers(each) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ends = Interval.__dataclass_fields__
+        return {key: math.nan if value is None and key in ends else numbers(value) for key, value in tree.items()}
+
+    try:
+        return msgspec.convert(numbers(msgspec.json.decode(path.read_bytes())), Comparison)
+    except (OSError, msgspec.MsgspecError) as error:
+        again = f"make it again: stretto compare … -o {out}"
+        raise UserError(f"{path}: not readable as a comparison: {error}; {again}") from None
+
+
+def _ratio(means_RM: np.ndarray, place: int, reference: int) -> np.ndarray:
+    whole_R = means_RM[:, reference]
+    return np.divide(means_RM[:, place], whole_R, out=np.full_like(whole_R, np.nan), where=whole_R > 0)
+
+
+def _best_baseline(result: DomainResult) -> tuple[str, Interval] | None:
+    best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default=None)
+    return None if best is None else (_WORDS[best], result.baselines[best])
 
 
 def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
@@ -258,26 +299,31 @@ def _check_asked(name: str, first: Evaluation, other: Evaluation) -> None:
 
 
 def comparison_table(found: Comparison) -> Table:
-    """The seesaw: a row for each domain, a column for each model, its teacher at the end."""
-
-    def row(label: str, note: str, cells: Iterable[Cell], teacher: Cell = NOTHING) -> tuple[Cell, ...]:
-        return (Cell(label, note=note), *cells, *([teacher] if found.teachers else []))
-
+    """The seesaw: a row for each domain, a column for each model; its teacher and what knowing nothing scores at the end."""
+    reference, whole = found.reference, found.models[found.reference]
+    beside = {"its teacher": found.teachers, "knowing nothing": found.baselines}
+    beside = {title: told for title, told in beside.items() if told}
+    rest = [NOTHING] * len(beside)
     rows = []
     for name, scores in found.scores.items():
-        notes = ["", *map(_signed, found.differences[name][1:])]
-        taught = found.teachers.get(name)
-        teacher = _share(taught[1], taught[0]) if taught else NOTHING
-        rows.append(row(name, "", map(_share, scores, notes), teacher))
+        notes = ["" if place == reference else _signed(gain) for place, gain in enumerate(found.differences[name])]
+        last = [_share(told[name][1], told[name][0]) if name in told else NOTHING for told in beside.values()]
+        rows.append((Cell(name), *map(_share, scores, notes), *last))
+
+    def total(label: str, note: str, cells: Iterable[Cell]) -> tuple[Cell, ...]:
+        """Of the models behind the reference."""
+        later = [cell if place > reference else NOTHING for place, cell in enumerate(cells)]
+        return (Cell(label, note=note), *later, *rest)
+
     totals = [
-        row("Mean of domains", "", map(_share, found.means)),
-        row("Kept", "of the first's, mean of domains", [NOTHING, *map(_share, found.kept[1:])]),
-        row("Worst domain", "by its difference", [NOTHING, *map(Cell, found.worst[1:])]),
+        (Cell("Mean of domains"), *map(_share, found.means), *rest),
+        total("Kept", f"of {whole}'s, mean of domains", map(_share, found.kept)),
+        total("Worst domain", "by its difference", map(Cell, found.worst)),
     ]
     if any(found.norms):
-        totals.append(row("Norm", "of the teachers' lead", [NOTHING, *map(_lead, found.norms[1:])]))
-    columns = ("Domain", *found.models, *(["its teacher"] if found.teachers else []))
-    note = f"{_READ} Differences, in points, are to {found.models[0]} on the same problems."
+        totals.append(total("Norm", "of the teachers' lead", map(_lead, found.norms)))
+    columns = ("Domain", *found.models, *beside)
+    note = f"{_READ} Differences, in points, are to {whole} on the same problems."
     return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
 
 
@@ -327,15 +373,29 @@ def score_by_cost(found: Comparison) -> Figure:
     return figure
 
 
-def comparison_page(found: Comparison) -> Page:
+def comparison_headline(found: Comparison) -> str:
     last = len(found.models) - 1
     worst = found.differences[found.worst[last]][last]
-    was, now = (percent(found.means[place].value) for place in (0, last))
-    headline = f"{found.models[last]} scores {now}, {found.models[0]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
+    was, now = (percent(found.means[place].value) for place in (found.reference, last))
+    headline = f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
     if (mean := found.norms[last]) is not None:
         headline += f" It has {rounded(mean.mean.value)} of its teachers' lead, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
-    text, tables = f"{headline} {found.refusal}".strip(), (comparison_table(found), compared_answers(found))
-    sections = [Section("seesaw", "Every domain, every stage", text, lambda: seesaw(found), "lines", tables)]
+    return headline
+
+
+def seesaw_section(found: Comparison) -> Section:
+    return Section(
+        "seesaw",
+        "Every domain, every stage",
+        f"{comparison_headline(found)} {found.refusal}".strip(),
+        lambda: seesaw(found),
+        "Line plot of each domain's score over the models, with 95 % ranges; its teacher's score dashed.",
+        (comparison_table(found), compared_answers(found)),
+    )
+
+
+def comparison_page(found: Comparison) -> Page:
+    headline, sections = comparison_headline(found), [seesaw_section(found)]
     if len(set(found.flops_per_token)) > 1:
         sections.append(Section("cost", "Score and cost", "", lambda: score_by_cost(found), "points"))
     return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")

@@ -14,6 +14,7 @@ from stretto.base import numbers
 from stretto.base.records import Family, Ledger
 from stretto.report import style
 from stretto.report.cost import Elasticity, cost_bars, cost_caption, family_table, ledger_table
+from stretto.report.evals import Comparison, comparison_headline, seesaw_section
 from stretto.report.page import NOTHING, Cell, Page, Section, Table, pictured
 from stretto.report.search import (
     Kept,
@@ -110,6 +111,10 @@ class ReportData:
     """Share of the training tokens, by kind, as drawn."""
     mixture_configured: Mapping[str, float] = field(default_factory=dict)
     """The same as the recipe asked for."""
+    post: Comparison | None = None
+    """What post-training made of a size, stage by stage."""
+    commands: tuple[tuple[str, str], ...] = ()
+    """What to type next: what for, and the line."""
     recipe: str = ""
 
     def curves(self) -> list[Curve]:
@@ -148,6 +153,7 @@ def report_page(data: ReportData) -> Page:
             data if data.curves() else None,
             training_curves, curves_caption, *mixture,
         ),
+        *([seesaw_section(data.post)] if data.post is not None else []),
         pictured(
             "cost", "Cost", "Stacked bars of the FLOPs of each stage, with and without the parent.",
             data if data.ledger or data.family else None,
@@ -155,6 +161,7 @@ def report_page(data: ReportData) -> Page:
             *([ledger_table(data.ledger)] if data.ledger else []), *([family_table(data.family)] if data.family else []),
         ),
         Section("samples", "What each size writes", samples=data.samples),
+        Section("next", "What to type next", samples=tuple((why, "", line) for why, line in data.commands)),
     )  # fmt: skip
     return Page(data.name, headline(data), data.shape, sections, data.environment, data.recipe)
 
@@ -174,7 +181,8 @@ def headline(data: ReportData) -> str:
     healed = "" if small.healed_nll is None else "healed, "
     gap = round(small.best_nll - full.nll, 3)  # as shown, so that a tie reads as one
     lies = "level with" if gap == 0 else f"{abs(gap):.3f} nats {'above' if gap > 0 else 'below'}"
-    return f"{text}; {healed}its held-out loss lies {lies} the full network's."
+    text += f"; {healed}its held-out loss lies {lies} the full network's."
+    return text if data.post is None else f"{text} Post-trained: {comparison_headline(data.post)}"
 
 
 def size_table(data: ReportData) -> Table:
