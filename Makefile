@@ -16,7 +16,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       the main job on real text: pretrain, search, extract, heal, export, report"
+	@echo "make demo       the whole spine on real text: pretrain to the best small model, then its post-training; one report"
 	@echo "make demo-smol  the same with a real chat model: adopt, experts, every size of it, chat at each"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"

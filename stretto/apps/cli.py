@@ -398,7 +398,7 @@ def demo(
     ] = False,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on where it stopped, or start over.")] = True,
 ) -> None:
-    """The main job on real text: pretrain, search, extract, heal, export, report."""
+    """The whole spine on real text: pretrain, search, extract, heal, export, then post-training of the result, and one report."""
     if smol:
         from stretto.apps.demo_smol import demo_smol_command
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from stretto.post.suite import RESULT_FILE
+from stretto.report.evals import compare, comparison_table, read_comparison
 from tests.apps.conftest import Run, refused
+from tests.report.test_evals import evaluation
 
 SUITE = """
 [small]
@@ -77,3 +82,19 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     wrong = ("--suite", suite, "--teacher", f"sums={served_run}")
     refused(stretto("compare", served_run, "-o", tmp_path / "out", *wrong), "--teacher sums", "no such domain")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_is_read_as_it_was_written(stretto: Run, tmp_path: Path) -> None:
+    models = [evaluation("a", {"sums": [0.0, 0.0, 1.0]}), evaluation("b", {"sums": [1.0, 0.0, 1.0]})]
+    for model in models:
+        (tmp_path / model.name).mkdir()
+        (tmp_path / model.name / RESULT_FILE).write_bytes(msgspec.json.encode(model))
+    folders = [tmp_path / "a", tmp_path / "b"]
+    assert stretto("compare", *folders, "-o", tmp_path / "c", "--reference", tmp_path / "b").code == 0
+    found = read_comparison(tmp_path / "c")
+    assert found is not None and found.reference == 1 and math.isnan(found.kept[0].low)  # JSON knows no infinity
+    written = [[each.text, each.note] for row in comparison_table(found).rows for each in row]
+    expected = comparison_table(compare(models, {}, 0, 1))
+    assert written == [[each.text, each.note] for row in expected.rows for each in row]
+    assert read_comparison(tmp_path / "a") is None
+    refused(stretto("compare", *folders, "-o", tmp_path / "d", "--reference", "x"), "--reference x")

@@ -40,7 +40,7 @@ def test_stages_follow_each_other_and_begin_where_the_earlier_ones_ended() -> No
     arguments = {name: step.arguments for name, step in named(steps).items()}
     assert arguments["experts/b"] == ("rl", "{recipe}", "--model", "{sft}")
     assert arguments["distill"][-1] == "{sft}" and arguments["online"][-1] == "{distill}"
-    assert arguments["evaluate"][:4] == ("compare", "{sft}", "{distill}", "{online}")
+    assert arguments["evaluate"][:6] == ("compare", "{sft}", "{distill}", "{online}", "--reference", "{sft}")
     assert "two={experts/a}" in arguments["evaluate"] and "three={experts/b}" in arguments["evaluate"]
 
 
@@ -87,6 +87,14 @@ def test_sft_on_the_sources_own_answers_trains_the_model_where_no_network_is_des
     assert steps["sft"].arguments == ("sft", "{recipe}", "--model", "{model}")
     assert named(plan(recipe(), "p.toml"))["sft"].arguments == ("sft", "{recipe}")
     assert steps["experts/a"].arguments[-1] == "{sft}"
+    assert steps["evaluate"].arguments[:3] == ("compare", "{model}", "{sft}")  # what SFT gained is shown, too
+
+
+def test_what_the_online_stage_has_of_its_own_is_evaluated_as_well() -> None:
+    online = {"sources": {"open": SOURCE}, "rollout": {"max_tokens": 20}}
+    asked = named(plan(recipe(online=online), "p.toml"))["evaluate"].recipe
+    assert isinstance(asked, RlRecipe)
+    assert set(asked.sources) == {"one", "two", "three", "open"} and asked.rollout.max_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,7 @@ def test_later_tables_win_key_by_key() -> None:
     assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": 5}) == {"a": {"b": 4, "c": 2}, "d": 3, "e": 5}
 
 
-def test_the_shipped_recipe_is_possible() -> None:
-    path = RECIPES / "pipeline.toml"
+@pytest.mark.parametrize("name", ["pipeline.toml", "demo_pipeline.toml"])
+def test_a_shipped_recipe_is_possible(name: str) -> None:
+    path = RECIPES / name
     assert plan(read_recipe(path, PipelineRecipe), str(path))

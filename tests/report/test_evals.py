@@ -124,6 +124,18 @@ def test_differences_are_to_the_first_and_paired() -> None:
     assert found.answers["num_tokens"] == [31.0, 31.0]
 
 
+def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> None:
+    raw = {**TEACHER, "words": [0.0, 0.5] * 10}
+    models = [evaluation("raw", raw), evaluation("sft", START), evaluation("rl", BETTER)]
+    found = compare(models, {"sums": evaluation("expert", TEACHER)}, reference=1)
+    alone = compare(models[1:], {"sums": evaluation("expert", TEACHER)})
+    assert found.norms[1:] == alone.norms and found.kept[1:] == alone.kept
+    assert found.differences["sums"][0].value == pytest.approx(0.75) and found.differences["sums"][1].value == 0
+    table = comparison_table(found)
+    assert [row[1].text for row in table.totals[1:]] == ["–"] * 3  # of what came before nothing was to be kept
+    assert "to sft" in table.note and comparison_page(found).headline.startswith("rl scores 62 %, sft 50 %;")
+
+
 def test_similarities_of_two_kinds_are_not_compared() -> None:
     first, other = evaluation("a", START), evaluation("b", START)
     found = compare([first, replace(other, asked=other.asked | {"embed": "sft"})], {})

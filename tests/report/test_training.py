@@ -27,6 +27,7 @@ from stretto.base.records import (
     ledger,
     new_lineage,
 )
+from stretto.report.evals import compare
 from stretto.report.page import PAGE, REPORT_FOLDER, Section, render, to_png, write_page
 from stretto.report.search import Kept, Load
 from stretto.report.training import (
@@ -42,6 +43,7 @@ from stretto.report.training import (
     training_curves,
 )
 from tests.report.searches import Point, searched
+from tests.report.test_evals import evaluation
 from tests.report.test_search import POINTS, marks, texts
 
 HOSTILE = "<script>alert('x')</script>&\"[red]$\\frac{"
@@ -87,6 +89,17 @@ def data() -> ReportData:
         mixture_configured={"full": 0.4, "corner": 0.6},
         recipe="[model]\nnum_layers = 4",
     )
+
+
+def test_the_story_goes_on_with_post_training(data: ReportData, tmp_path: Path) -> None:
+    models = [evaluation("healed", {"sums": [0.0] * 8}), evaluation("sft", {"sums": [0.0, 1.0] * 4})]
+    commands = (("Serve it", "stretto serve runs/demo/post/sft"),)
+    told = replace(data, post=compare(models, {}, reference=1), commands=commands)
+    page = report_page(told)
+    assert [section.slug for section in page.sections][6:] == ["seesaw", "cost", "samples", "next"]
+    assert "Post-trained: sft scores 50 %" in page.headline
+    path = write_page(page, tmp_path)
+    assert (path.parent / "seesaw.png").is_file() and "stretto serve runs/demo/post/sft" in path.read_text()
 
 
 @pytest.fixture(scope="module")

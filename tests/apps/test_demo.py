@@ -1,0 +1,60 @@
+"""The demo on tiny recipes: the whole spine runs, an interrupted run goes on, and one report tells all of it."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stretto.apps import demo
+from stretto.apps.demo import demo_command
+from stretto.base.paths import RECIPES
+from stretto.base.records import history, read_lineage
+from stretto.data.demo_text import demo_documents, passages
+
+STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"
+SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermediate_size": 16, "vocab_size": 600}
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    """The shipped ones, of a tiny network, with a few steps each."""
+    folder = tmp_path / "recipes"
+    shutil.copytree(RECIPES, folder)
+    for name in ("demo.toml", "heal.toml", "demo_pipeline.toml"):
+        text = re.sub(STEPS, r"\1 = 4", (folder / name).read_text())
+        text = re.sub(r"(?m)^(eval_rows|warmup_steps|eval_prompts) = .*$", r"\1 = 4", text)
+        if name == "demo.toml":
+            for key, value in SMALL.items():
+                text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
+            text = text.replace("layers = 7\nexperts = 12", "layers = 5\nexperts = 4")
+            text = re.sub(r"layers = 6\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1", text)
+            text = text.replace("min_depth = 5", "min_depth = 3").replace("top_k = 6", "top_k = 3")
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "RECIPES", recipes)
+    monkeypatch.setattr(demo, "demo_documents", partial(demo_documents, 150_000, 60_000))
+    monkeypatch.setattr(demo, "passages", lambda: list(passages())[:40])
+    run = tmp_path / "run"
+    demo_command(run)
+    stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
+    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "rl", "rl", "distill", "online"]
+    page = html.unescape((run / "report/report.html").read_text())
+    for words in ("Every domain, every stage", "knowing nothing", "its teacher", "multiples", "writing", "Vendi"):
+        assert words in page, words
+    assert f"stretto serve {run / 'post/online/checkpoint'}" in page
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    shutil.rmtree(run / "post/online")
+    shutil.rmtree(run / "post/evaluate")
+    demo_command(run)  # goes on: the rest is done
+    assert {path for path, at in before.items() if path.stat().st_mtime_ns != at} == {
+        run / "post/online/checkpoint/model.safetensors"
+    }
