@@ -56,7 +56,7 @@ class Bench:
         """What each stage found, by name and seed."""
         options, seeds = self.options, self.options.seeds
         start = self._round("start", {seed: self._told("start", seed, "start", {"steps": 1}) for seed in seeds})
-        tables = {"loss": {"advantage": "dr_grpo"}, "optim": {"lr": 2e-3}}
+        tables: dict[str, dict[str, Any]] = {"loss": {"advantage": "dr_grpo"}, "optim": {"lr": 2e-3}}
         experts = {
             f"{name} expert": {
                 seed: self._told("rl", seed, name, {"steps": steps}, begun, own, (name,))
@@ -155,7 +155,7 @@ class Bench:
     def _online(self, seed: int, name: str, floor: float, begun: Run) -> dict[str, Any]:
         """Stage 4, three prompts of four for writing."""
         sources = self._sources(seed, "taste")
-        tables = {
+        tables: dict[str, dict[str, Any]] = {
             "sources": {WRITING: {**sources[WRITING], "weight": 3.0}},
             "rewards": {WRITING: {"diversity": "words", "same_at": self.options.same_at, "floor": floor}},
             "rollout": {"group": 12},

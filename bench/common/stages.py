@@ -88,9 +88,9 @@ def _logged(rows: Sequence[Mapping[str, float]]) -> list[str]:
 def _sampling_flops(made: Path, recipe: RlRecipe, rows: Sequence[Mapping[str, float]]) -> int:
     """Of the tokens that were sampled; prompts, which a group computes once, and what was dropped are left out."""
     config = read_config(made)
-    num, mean = recipe.train.prompts * recipe.rollout.group, [row["samples/tokens_mean"] for row in rows]
-    counts = count(config, config.full())
-    return round(sum(num * counts.forward_flops(each, recipe.train.seq_len / 2) for each in mean))
+    counts, num = count(config, config.full()), recipe.train.prompts * recipe.rollout.group
+    tokens = round(sum(num * row["samples/tokens_mean"] for row in rows))
+    return int(counts.forward_flops(tokens, recipe.train.seq_len / 2))
 
 
 def _scored(made: Path, out: Path, asked: Run) -> dict[str, Any]:
