@@ -1,8 +1,8 @@
 """Healing the corner of an elastic network: on-policy distillation from the whole of it, against two trainings on the data.
 
     python -m bench.heal_by_distillation --out runs/twist                                           a few minutes on two cores
-    python -m bench.heal_by_distillation --out runs/twist --jobs 16 --seeds 5 --minutes 8           with more of them
-    python -m bench.heal_by_distillation --out runs/broken --break                                  must fail
+    python -m bench.heal_by_distillation --out runs/twist --jobs 16 --seeds 0 1 2 3 4 --minutes 8   with more of them
+    python -m bench.heal_by_distillation --out runs/twist --break                                   after that; must fail
 
 For each seed a network (`bench/heal_by_distillation.toml`) learns problems of reasoning-gym from examples, some of them wrong, and its
 corner with it; reinforcement learning then takes the whole further. The corner is cut out and healed: by on-policy distillation
@@ -53,7 +53,7 @@ from stretto.train.loop import Job, heal, write_trained
 from stretto.train.recipe import HealRecipe, TrainConfig
 
 RECIPE = Path(__file__).with_suffix(".toml")
-OURS = "on-policy distillation"
+OURS, BROKEN = "on-policy distillation", "on-policy distillation by the corner"
 DATA = {"cross-entropy on the data": 1.0, "KL to the whole on the data": 0.0}
 """The controls, and their weight of cross-entropy."""
 SELECTION = 100
@@ -75,7 +75,6 @@ class Bench:
     device: str
     corner: str
     has_rl: bool
-    is_broken: bool
     problems: int
 
     def folder(self, seed: int) -> Path:
@@ -91,18 +90,16 @@ class Bench:
         return self.recipe.replace(train=self.recipe.train.replace(seed=seed))
 
     def fingerprint(self) -> str:
-        told = [self.recipe.model_dump(mode="json"), self.corner, self.has_rl, self.is_broken, self.problems]
+        told = [self.recipe.model_dump(mode="json"), self.corner, self.has_rl, self.problems]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
 
 def main() -> None:
     options = _parse()
     recipe = read_recipe(RECIPE, RlRecipe, options.set)
-    bench = Bench(
-        recipe, options.out, options.device, options.corner, not options.no_rl, options.break_, options.problems
-    )
+    bench = Bench(recipe, options.out, options.device, options.corner, not options.no_rl, options.problems)
     study, mark = Study(options.out, options.jobs, options.minutes), {"settings": bench.fingerprint()}
-    seeds = range(options.seeds)
+    seeds, ours = options.seeds, BROKEN if options.break_ else OURS
     networks = study.run(
         "networks", partial(grow, bench), {f"network-{seed}": {"seed": seed, **mark} for seed in (SELECTION, *seeds)}
     )
@@ -111,7 +108,7 @@ def main() -> None:
         """By the name of a way: what it is told but for its rate."""
         costs = networks[f"network-{seed}"]["step"]
         budgets = {kind: options.steps * costs[kind] for kind in ("flops", "tokens")}
-        found: dict[str, dict[str, Any]] = {OURS: {"method": OURS, "steps": options.steps}}
+        found: dict[str, dict[str, Any]] = {ours: {"method": ours, "steps": options.steps}}
         for method in DATA:
             found |= {f"{method}, equal {kind}": {"method": method, kind: budgets[kind]} for kind in budgets}
         return {name: {"seed": seed, **mark, **told} for name, told in found.items()}
@@ -136,7 +133,7 @@ def main() -> None:
         if name in rates
     }
     found = study.run("healing", partial(healed, bench), told)
-    sys.exit(show(options, networks, searched, rates, found))
+    sys.exit(show(options, ours, networks, searched, rates, found))
 
 
 def _parse() -> argparse.Namespace:
@@ -145,7 +142,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each a process of one thread")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no run is begun any more")
-    parser.add_argument("--seeds", type=int, default=3, help="networks that are healed, beside the one of the search")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks that are healed")
     parser.add_argument("--steps", type=int, default=60, help="of distillation; the others get its FLOPs or tokens")
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
     parser.add_argument("--problems", type=int, default=200, help="held-out ones of each source")
@@ -173,7 +170,9 @@ def grow(bench: Bench, told: Run) -> Run:
     extract_command(bench.whole(seed), bench.corner, bench.cut(seed), bench.device)
     places = {"sft": folder / "sft", "whole": bench.whole(seed), "corner": bench.cut(seed)}
     scores = {name: scored(bench, place, folder / f"{name}.eval", seed) for name, place in places.items()}
-    step = {kind: total / PROBE_STEPS for kind, total in _distilled(bench, seed, PROBE_STEPS, 1e-9, "probe").items()}
+    step = {
+        kind: total / PROBE_STEPS for kind, total in _distilled(bench, seed, OURS, PROBE_STEPS, 1e-9, "probe").items()
+    }
     return {"scores": scores, "step": step}
 
 
@@ -181,9 +180,9 @@ def healed(bench: Bench, told: Run) -> Run:
     """The corner of a seed, healed: its scores, and what that cost."""
     seed, method, lr = told["seed"], told["method"], told["lr"]
     name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-    if method == OURS:
+    if method in (OURS, BROKEN):
         steps = told["steps"]
-        cost = _distilled(bench, seed, steps, lr, name)
+        cost = _distilled(bench, seed, method, steps, lr, name)
     else:
         kind = "flops" if "flops" in told else "tokens"
         probe = _trained(bench, seed, PROBE_STEPS, lr, DATA[method], f"{name}-probe")
@@ -199,12 +198,12 @@ def _optim(lr: float) -> OptimConfig:
     return OptimConfig(name="adamw", lr=lr, warmup_steps=5, decay_fraction=1.0, weight_decay=0.0)
 
 
-def _distilled(bench: Bench, seed: int, steps: int, lr: float, name: str) -> dict[str, float]:
+def _distilled(bench: Bench, seed: int, method: str, steps: int, lr: float, name: str) -> dict[str, float]:
     """On-policy distillation of the corner, in the folder ``name``; its cost, generation included."""
     folder, start = bench.folder(seed) / name, bench.cut(seed)
     remove(folder)
     recipe = bench.seeded(seed)
-    teacher = {"checkpoint": str(start if bench.is_broken else bench.whole(seed)), "domains": ["*"]}
+    teacher = {"checkpoint": str(start if method == BROKEN else bench.whole(seed)), "domains": ["*"]}
     tree = recipe.model_dump(mode="json", exclude={"start", "loss"}) | {
         "optim": _optim(lr).model_dump(),
         "rollout": {**recipe.rollout.model_dump(), "group": 1},
@@ -292,6 +291,7 @@ def scored(bench: Bench, checkpoint: Path, out: Path, seed: int) -> dict[str, An
 
 def show(
     options: argparse.Namespace,
+    ours_name: str,
     networks: Mapping[str, Run],
     searched: Mapping[str, Run],
     rates: Mapping[str, float],
@@ -299,13 +299,13 @@ def show(
 ) -> int:
     """Print tables; the exit code."""
     console = wide_console()
-    names = [OURS, *(f"{method}, equal {kind}" for kind in ("flops", "tokens") for method in DATA)]
+    names = [ours_name, *(f"{method}, equal {kind}" for kind in ("flops", "tokens") for method in DATA)]
     search = table("search of learning rates, share of right answers", "", *(f"{lr:g}" for lr in options.rates))
     for name in names:
         row = [searched.get(f"rate {lr:g}, {name}") for lr in options.rates]
         search.add_row(name, *("-" if each is None else f"{each['sampled']:.3f}" for each in row))
     console.print(search)
-    seeds = [seed for seed in range(options.seeds) if all(f"seed {seed}, {name}" in found for name in names)]
+    seeds = [seed for seed in options.seeds if all(f"seed {seed}, {name}" in found for name in names)]
     if not seeds:
         console.print("no seed is whole yet; call again")
         return 1
@@ -324,7 +324,7 @@ def show(
             "generating",
         ),
     )
-    ours = [found[f"seed {seed}, {OURS}"] for seed in seeds]
+    ours = [found[f"seed {seed}, {ours_name}"] for seed in seeds]
     for label, place in (("the whole", "whole"), ("the whole before RL", "sft"), ("the corner, unhealed", "corner")):
         runs = [networks[f"network-{seed}"]["scores"][place] for seed in seeds]
         shown.add_row(label, "", *_scores(runs, ours), "", "", "", "")
@@ -335,14 +335,14 @@ def show(
         shown.add_row(
             name,
             f"{rates[name]:g}",
-            *_scores(runs, ours if name != OURS else None),
+            *_scores(runs, ours if name != ours_name else None),
             f"{costs['steps']:,.0f}",
             f"{costs['tokens']:,.0f}",
             si(costs["flops"]),
             f"{costs['generated'] / costs['flops']:.0%}",
         )
         kind = name.rpartition("equal ")[2]
-        if name != OURS:
+        if name != ours_name:
             relative = costs[kind] / mean(each[kind] for each in ours) - 1
             is_good &= abs(relative) <= EQUAL
             if abs(relative) > EQUAL:
