@@ -31,7 +31,7 @@ from bench.common.measure import half_width, table, wide_console
 from bench.common.sentences import KIND
 from bench.common.stages import carry_out, mean_and_width, told
 from bench.common.studies import Run, Study
-from stretto.apps.online import self_taught
+from stretto.apps.rl import self_taught
 from stretto.rl.recipe import RlRecipe
 
 WRITING, DIGITS = "writing", "digits"

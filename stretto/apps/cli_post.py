@@ -223,7 +223,7 @@ def online(
     from stretto.rl.recipe import RlRecipe
 
     parsed = read_recipe(recipe, RlRecipe, settings)
-    from stretto.apps.online import online_command
+    from stretto.apps.rl import online_command
 
     folder = out or Path("runs") / recipe.stem
     online_command(parsed, folder, model, self_teacher=self_teacher, resume=resume, device=device, wandb_project=wandb)
@@ -259,7 +259,7 @@ def distill(
     parents = parent_settings(model) if subnet is not None and model is not None and not teacher else []
     parsed = read_recipe(recipe, RlRecipe, [*parents, *teacher_settings(teacher), *settings])
 
-    from stretto.apps.distill import distill_command
+    from stretto.apps.rl import distill_command
 
     folder = out or Path("runs") / recipe.stem
     distill_command(parsed, folder, model, subnet=subnet, resume=resume, device=device, wandb_project=wandb)
