@@ -61,8 +61,8 @@ MOST_AT_ONCE = 256
 """Answers of a model: several models answer beside each other and beside a training."""
 SHARES = {"experts": 0.5, "distill": 0.28, "online": 0.22}
 """Of the time that is left for reinforcement learning."""
-START_S, SCORE_S, LEAST_S = 40.0, 75.0, 10.0
-"""For a stage's processes to come up and end; for the last scores; and a stage that has less than that is left out."""
+START_S, SCORE_S, LEAST_S = 40.0, 60.0, 20.0
+"""For a stage's processes to come up and end; for the last scores; and what a stage has at least, or the last ones are left out."""
 TINY = (
     *("sft.recipe.train.steps=2", "sft.recipe.train.rows=2", "sft.recipe.train.micro_batches=1"),
     *(
@@ -254,6 +254,17 @@ def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
         return 124
 
 
+def time_for(stage: str, left_s: float) -> float | None:
+    """Seconds of training for ``stage``; later ones have their shares, or are left out, the last first. None: there are none."""
+    ahead = list(SHARES)[list(SHARES).index(stage) :]
+    while ahead:
+        spare_s = left_s - SCORE_S - START_S * len(ahead)
+        if spare_s >= LEAST_S * len(ahead):
+            return spare_s * SHARES[stage] / sum(SHARES[name] for name in ahead)
+        ahead.pop()
+    return None
+
+
 def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Sequence[str], scores: Scores) -> None:
     """Stage by stage; scores of what is there are asked for while the next stage is at work."""
     out, clock = options.out, Clock(options.end_s)
@@ -261,12 +272,8 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
     for stage in ("sft", *SHARES):
         told = list(settings)
         if stage in SHARES and (left_s := clock.left_s) is not None:
-            later = {
-                name: share for name, share in SHARES.items() if list(SHARES).index(name) >= list(SHARES).index(stage)
-            }
-            spare_s = left_s - SCORE_S - START_S * len(later)
-            stop_s = spare_s * SHARES[stage] / sum(later.values())
-            if stop_s < LEAST_S:
+            stop_s = time_for(stage, left_s)
+            if stop_s is None:
                 print(f"{stage}: left out, {left_s:.0f} s are left")
                 return
             told.append(f"common.runtime.stop_s={stop_s:.0f}")

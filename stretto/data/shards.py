@@ -273,7 +273,7 @@ def tokenise(
         sources: documents of each split; names are ``train``, ``val`` or others.
         tokenizer: encodes; special tokens spelled in a document are ordinary text. A `MarkingEncoder` ends documents itself.
         out_dir: the data folder.
-        processes: workers; None takes the cores this process may use, 1 works in this process.
+        processes: workers; None takes the cores this process may use, 1 works in this process, as does what one shard holds.
         holdout: what of ``train`` goes to ``val``; None: nothing.
         shard_bytes: UTF-8 bytes of text in a shard.
         advance: called with the bytes of text that were encoded, or found done.
@@ -309,7 +309,13 @@ def tokenise(
     if processes is None:
         processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     work = partial(_encode, tokenizer=tokenizer, out_dir=out_dir, settings=settings)
-    with closing(in_order(processes, work, missing())) as encoded:
+    units, begun, num_bytes = missing(), list[_Unit](), 0
+    while num_bytes <= shard_bytes and (unit := next(units, None)) is not None:
+        begun.append(unit)
+        num_bytes += unit.num_bytes
+    if num_bytes <= shard_bytes:  # a single worker would do it all, and to start one can take longer
+        processes = 1
+    with closing(in_order(processes, work, chain(begun, units))) as encoded:
         for shard in encoded:
             write_json(out_dir / _PROGRESS / f"{shard.name}.json", shard.model_dump())
             shards.append(shard)

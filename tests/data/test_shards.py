@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,22 @@ def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
         )
     assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
     assert len(files_of(tmp_path / "1")) > 10  # several shards of each split
+
+
+def test_what_one_shard_holds_is_encoded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start a process took half a minute once, on a busy machine, for a second's text."""
+    asked = []
+
+    def noted(processes: int, *others: Any) -> Any:
+        asked.append(processes)
+        return in_order(1, *others)
+
+    monkeypatch.setattr("stretto.data.shards.in_order", noted)
+    size = sum(len(document.text) for document in texts(40))
+    for shard_bytes in (size, size - 1):
+        told = {"processes": 7, "holdout": Holdout("documents", 0.1), "shard_bytes": shard_bytes}
+        tokenise({"train": texts(40)}, Bytes(), tmp_path / str(shard_bytes), **told)
+    assert asked == [1, 7]
 
 
 def test_split_by_hash_is_stable(tmp_path: Path) -> None:
