@@ -7,7 +7,7 @@ The recipe is the pipeline's (recipes/pipeline.toml): a mixture of experts that 
 examples (SFT), then an expert for each domain by reinforcement learning. Of these one network is made, with each seed anew:
 
 distil      the experts teach the student what it samples, by the full reverse KL: ours
-mixed       reinforcement learning on all domains at once, with as many samples (or FLOPs) as experts and distillation together
+mixed       reinforcement learning on all domains at once, with the samples and the FLOPs of experts and distillation together
 cascade     reinforcement learning on one domain after the other: as many samples as the experts took
 offline     supervised training on the experts' right answers, of as many samples as distillation drew
 average, task arithmetic, TIES      of the experts' weights
@@ -34,7 +34,7 @@ from rich.console import Console
 from scipy.optimize import isotonic_regression
 
 from bench.common.measure import table
-from bench.common.post_runs import Asked, imitate, learn, merged, start
+from bench.common.post_runs import Asked, begin_alike, imitate, learn, merged, start
 from bench.common.study import RESULT, Results, Run, carry_out, read_results
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
@@ -46,10 +46,9 @@ from stretto.rl.recipe import RlRecipe
 RECIPE = Path(__file__).parents[1] / "recipes" / "pipeline.toml"
 SELECTION, REPORT = 1 << 23, 3 << 22
 """First items of the held-out problems: of the seed that is searched, and of the others. Runs train below."""
-MIXED_MORE = 1.2
-"""Steps of mixed reinforcement learning over the sample-matched ones: a sample costs it fewer FLOPs than one of distillation."""
-MIXED_EVERY = 5
-"""Times as many samples between two points of its curve."""
+MIXED_MORE = 1.1
+"""Samples of mixed reinforcement learning over those of experts and distillation: so that it has their FLOPs, too, as a sample costs
+it less without a teacher."""
 NO_RATE = 1e-6
 """What the mutant multiplies the rate by."""
 AIM, WORST_AIM, LEAD_AIM, FEWER_AIM = 0.95, 0.90, 0.15, 1 / 7
@@ -84,13 +83,13 @@ class Setting:
         return f"rate x{self.factor:.2g}" + (f", {self.epochs} epochs" if self.epochs > 1 else "")
 
 
-RATES = tuple(Setting(factor) for factor in (1 / 3, 1.0, 3.0))
+RATES = tuple(Setting(factor) for factor in (0.5, 1.0, 2.0))
 SCALES, DENSITIES = (0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0), (0.2, 0.5, 0.8)
 CANDIDATES: Mapping[str, Sequence[Setting]] = {
     "expert": RATES,
+    "distil": RATES,
     "mixed": RATES,
     "cascade": RATES,
-    "distil": RATES,
     "offline": tuple(Setting(each.factor, epochs) for epochs in (1, 4) for each in RATES),
     "average": (Setting(merge=MergeOptions(method="average")),),
     "task arithmetic": tuple(Setting(merge=MergeOptions(method="task-arithmetic", scale=scale)) for scale in SCALES),
@@ -100,6 +99,14 @@ CANDIDATES: Mapping[str, Sequence[Setting]] = {
         for scale in SCALES
     ),
 }
+SETTLED: Mapping[str, Sequence[Setting]] = {
+    **{arm: (Setting(),) for arm in ("expert", "distil", "mixed", "cascade", "average")},
+    "offline": (Setting(epochs=4),),
+    "average": CANDIDATES["average"],
+    "task arithmetic": (Setting(merge=MergeOptions(method="task-arithmetic", scale=0.5)),),
+    "TIES": (Setting(merge=MergeOptions(method="ties", scale=1.0, density=0.8)),),
+}
+"""What a search has chosen before, for studies that cannot afford one."""
 REINFORCED = ("expert", "mixed", "cascade")
 """Arms that need no expert."""
 MUTANTS = ("wrong-teachers", "no-rate")
@@ -112,7 +119,7 @@ class Outcome:
 
     scores: dict[str, float]
     """By domain, at temperature 1; of experts each one's own."""
-    greedy: dict[str, float] | None
+    greedy: dict[str, float]
     samples: int
     tokens: int
     """Trained on."""
@@ -128,14 +135,21 @@ class Study:
     """By step of the pipeline: ``sft``, ``experts/NAME``, ``distill``."""
     domains: tuple[str, ...]
     seeds: tuple[int, ...]
-    """The first is searched."""
+    """The first is searched, unless ``candidates`` are `SETTLED`."""
+    candidates: Mapping[str, Sequence[Setting]]
     num_problems: int
     """Of each domain."""
     every: int
     """Samples between two points of a curve."""
     device: str
     start_device: str
+    one_start: bool
     mutant: str | None
+
+    @property
+    def reported(self) -> tuple[int, ...]:
+        """Seeds that nothing was chosen on."""
+        return self.seeds if self.candidates is SETTLED else self.seeds[1:]
 
     @property
     def budget(self) -> int:
@@ -148,24 +162,25 @@ class Study:
     def runs(self, results: Results) -> list[Run]:
         """All that are known to be wanted: of the seed that is searched every candidate, of the others the winners."""
         found = {f"{seed}/sft": self._start(seed) for seed in self.seeds}
-        for arm in CANDIDATES:
-            if arm not in REINFORCED and self.chosen("expert", results) is None:
-                continue
-            winner = self.chosen(arm, results)
-            for setting in CANDIDATES[arm]:
-                found |= {run.name: run for run in self._arm(arm, self.seeds[0], setting, results)}
-            for seed in self.seeds[1:] if winner is not None else ():
-                found |= {run.name: run for run in self._arm(arm, seed, winner or Setting(), results)}
+        winners = {arm: self.chosen(arm, results) for arm in self.candidates}
+        for seed in self.seeds:
+            for arm, candidates in self.candidates.items():
+                if arm not in REINFORCED and winners["expert"] is None:
+                    continue
+                winner = winners[arm]
+                for setting in candidates if seed == self.seeds[0] else [winner] * (winner is not None):
+                    assert setting is not None
+                    found |= {run.name: run for run in self._arm(arm, seed, setting, results)}
         if self.mutant is not None and (winner := self.chosen("distil", results)) is not None:
-            for seed in self.seeds[1:]:
+            for seed in self.reported:
                 found |= {run.name: run for run in self._arm(self.mutant, seed, winner, results)}
         return [*found.values()]
 
     def chosen(self, arm: str, results: Results) -> Setting | None:
         """The candidate with the best mean over domains on the seed that is searched; None: not all of them are done."""
-        scores = [self.searched(arm, setting, results) for setting in CANDIDATES[arm]]
+        scores = [self.searched(arm, setting, results) for setting in self.candidates[arm]]
         done = [score for score in scores if score is not None]
-        return CANDIDATES[arm][int(np.argmax(done))] if len(done) == len(scores) else None
+        return self.candidates[arm][int(np.argmax(done))] if len(done) == len(scores) else None
 
     def searched(self, arm: str, setting: Setting, results: Results) -> float | None:
         """What the search compares; None: not done."""
@@ -182,7 +197,7 @@ class Study:
         return self.out / name / CHECKPOINT
 
     def asked(self, seed: int) -> Asked:
-        return Asked(SELECTION if seed == self.seeds[0] else REPORT, self.num_problems)
+        return Asked(REPORT if seed in self.reported else SELECTION, self.num_problems)
 
     def experts(self, seed: int, results: Results) -> dict[str, str]:
         """Names of the chosen ones' runs, by domain."""
@@ -190,8 +205,17 @@ class Study:
         assert winner is not None, "asked for before the search is done"
         return {domain: self.name(f"expert-{domain}", seed, winner) for domain in self.domains}
 
+    def parts(self, arm: str, seed: int, setting: Setting) -> list[str]:
+        """Runs of ``expert`` or ``cascade``, a domain each; a cascade begins with what is the first domain's expert."""
+        kinds = ["expert"] + [arm] * (len(self.domains) - 1)
+        return [self.name(f"{kind}-{domain}", seed, setting) for kind, domain in zip(kinds, self.domains, strict=True)]
+
     def _start(self, seed: int) -> Run:
-        return Run(f"{seed}/sft", partial(start, told(self.recipes["sft"], seed), self.asked(seed), self.start_device))
+        name, recipe, first = f"{seed}/sft", told(self.recipes["sft"], seed), f"{self.seeds[0]}/sft"
+        if self.one_start and name != first:
+            work = partial(begin_alike, recipe, self.folder(first), self.asked(seed), self.device)
+            return Run(name, work, (first,))
+        return Run(name, partial(start, recipe, self.asked(seed), self.start_device))
 
     def _arm(self, arm: str, seed: int, setting: Setting, results: Results) -> list[Run]:
         """The runs of an arm, with whatever only they need."""
@@ -208,7 +232,7 @@ class Study:
             return found
         name, teachers = self.name(arm, seed, setting), {} if arm == "mixed" else self.experts(seed, results)
         if arm == "mixed":
-            return [self._learn(name, self._mixed(seed, setting), begin, self.domains)]
+            return [self._learn(name, self._mixed(seed, setting), begin, [])]
         places = {domain: self.folder(each) for domain, each in teachers.items()}
         recipe = told(self.recipes["distill"], seed, setting.factor)
         rest, needs = (self.asked(seed), self.device), (begin, *teachers.values())
@@ -244,17 +268,16 @@ class Study:
         keeps: bool = False,
     ) -> Run:
         asked, judged = self.asked(recipe.train.seed), self.recipes["distill"].sources
-        every = self.every * (MIXED_EVERY if len(recipe.sources) > 1 and not teachers else 1)
-        every = max(1, round(every / (recipe.train.prompts * recipe.rollout.group)))
+        every = max(1, round(self.every / (recipe.train.prompts * recipe.rollout.group)))
         work = partial(learn, recipe, self.folder(begin), judged, tuple(scored), asked, every, keeps, self.device)
         return Run(name, work, (begin, *teachers))
 
     # What came of it
 
     def outcome(self, arm: str, seed: int, setting: Setting, results: Results) -> Outcome:
-        """Of ``mixed`` with as many samples as the budget has. Raises KeyError: not done."""
+        """Raises KeyError: not done."""
         if arm in ("expert", "cascade"):
-            parts = [results[self.name(f"{arm}-{domain}", seed, setting)] for domain in self.domains]
+            parts = [results[name] for name in self.parts(arm, seed, setting)]
             samples, tokens, flops = (sum(part[kind] for part in parts) for kind in ("samples", "tokens", "flops"))
             if arm == "cascade":
                 parts = parts[-1:] * len(parts)
@@ -264,17 +287,8 @@ class Study:
             )
             return Outcome(scores, greedy, samples, tokens, flops)
         result = results[f"{seed}/sft" if arm == "sft" else self.name(arm, seed, setting)]
-        if arm == "mixed":
-            return self.mixed_at(result, "samples", self.budget)
         scores = result["scores"]
         return Outcome(scores["sampled"], scores["greedy"], result["samples"], result["tokens"], result["flops"])
-
-    def mixed_at(self, result: Mapping[str, Any], kind: str, amount: float) -> Outcome:
-        """Where its curve has come to so much of ``kind``, or its end."""
-        points = result["curve"]
-        point = next((each for each in points if each[kind] >= amount), points[-1])
-        tokens = round(result["tokens"] * point["step"] / points[-1]["step"])
-        return Outcome(point["scores"], None, point["samples"], tokens, point["flops"])
 
 
 def num_samples(recipe: RlRecipe) -> int:
@@ -305,7 +319,7 @@ class Row:
     setting: str
     scores_SD: np.ndarray
     norm_SD: np.ndarray
-    greedy: float | None
+    greedy: float
     """Mean over seeds and domains, as costs are over seeds."""
     samples: float
     tokens: float
@@ -321,19 +335,13 @@ def bootstrapped(values_S: np.ndarray) -> tuple[float, float]:
 
 def rows_of(study: Study, results: Results) -> list[Row]:
     """SFT and experts first; of arms that are done with all reported seeds."""
-    seeds, found = study.seeds[1:], list[tuple[str, str, list[Outcome]]]()
-    arms = ["sft", *CANDIDATES, *([study.mutant] if study.mutant else [])]
+    seeds, found = study.reported, list[tuple[str, str, list[Outcome]]]()
+    arms = ["sft", *study.candidates, *([study.mutant] if study.mutant else [])]
     for arm in arms:
         winner = Setting() if arm == "sft" else study.chosen("distil" if arm in MUTANTS else arm, results)
         try:
             outcomes = [study.outcome(arm, seed, winner or Setting(), results) for seed in seeds]
             found.append((arm, "" if arm == "sft" else str(winner), outcomes))
-            if arm == "mixed" and (flops := _flops_to_match(study, results)):
-                names = [study.name(arm, seed, winner or Setting()) for seed in seeds]
-                matched = [
-                    study.mixed_at(results[name], "flops", each) for name, each in zip(names, flops, strict=True)
-                ]
-                found.append(("mixed, FLOPs", str(winner), matched))
         except KeyError:
             continue
     scores = {arm: np.array([[each.scores[name] for name in study.domains] for each in some]) for arm, _, some in found}
@@ -344,21 +352,10 @@ def rows_of(study: Study, results: Results) -> list[Row]:
             setting,
             scores[arm],
             (scores[arm] - scores["sft"]) / lead_SD,
-            None if some[0].greedy is None else float(np.mean([[*(each.greedy or {}).values()] for each in some])),
+            float(np.mean([[*each.greedy.values()] for each in some])),
             *(float(np.mean([getattr(each, kind) for each in some])) for kind in ("samples", "tokens", "flops")),
         )
         for arm, setting, some in found
-    ]
-
-
-def _flops_to_match(study: Study, results: Results) -> list[int]:
-    """Of experts and distillation together, by reported seed; nothing before both are chosen."""
-    winners = {arm: study.chosen(arm, results) for arm in ("expert", "distil")}
-    if not all(winners.values()):
-        return []
-    return [
-        sum(study.outcome(arm, seed, winner or Setting(), results).flops for arm, winner in winners.items())
-        for seed in study.seeds[1:]
     ]
 
 
@@ -391,7 +388,7 @@ def fewer(study: Study, results: Results, share: float, kind: str) -> np.ndarray
     experts, distil = study.chosen("expert", results), study.chosen("distil", results)
     assert experts is not None and distil is not None, "there are rows of both"
     ratios = []
-    for seed in study.seeds[1:]:
+    for seed in study.reported:
         starts = study.outcome("sft", seed, Setting(), results).scores
         taught = results[study.name("distil", seed, distil)]["curve"]
         theirs, ours = [], []
@@ -407,8 +404,9 @@ def fewer(study: Study, results: Results, share: float, kind: str) -> np.ndarray
 def report(study: Study, results: Results) -> bool:
     """Print the figures of what there is; whether every aim is met."""
     console = Console(width=WIDTH)
-    _show_search(study, results)
-    if len(study.seeds) < 2 or study.chosen("expert", results) is None:
+    if study.candidates is not SETTLED:
+        _show_search(study, results)
+    if not study.reported or study.chosen("expert", results) is None:
         console.print("nothing to report before the search of the first seed is done, and another seed")
         return False
     rows = rows_of(study, results)
@@ -448,7 +446,7 @@ def _show_search(study: Study, results: Results) -> None:
     shown = table(
         f"search: seed {study.seeds[0]}, mean over domains of right answers to its own problems", "arm", "candidates"
     )
-    for arm, candidates in CANDIDATES.items():
+    for arm, candidates in study.candidates.items():
         scores = [study.searched(arm, setting, results) for setting in candidates]
         if any(score is not None for score in scores):
             best = max(score for score in scores if score is not None)
@@ -462,7 +460,7 @@ def _show_search(study: Study, results: Results) -> None:
 
 
 def _show_arms(study: Study, rows: Sequence[Row], ours: Row | None) -> None:
-    seeds = study.seeds[1:]
+    seeds = study.reported
     headings = ("arm", "chosen", *study.domains, "greedy", "Norm", "worst domain", "lowest", "ours less it", "samples")
     title = (
         f"right answers at temperature 1 (of {study.num_problems} problems a domain), Norm with bootstrap intervals over "
@@ -477,12 +475,12 @@ def _show_arms(study: Study, rows: Sequence[Row], ours: Row | None) -> None:
             gain_S = ours.norm_SD.mean(1) - mean_S
             gain = "{:+.3f} [{:+.3f}, {:+.3f}]".format(gain_S.mean(), *bootstrapped(gain_S))
         has_norm = row.arm not in ("sft", "expert")
-        needs = "" if row.arm.partition(",")[0] in (*REINFORCED, "sft") else "†"
+        needs = "" if row.arm in (*REINFORCED, "sft") else "†"
         shown.add_row(
             row.arm + needs,
             row.setting,
             *(f"{score:.3f}" for score in row.scores_SD.mean(0)),
-            "" if row.greedy is None else f"{row.greedy:.3f}",
+            f"{row.greedy:.3f}",
             f"{mean_S.mean():.3f} [{low:.3f}, {high:.3f}]" if has_norm else "",
             f"{mean_D.min():.3f} {study.domains[int(mean_D.argmin())]}" if has_norm else "",
             f"{row.norm_SD.min():.3f}" if has_norm else "",
@@ -521,10 +519,12 @@ def read_study(options: argparse.Namespace) -> Study:
         {name: recipe for name, recipe in steps.items() if isinstance(recipe, RlRecipe)},
         tuple(pipeline.domains),
         tuple(options.seeds),
+        SETTLED if options.settled else CANDIDATES,
         options.problems,
         options.every,
         options.device,
         options.start_device or options.device,
+        options.one_start,
         options.mutant,
     )
 
@@ -539,6 +539,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1280, help="samples between two points of a learning curve")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all processes share it")
     parser.add_argument("--start-device", help="of SFT alone, whose large steps a GPU is faster at; default: --device")
+    parser.add_argument(
+        "--settled", action="store_true", help="search nothing: every arm as an earlier search chose it"
+    )
+    parser.add_argument(
+        "--one-start", action="store_true", help="all seeds begin with the first one's SFT: a third of the time"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, a thread each")
     parser.add_argument("--minutes", type=float, default=1e6, help="then stop; called again, it goes on")
     parser.add_argument(

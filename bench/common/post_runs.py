@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
 from stretto.rl.agent import Dialogue
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import GROUPS, WEIGHTS, RlRecipe, SourceConfig, plan_prompts
+from stretto.rl.recipe import GROUPS, RlRecipe, SourceConfig, plan_prompts
 from stretto.rl.rollout import open_rollout_engine
 from stretto.rl.samples import discard, store_group
 from stretto.rl.trainer import TrainerRole
@@ -150,6 +151,15 @@ def start(recipe: RlRecipe, asked: Asked, device: str, folder: Path) -> dict[str
         return {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, **_cost(made)}
 
 
+def begin_alike(recipe: RlRecipe, begin: Path, asked: Asked, device: str, folder: Path) -> dict[str, Any]:
+    """The start of another seed, scored on other problems; it costs nothing more."""
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
+        sampler = Sampler(recipe, begin, device, sources)
+        scores = sampler.all_scores(asked, recipe.train.seed)
+    shutil.copytree(begin, folder / CHECKPOINT)
+    return {"scores": scores, "samples": 0, "tokens": 0, "flops": 0}
+
+
 def learn(
     recipe: RlRecipe,
     begin: Path,
@@ -169,9 +179,9 @@ def learn(
         keeps: the checkpoint, for runs that begin with it.
     """
     assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, "the loop has neither"
-    with SourceTables(dict(judged), recipe.sandbox).opened() as sources:
+    with SourceTables(dict(judged), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
         sampler = Sampler(recipe, begin, device, sources)
-        trainer = TrainerRole(recipe, folder, begin, ranks=_ranks(device))
+        trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
         train, curve = recipe.train, list[dict[str, Any]]()
         for step in range(train.steps + 1):
@@ -182,7 +192,7 @@ def learn(
             if step == train.steps:
                 break
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
-            refs = [store_group(folder / GROUPS, group) for group in sampler.groups(tasks)]
+            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks)]
             trainer.step(refs, step)
             discard(ref.location for ref in refs)
             trainer.copy_weights()
@@ -194,8 +204,6 @@ def learn(
         result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "flops": receipt.flops + sampler.flops}
         if keeps:
             trainer.write(folder / CHECKPOINT)
-    for each in (GROUPS, WEIGHTS):
-        shutil.rmtree(folder / each, ignore_errors=True)
     return result
 
 
@@ -211,9 +219,7 @@ def imitate(
 ) -> dict[str, Any]:
     """Offline distillation: supervised training of ``begin`` on right answers of the teachers, by source, of ``num_samples`` drawn."""
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
-        one = recipe.replace(rollout=recipe.rollout.replace(group=1), distill=None)
-        one = one.replace(loss=one.loss.replace(drop_uniform=False)) if one.loss.drop_uniform else one
-        prompts = plan_prompts(one, {name: source.num_items for name, source in sources.items()})
+        prompts = replace(plan_prompts(recipe, {name: each.num_items for name, each in sources.items()}), group=1)
         tasks = [prompts.task(number) for number in range(num_samples)]
         right: dict[int, tuple[Problem, str]] = {}
         flops = 0
