@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from stretto.base.config import read_recipe, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
 from stretto.post.pipeline import PipelineRecipe, Step, merged, plan
-from stretto.rl.recipe import RlRecipe
+from stretto.post.sft import examples, fill_rows, learn_tokenizer
+from stretto.rl.launch import SourceTables
+from stretto.rl.recipe import RlRecipe, plan_prompts
 from tests.apps.rl_recipes import TINY
 
 PARTS = tomllib.loads(TINY)
@@ -126,3 +129,18 @@ def test_later_tables_win_key_by_key() -> None:
 def test_a_shipped_recipe_is_possible(name: str) -> None:
     path = RECIPES / name
     assert plan(read_recipe(path, PipelineRecipe), str(path))
+
+
+def test_the_shipped_recipe_has_room_for_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and answers of its sources, in the rows and the tokens that it gives them."""
+    path = RECIPES / "pipeline.toml"
+    told = plan(read_recipe(path, PipelineRecipe), str(path))[0].recipe
+    assert isinstance(told, RlRecipe) and told.start is not None
+    monkeypatch.setattr("stretto.post.sft._TOKENIZER_PROBLEMS", 200)
+    with SourceTables(dict(told.sources), told.sandbox).opened() as sources:
+        prompts = plan_prompts(told, {name: source.num_items for name, source in sources.items()})
+        tokenizer = learn_tokenizer(sources, prompts, told.start.model.vocab_size)
+        some = list(islice(examples(sources, prompts, tokenizer, told.start.noise), 600))
+    assert list(fill_rows(iter(some), told.start.rows, told.train.seq_len))
+    too_long = sum(each.is_written.sum() > told.rollout.max_tokens for each in some)
+    assert too_long <= 0.02 * len(some)
