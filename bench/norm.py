@@ -222,13 +222,11 @@ class Study:
         begin = f"{seed}/sft"
         if arm in ("expert", "cascade"):
             found, before = [], begin
-            for domain in self.domains:
+            for domain, name in zip(self.domains, self.parts(arm, seed, setting), strict=True):
                 recipe = told(self.recipes[f"experts/{domain}"], seed, setting.factor)
-                scored = [domain] if arm == "expert" else self.domains
-                found.append(
-                    self._learn(self.name(f"{arm}-{domain}", seed, setting), recipe, before, scored, keeps=True)
-                )
-                before = begin if arm == "expert" else found[-1].name
+                scored = [domain] if name.partition("/")[2].startswith("expert") else []
+                found.append(self._learn(name, recipe, before, scored, keeps=True))
+                before = begin if arm == "expert" else name
             return found
         name, teachers = self.name(arm, seed, setting), {} if arm == "mixed" else self.experts(seed, results)
         if arm == "mixed":
