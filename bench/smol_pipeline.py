@@ -45,6 +45,7 @@ from stretto.post.pipeline import PipelineRecipe
 from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
 from stretto.report.evals import compare
 from stretto.rl.recipe import SourceConfig
+from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,13 +117,12 @@ def _demonstrations(
     """Problems as they will be asked, with the answers of the file."""
     path = folder / f"{kind}.part.jsonl"
     _write(path, records)
-    from stretto.sandbox.isolate import Sandbox
-
-    source = open_source(kind, SourceConfig(kind=kind, args={"path": str(path), **args}), Sandbox())
-    for item in range(len(records)):
-        problem = source.problem(item)
-        yield {"messages": [*problem.messages, *source.demonstration(problem)]}
-    source.close()
+    with Sandbox() as sandbox:
+        source = open_source(kind, SourceConfig(kind=kind, args={"path": str(path), **args}), sandbox)
+        for item in range(len(records)):
+            problem = source.problem(item)
+            yield {"messages": [*problem.messages, *source.demonstration(problem)]}
+        source.close()
     path.unlink()
 
 
@@ -179,7 +179,7 @@ def _write(path: Path, records: Sequence[Mapping[str, Any]] | Iterator[Mapping[s
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Clock:
     """When everything has to be over."""
 
