@@ -125,7 +125,7 @@ def test_later_tables_win_key_by_key() -> None:
     assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": 5}) == {"a": {"b": 4, "c": 2}, "d": 3, "e": 5}
 
 
-@pytest.mark.parametrize("name", ["pipeline.toml", "demo_pipeline.toml"])
+@pytest.mark.parametrize("name", ["pipeline.toml", "pipeline_smol.toml", "demo_pipeline.toml"])
 def test_a_shipped_recipe_is_possible(name: str) -> None:
     path = RECIPES / name
     assert plan(read_recipe(path, PipelineRecipe), str(path))
