@@ -203,14 +203,9 @@ def _evaluate(
     """All stages' results, each domain beside its teacher, set against the checkpoint ``start`` that all of these began with. The
     online stage's own sources are domains too."""
     online = recipe.online or {}
-    told = _complete(
-        RlRecipe,
-        source,
-        "evaluate",
-        recipe.common,
-        {key: online[key] for key in ("sources", "rollout") if key in online},
-        {"sources": recipe.sources},
-    )
+    own = {name: each for name, each in online.get("sources", {}).items() if name not in recipe.sources}
+    tables = {"sources": recipe.sources | own, "rollout": online.get("rollout", {})}
+    told = _complete(RlRecipe, source, "evaluate", recipe.common, tables)
     pairs = [(name, key) for name, domain in recipe.domains.items() for key in domain.sources if name in teachers]
     taught = [each for name, key in pairs for each in ("--teacher", f"{key}={teachers[name]}")]
     numbers = ("--samples", str(config.samples), "--limit", str(config.problems))

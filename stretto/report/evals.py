@@ -322,6 +322,7 @@ def comparison_table(found: Comparison) -> Table:
     ]
     if any(found.norms):
         totals.append(total("Norm", "of the teachers' lead", map(_lead, found.norms)))
+        totals.append(total("Least norm", "and its domain", map(_least_lead, found.norms)))
     columns = ("Domain", *found.models, *beside)
     note = f"{_READ} Differences, in points, are to {whole} on the same problems."
     return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
@@ -330,9 +331,17 @@ def comparison_table(found: Comparison) -> Table:
 def _lead(found: Norm | None) -> Cell:
     if found is None:
         return NOTHING
-    mean, least = found.mean, rounded(found.domains[found.worst].value)
-    note = f"{rounded(mean.low)} … {rounded(mean.high)}; least {found.worst} {least}"
+    mean = found.mean
+    is_known = math.isfinite(mean.low + mean.high)
+    note = f"{rounded(mean.low)} … {rounded(mean.high)}" if is_known else "undetermined"
     return Cell(rounded(mean.value), mean.value, note)
+
+
+def _least_lead(found: Norm | None) -> Cell:
+    if found is None:
+        return NOTHING
+    least = found.domains[found.worst].value
+    return Cell(rounded(least), least, found.worst)
 
 
 def compared_answers(found: Comparison) -> Table:
@@ -380,6 +389,9 @@ def comparison_headline(found: Comparison) -> str:
     headline = f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
     if (mean := found.norms[last]) is not None:
         headline += f" It has {rounded(mean.mean.value)} of its teachers' lead, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
+    idle = [name for name, (_, best) in found.baselines.items() if found.scores[name][last].low <= best.value]
+    if idle:
+        headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
     return headline
 
 

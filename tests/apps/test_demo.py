@@ -15,6 +15,7 @@ from stretto.apps.demo import demo_command
 from stretto.base.paths import RECIPES
 from stretto.base.records import history, read_lineage
 from stretto.data.demo_text import demo_documents, passages
+from stretto.search.search import Limits
 
 STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"
 SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermediate_size": 16, "vocab_size": 600}
@@ -41,6 +42,7 @@ def recipes(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RECIPES", recipes)
+    monkeypatch.setattr(demo, "LIMITS", Limits(max_total=0.9, max_active=0.9))
     monkeypatch.setattr(demo, "demo_documents", partial(demo_documents, 150_000, 60_000))
     monkeypatch.setattr(demo, "passages", lambda: list(passages())[:40])
     run = tmp_path / "run"

@@ -60,6 +60,7 @@ def evaluation(name: str, scores: dict[str, list[float | None]], flops: float = 
 
 START = {"sums": [0.0, 0.5, 0.25, 0.25] * 5, "words": [0.5, 1.0] * 10}
 BETTER = {"sums": [0.5, 1.0, 0.75, 0.75] * 5, "words": [0.25, 0.75] * 10}
+LOW = {name: [0.25, 0.5] * 10 for name in START}
 TEACHER = {"sums": [1.0, 1.0, 1.0, 1.0] * 5}
 
 
@@ -132,7 +133,7 @@ def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> No
     assert found.norms[1:] == alone.norms and found.kept[1:] == alone.kept
     assert found.differences["sums"][0].value == pytest.approx(0.75) and found.differences["sums"][1].value == 0
     table = comparison_table(found)
-    assert [row[1].text for row in table.totals[1:]] == ["–"] * 3  # of what came before nothing was to be kept
+    assert [row[1].text for row in table.totals[1:]] == ["–"] * 4  # of what came before nothing was to be kept
     assert "to sft" in table.note and comparison_page(found).headline.startswith("rl scores 62 %, sft 50 %;")
 
 
@@ -151,6 +152,12 @@ def test_the_seesaw(tmp_path: Path) -> None:
     page = write_page(comparison_page(found), tmp_path)
     assert {path.name for path in page.parent.iterdir()} == {"report.html", "seesaw.png", "cost.png"}
     assert "its worst domain is words" in page.read_text()
+    better = {name: [1.0] * 20 for name in START}
+    idle = "Not clearly above answers that know nothing of the problem: "
+    assert idle not in comparison_page(compare([evaluation("a", START), evaluation("b", better)], {})).headline
+    assert (
+        f"{idle}sums, words" in comparison_page(compare([evaluation("b", better), evaluation("a", LOW)], {})).headline
+    )
     labels = {text.get_text() for text in seesaw(found).axes[0].texts}
     assert {"sums", "words"} <= labels
 
@@ -181,6 +188,13 @@ def test_a_teacher_without_a_lead_is_told_not_hidden() -> None:
 def test_what_is_kept_of_nothing_is_undetermined() -> None:
     few = [evaluation("a", {"sums": [0.0, 0.0, 1.0]}), evaluation("b", {"sums": [1.0, 0.0, 1.0]})]
     assert "undetermined" in printed(comparison_table(compare(few, {})))
+
+
+def test_the_share_of_a_lead_that_may_be_none_is_undetermined() -> None:
+    start, student = evaluation("a", {"sums": [0.0, 1.0] * 4}), evaluation("b", {"sums": [1.0, 1.0] * 4})
+    lead = {"sums": evaluation("t", {"sums": [1.0, 0.0] * 3 + [1.0, 1.0]})}
+    found = compare([start, student], lead)
+    assert [row[2].note for row in comparison_table(found).totals[-2:]] == ["undetermined", "sums"]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
