@@ -8,7 +8,8 @@ The trainer, in fp32: one teacher under two names is one; the order of teachers,
 the number of ranks (two processes on this machine, gloo) change the gradient by no more than another order of a sum does:
 a random walk of a rounding for each of n targets, of what a difference of two log-probabilities is rounded by, and these are
 of the size of the negative log-likelihood: √n·ε·(1 + nll) of the largest entry. Mutants must fail: a top-k sum without its
-correction, log π − log q as a loss, the k3 estimate as a loss. Exits with 1 where something does not come out as it should.
+correction, log π − log q as a loss, the k3 estimate as a loss; and of a teacher with another tokenizer: half of what it says of
+two tokens of each, tokens paired by their places, its ids taken for the student's. Exits with 1 where something does not come out as it should.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,13 +32,30 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bench.common.lessons import FORMS, difference, network, sampled_gradient, samples, stepped, taught
+from bench.common.lessons import (
+    FORMS,
+    WORDS,
+    difference,
+    network,
+    sampled_gradient,
+    samples,
+    span_gradient,
+    span_gradient_reference,
+    stepped,
+    taught,
+    told,
+    twin,
+)
 from bench.common.measure import table, wide_console
 from stretto.base.track import progress
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.ops.logprob import Teacher
 from stretto.rl.distillation import Lesson, form_loss, taught_loss
+from stretto.rl.log import StepReport
 from stretto.rl.recipe import DistillConfig
+from stretto.text.spans import Spelling, Translation
+from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 
 EXACT = 1e-12
 """Of fp64 sums over a vocabulary of a few dozen."""
@@ -78,7 +96,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary, progress("invariants", None) as advance:
         found = []
-        for each in chain(of_losses(options.seed), of_refusals(), of_the_trainer(Path(temporary), options.seed)):
+        for each in chain(
+            of_losses(options.seed),
+            of_refusals(),
+            of_the_trainer(Path(temporary), options.seed),
+            of_spans(Path(temporary), options.seed),
+        ):
             found.append(each)
             advance(1)
     made = table("Distillation: invariants and mutants", "what", "form", "found", "limit", "")
@@ -138,6 +161,72 @@ def of_losses(seed: int) -> Iterator[Finding]:
     for name, estimate_CV in estimates.items():
         (grad_CV,) = torch.autograd.grad((logp_CV.detach().exp() * estimate_CV).sum(), logits_CV, retain_graph=True)
         yield Finding(against, name, apart(grad_CV), APART, is_mutant=True)
+
+
+def of_spans(folder: Path, seed: int) -> Iterator[Finding]:
+    """A teacher with another tokenizer: by itself, over every text of two tokens; and in the trainer, where the other tokenizer is the student's with all
+    ids in another order, so that what the teacher says of any text is known."""
+    rng = torch.Generator().manual_seed(seed)
+    first_V, second_VV, teacher_VV = (torch.randn(shape, generator=rng) for shape in ((7,), (7, 7), (7, 7)))
+    teacher_VV = teacher_VV.flatten().log_softmax(-1).view(7, 7)
+    own_VV = first_V.log_softmax(-1)[:, None] + second_VV.log_softmax(-1)
+
+    def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+        return max(float((mine - theirs).abs().max()) for mine, theirs in zip(one, other, strict=True))
+
+    eps, largest_nll = torch.finfo(torch.float32).eps, -float(own_VV.min())
+    exact = math.sqrt(2 * own_VV.numel()) * eps * (1.0 + largest_nll)
+    whole = span_gradient_reference(first_V, second_VV, teacher_VV)
+    against = "expected gradient against that of the reverse KL of spans"
+    yield Finding(against, "sampled, spans", apart(span_gradient(first_V, second_VV, teacher_VV), whole), exact)
+    halves = span_gradient(first_V, second_VV, teacher_VV, by_span=False)
+    yield Finding(against, "half for each token", apart(halves, whole), APART, is_mutant=True)
+    found = max(float(each.abs().max()) for each in span_gradient(first_V, second_VV, own_VV))
+    yield Finding("gradient at teacher = student", "sampled, spans", found, exact)
+
+    texts = [" ".join(WORDS)] * 20
+    fine, coarse = train_tokenizer(iter(texts), 262), train_tokenizer(iter(texts), 330)
+    turn = fine.encode(texts[0])
+    made, sides = Translation(fine, coarse, (), 0)(turn), (Spelling(fine), Spelling(coarse))
+
+    def unlike(own: Sequence[int], theirs: Sequence[int]) -> float:
+        """Spans that are not the same bytes on both sides."""
+        spans = [(b"".join(sides[0].bytes_of(token) for token, span in zip(turn, own, strict=False) if span == number),
+                  b"".join(sides[1].bytes_of(int(token)) for token, span in zip(made.ids_K, theirs, strict=False) if span == number))
+                 for number in range(max(*own, *theirs) + 1)]  # fmt: skip
+        return float(sum(mine != other for mine, other in spans))
+
+    split = "spans with other bytes, characters split"
+    yield Finding(split, "sampled, spans", unlike(made.own_T.tolist(), made.theirs_K.tolist()), 0.0)
+    yield Finding(split, "token by token", unlike(range(len(turn)), range(len(made.ids_K))), 0.5, is_mutant=True)
+
+    start, teacher = network(folder / "spoken", seed, fine), network(folder / "spoken-teacher", seed + 1, fine)
+    start_twin, teacher_twin = (twin(each, folder / f"{each.name}-twin", seed) for each in (start, teacher))
+    as_told = {True: told(fine, {"one": load_tokenizer(teacher_twin)}), False: told(fine, {})}
+
+    def gradient(name: str, who: Path, **train: Any) -> tuple[StepReport, dict[str, Tensor]]:
+        plan = taught({"one": {"checkpoint": str(who), "domains": ["*"]}}, {"form": "sampled"}, **train)
+        return stepped(plan, start, folder / name, as_told[who.name.endswith("-twin")])
+
+    report, alike = gradient("alike", teacher)
+    num_targets = sum(one.num_sampled for each in as_told[False] for one in each.trajectories)
+    limit = math.sqrt(num_targets) * eps * (1.0 + report.scalars["policy/nll"])
+    _, spans = gradient("spans", teacher_twin)
+    yield Finding("a teacher's twin with other ids", "sampled, spans", difference(alike, spans), limit)
+    for name, train in CHANGES.items():
+        other = gradient(f"spans, {name}", teacher_twin, **train | {"seq_len": max(32, train.get("seq_len", 48))})[1]
+        yield Finding(name, "sampled, spans", difference(spans, other), limit)
+    same = max(float(grad.abs().max()) for grad in gradient("same", start_twin)[1].values())
+    largest = max(float(grad.abs().max()) for grad in spans.values())
+    yield Finding("the student's own twin, over another teacher's", "sampled, spans", same / largest, limit)
+    write_checkpoint(
+        folder / "mistaken",
+        read_checkpoint(teacher_twin).model,
+        read_checkpoint(teacher_twin).config,
+        tokenizer_dir=start,
+    )
+    mistaken = gradient("mistaken", folder / "mistaken")[1]
+    yield Finding("its ids taken for the student's", "sampled", difference(alike, mistaken), APART, is_mutant=True)
 
 
 def of_refusals() -> Iterator[Finding]:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
-from stretto.model.checkpoint import write_checkpoint
+from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.ops.logprob import Teacher
-from stretto.rl.distillation import Lesson
+from stretto.rl.distillation import DistillObjective, Lesson
 from stretto.rl.log import StepReport
-from stretto.rl.recipe import DistillConfig, RlRecipe
+from stretto.rl.objective import PolicyObjective
+from stretto.rl.recipe import DistillConfig, LossConfig, RlRecipe
 from stretto.rl.samples import store_group
 from stretto.rl.trainer import TrainerRole
+from stretto.text.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 FORMS = ("full", "top_k", "tail")
 """Those that see more than the sampled token."""
 SOURCES = ("digits", "letters")
+WORDS = ("the", "cat", "sat", "mat", "né", "中文", "😀", "12", "345")
 SHAPE: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
     "num_experts": 8, "top_k": 2, "expert_intermediate_size": 8, "num_shared_experts": 1,
@@ -40,6 +46,31 @@ def sampled_gradient(student_CV: Tensor, teacher_CV: Tensor, clip: float) -> Ten
     signal_CV = (teacher_CV - logp_CV.detach()).clamp(-clip, clip)
     (grad_CV,) = torch.autograd.grad(-(logp_CV.detach().exp() * signal_CV * logp_CV).sum(), logits_CV)
     return grad_CV
+
+
+def span_gradient(first_V: Tensor, second_VV: Tensor, teacher_VV: Tensor, by_span: bool = True) -> tuple[Tensor, ...]:
+    """The gradient by the student's logits that texts of two tokens make, each weighed by how likely it is: of the objective, where
+    ``teacher_VV`` is what a teacher says of each such text as one span. ``by_span`` False: half of it of either token."""
+    vocab, leaves = len(first_V), (first_V.clone().requires_grad_(), second_VV.clone().requires_grad_())
+    logits_PN = torch.stack([leaves[0].expand(vocab * vocab, -1), leaves[1].repeat_interleave(vocab, 0)], 1)
+    targets_N = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab)).flatten()
+    logp_N = logits_PN.detach().flatten(0, 1).log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
+    spans_M = torch.arange(vocab * vocab).repeat_interleave(2)
+    streams = dict.fromkeys(("behaviour_BT",), logp_N[None]) | {"advantages_BT": torch.zeros_like(logp_N)[None]}
+    streams |= {"weights_BT": logp_N.view(-1, 2).sum(-1).exp().repeat_interleave(2)[None]}
+    policy = PolicyObjective(LossConfig(), 1.0, streams | {"samples_BT": spans_M[None]}, logp_N[None])
+    said_M = teacher_VV.flatten()[spans_M]
+    lesson = Lesson(torch.arange(len(targets_N)), *((said_M, spans_M) if by_span else (said_M / 2,)))
+    objective = DistillObjective(DistillConfig(form="sampled", clip=1e9), (lesson,), policy, True)
+    loss = objective(logits_PN.flatten(0, 1), torch.eye(vocab, dtype=first_V.dtype), targets_N).loss
+    return torch.autograd.grad(loss, leaves)
+
+
+def span_gradient_reference(first_V: Tensor, second_VV: Tensor, teacher_VV: Tensor) -> tuple[Tensor, ...]:
+    """Of KL(π ‖ q) over the texts, by autograd."""
+    leaves = first_V.clone().requires_grad_(), second_VV.clone().requires_grad_()
+    logp_VV = leaves[0].log_softmax(-1)[:, None] + leaves[1].log_softmax(-1)
+    return torch.autograd.grad((logp_VV.exp() * (logp_VV - teacher_VV)).sum(), leaves)
 
 
 def form_loss_reference(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> Tensor:
@@ -77,15 +108,60 @@ def taught_loss_reference(
     return loss
 
 
-def network(folder: Path, seed: int) -> Path:
+def network(folder: Path, seed: int, tokenizer: Tokenizer | None = None) -> Path:
     """A checkpoint of fresh weights, made as decided as trained ones."""
-    model = build(ModelConfig(**SHAPE), seed)
+    own = {} if tokenizer is None else {"vocab_size": tokenizer.vocab_size}
+    model = build(ModelConfig(**SHAPE | own), seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3.0)
-    write_checkpoint(folder, model, model.config)
+    words = folder.with_suffix(".words") if tokenizer is not None else None
+    if tokenizer is not None and words is not None:
+        tokenizer.save(words)
+    write_checkpoint(folder, model, model.config, tokenizer_dir=words)
     return folder
+
+
+def twin(folder: Path, out: Path, seed: int) -> Path:
+    """Network and tokenizer of ``folder`` with all ids in another order: another tokenizer, the same distribution over texts."""
+    found, tree = read_checkpoint(folder), json.loads(load_tokenizer(folder).rust.to_str())
+    order = torch.randperm(found.config.vocab_size, generator=torch.Generator().manual_seed(seed)).tolist()
+    tree["model"]["vocab"] = {token: order[number] for token, number in tree["model"]["vocab"].items()}
+    tree["added_tokens"] = sorted(
+        ({**each, "id": order[each["id"]]} for each in tree["added_tokens"]), key=lambda each: each["id"]
+    )
+    state = dict(found.model.state_dict())
+    for name in state.keys() & {"embedding.weight", "head.weight"}:
+        state[name] = torch.empty_like(state[name]).index_copy(0, torch.tensor(order), state[name])
+    Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(tree)), END_OF_TEXT).save(out.with_suffix(".words"))
+    write_checkpoint(out, state, found.config, tokenizer_dir=out.with_suffix(".words"))
+    return out
+
+
+def told(tokenizer: Tokenizer, teachers: Mapping[str, Tokenizer], num: int = 4, size: int = 3) -> list[Group]:
+    """`samples` in words: answers as ``tokenizer`` writes them, and the problem as each of the ``teachers`` reads it."""
+    rng, made = np.random.default_rng(0), []
+    for group in samples(num, size):
+        prompt = " ".join(rng.choice(WORDS, 2))
+
+        def spoken(sample: Trajectory) -> Trajectory:
+            said = [prompt, " " + " ".join(rng.choice(WORDS, rng.integers(1, 4)))]  # noqa: B023
+            parts = [tokenizer.encode(said[0]), [*tokenizer.encode(said[1]), tokenizer.eos_id]]
+            segments = [
+                Segment(
+                    np.array(ids, np.int32),
+                    bool(own),
+                    np.full(len(ids), -own, np.float32),
+                    np.full(len(ids), own - 1, np.int32),
+                )
+                for own, ids in enumerate(parts)
+            ]
+            return replace(sample, segments=tuple(segments))
+
+        prompts = {name: np.array(each.encode(prompt), np.int32) for name, each in teachers.items()}
+        made.append(Group(group.task, tuple(map(spoken, group.trajectories)), prompts))
+    return made
 
 
 def samples(num: int = 4, size: int = 3, longest: int = 9) -> list[Group]:

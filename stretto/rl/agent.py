@@ -35,6 +35,7 @@ from stretto.serve.dialects import Said, read_answer
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
 from stretto.tasks.task import Problem, TaskSource, Tool
+from stretto.text.spans import Translation
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -533,8 +534,8 @@ def _wait(sample: Sample, what: str) -> None:
 
 
 def teacher_dialogues(recipe: RlRecipe, tokenizer: Tokenizer) -> dict[str, dict[str, Dialogue]]:
-    """By source and teacher: how a teacher's own chat template puts a problem, where it is not the student's.
-    Raises UserError: a teacher has no tokenizer, or one whose ids mean something else."""
+    """By source and teacher: how a teacher's own chat template and tokenizer put a problem, where they are not the student's.
+    Raises UserError: a teacher has no tokenizer, or one that it cannot teach with."""
     found: dict[str, dict[str, Dialogue]] = {}
     distill = recipe.distill
     if distill is None:
@@ -548,14 +549,30 @@ def teacher_dialogues(recipe: RlRecipe, tokenizer: Tokenizer) -> dict[str, dict[
             own = load_tokenizer(folder)
         except UserError as error:
             raise UserError(f"distill.teachers.{name}.checkpoint: {error}") from None
-        if own.rust.get_vocab() != tokenizer.rust.get_vocab():
-            raise UserError(
-                f"distill.teachers.{name}: {folder}: its tokenizer gives other ids than the student's; name a teacher with the "
-                "student's tokenizer"
-            )
-        if config.template == "own" and own.chat_template != tokenizer.chat_template:
+        other = translation(recipe, name, tokenizer, own)
+        if config.template == "student":
+            own = replace(own, chat_template=tokenizer.chat_template)
+        if other is not None or own.chat_template != tokenizer.chat_template:
             found[source] = {name: Dialogue(own)}
     return found
+
+
+def translation(recipe: RlRecipe, name: str, own: Tokenizer, other: Tokenizer) -> Translation | None:
+    """From the student's tokens to those of the teacher ``name``; None where they are the same. Raises UserError: it cannot teach
+    with that tokenizer."""
+    if own.rust.get_vocab() == other.rust.get_vocab():
+        return None
+    assert recipe.distill is not None
+    remedy = "or name a teacher with the student's tokenizer"
+    try:
+        if recipe.distill.form != "sampled":
+            raise UserError(f'form {recipe.distill.form!r} compares tokens; set distill.form = "sampled"')
+        if recipe.rollout.max_turns > 1:
+            raise UserError("what lies between turns is not its own; set rollout.max_turns = 1")
+        return Translation(own, other, Dialogue(own).stop_ids, Dialogue(other).end_id)
+    except UserError as error:
+        told = f"distill.teachers.{name}: its tokenizer gives other ids than the student's: {error}"
+        raise UserError(f"{told}, {remedy}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,6 +594,9 @@ class Dialogue:
         self._hidden = self._special - self._prompts.visible_ids
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
         """Any of them ends the model's turn; the token belongs to the turn."""
+        template, added = tokenizer.chat_template or "", tokenizer.rust.get_added_tokens_decoder()
+        self.end_id = next((e for e in self._prompts.turn_ends if added[e].content in template), tokenizer.eos_id)
+        """The one that the chat template writes."""
 
     def prompt(self, messages: Trees, tools: Trees = ()) -> np.ndarray:
         """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.

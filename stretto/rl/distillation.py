@@ -46,7 +46,21 @@ class Lesson:
     places_M: Tensor
     """Of the flattened positions of a rank's rows; int64."""
     said: Teacher | Tensor
-    """Final hidden states [M, D] and the head they go through, or log-probabilities [M] of the targets."""
+    """Final hidden states [M, D] and the head they go through, or log-probabilities [M] of the targets, or of their spans."""
+    spans_M: Tensor | None = None
+    """Of a teacher with another tokenizer: which span of text each target is of, int64; it has said its log-probability of the
+    whole span at each of them. None: each target by itself."""
+
+    def summed(self, values_M: Tensor) -> Tensor:
+        """``values_M`` of the targets added up over each span, at each of its targets."""
+        if self.spans_M is None:
+            return values_M
+        spans, at_M = self.spans_M.unique(return_inverse=True)
+        return values_M.new_zeros(len(spans)).index_add(0, at_M, values_M)[at_M]
+
+    def estimate(self, gap_M: Tensor) -> Tensor:
+        """Of a target's part in KL(π ‖ q), never negative: ½ of the squared gap, shared out over its span."""
+        return 0.5 * gap_M.square() / self.summed(torch.ones_like(gap_M))
 
 
 # Forms of the loss
@@ -181,16 +195,17 @@ class DistillObjective:
         weights_N, behaviour_N = streams["weights_BT"].flatten(), streams["behaviour_BT"].flatten()
         if self.config.form == "sampled":
             logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
-            signal_N = torch.zeros_like(logp_N)
+            signal_N, kl_N = torch.zeros_like(logp_N), torch.zeros_like(logp_N)
             for lesson in self.lessons:
                 assert isinstance(lesson.said, Tensor)
-                signal_N[lesson.places_M] = lesson.said - logp_N.detach()[lesson.places_M]
+                gap_M = lesson.said - lesson.summed(logp_N.detach()[lesson.places_M])
+                signal_N[lesson.places_M], kl_N[lesson.places_M] = gap_M, lesson.estimate(gap_M)
             advantages_N = signal_N.clamp(-self.config.clip, self.config.clip)
             measured = self.policy.measured(
                 logp_N, entropy_N, targets_N, streams["advantages_BT"].flatten() + advantages_N
             )
             slope_N = 2 * (weights_N * advantages_N).abs() * -torch.expm1(logp_N.detach())
-            told = {"signal": signal_N, "kl": 0.5 * signal_N.square(), "slope": slope_N}
+            told = {"signal": signal_N, "kl": kl_N, "slope": slope_N}
             return replace(measured, streams_N={**measured.streams_N, **told})
         loss, told_SN = taught_loss(hidden_ND, head_VD, targets_N, weights_N, self.lessons, self.config, operators)
         told = dict(zip(TOLD, told_SN.float(), strict=True))

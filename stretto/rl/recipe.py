@@ -196,7 +196,8 @@ class TeacherConfig(Config):
 
     checkpoint: str | None = None
     """Run or checkpoint folder. Beside ``url``: the folder whose tokenizer and template are those of what is served; without
-    it, the student's are taken."""
+    it, the student's are taken. Its tokenizer may be another than the student's for the form ``sampled``, of answers of one
+    turn, where both are byte-level: it is then told of spans of text (`stretto.text.spans`)."""
     subnet: str = "full"
     """Of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
     url: str | None = None

@@ -32,11 +32,13 @@ from stretto.model.parallel import Ranks, spread
 from stretto.model.spec import count, executed, parse_subnet
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
+from stretto.rl.agent import translation
 from stretto.rl.algorithms import Streams
 from stretto.rl.batch import pack, target_places
 from stretto.rl.distillation import Lesson
 from stretto.rl.passes import Pass, place
 from stretto.rl.recipe import DistillConfig, RlRecipe, TeacherConfig
+from stretto.text.spans import Translated, Translation
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 Groups = Sequence[Sequence[Streams]]
@@ -57,13 +59,15 @@ class Said:
     """Final hidden states [M, D] and their head, or log-probabilities [M]."""
     flops: int
     """Spent here, over all ranks."""
+    spans_M: Tensor | None = None
+    """As of `Lesson`."""
 
-    def some(self, places: NDArray[np.int64]) -> Teacher | Tensor:
-        """Of some of the targets."""
-        at = torch.from_numpy(places)
+    def lesson(self, here: Tensor, places: NDArray[np.int64]) -> Lesson:
+        """Of the targets ``places``, which lie at ``here`` in a pass: whole samples."""
+        at = torch.from_numpy(places).to(here.device)
         if isinstance(self.of, Tensor):
-            return self.of[at.to(self.of.device)]
-        return Teacher(self.of.hidden_ND[at.to(self.of.hidden_ND.device)], self.of.head_VD)
+            return Lesson(here, self.of[at], None if self.spans_M is None else self.spans_M[at])
+        return Lesson(here, Teacher(self.of.hidden_ND[at], self.of.head_VD))
 
 
 class Scorer(Protocol):
@@ -78,7 +82,7 @@ class Scorer(Protocol):
 
 def check_teachers(recipe: RlRecipe, start: Path) -> None:
     """Look at the teachers' checkpoints without reading their weights into memory. Raises UserError: one is missing, has no such
-    part or another vocabulary, or is the student itself, which is at ``start``."""
+    part or a vocabulary that cannot be told of, or is the student itself, which is at ``start``."""
     distill = recipe.distill
     own = describe(start).config
     for name, config in sorted({} if distill is None else distill.teachers.items()):
@@ -91,7 +95,7 @@ def check_teachers(recipe: RlRecipe, start: Path) -> None:
             raise UserError(f"{where}.checkpoint: {error}") from None
         found = describe(folder)
         subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
-        if found.config.vocab_size != own.vocab_size:
+        if _translation(recipe, name, start, folder) is None and found.config.vocab_size != own.vocab_size:
             problem = f"a vocabulary of {found.config.vocab_size}, the student's is {own.vocab_size}"
             raise UserError(f"{where}: {problem}; choose another")
         is_like = distill is not None and distill.kl_floor > 0 and subnet == found.config.full() == own.full()
@@ -110,13 +114,24 @@ def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arith
         return teachers
     check_teachers(recipe, start)
     for name, config in sorted(recipe.distill.teachers.items()):
+        folder = start if config.checkpoint is None else checkpoint_folder(config.checkpoint)
         if config.url is None:
             teachers[name] = LocalTeacher(config, recipe, ranks, arithmetic)
         else:
-            folder = start if config.checkpoint is None else checkpoint_folder(config.checkpoint)
-            tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-            teachers[name] = RemoteTeacher(name, config, recipe, tokenizer, ranks)
+            teachers[name] = RemoteTeacher(name, config, recipe, _tokenizer(folder), ranks)
+        if (translation := _translation(recipe, name, start, folder)) is not None:
+            teachers[name] = TranslatedTeacher(teachers[name], translation)
     return teachers
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def _translation(recipe: RlRecipe, name: str, start: Path, folder: Path) -> Translation | None:
+    """`translation`, between checkpoints; None too where one has no tokenizer."""
+    own, other = _tokenizer(start), _tokenizer(folder)
+    return None if own is None or other is None else translation(recipe, name, own, other)
 
 
 def as_read(sample: Streams, teacher: str, number: int) -> Streams:
@@ -126,6 +141,11 @@ def as_read(sample: Streams, teacher: str, number: int) -> Streams:
         num = len(sample.trajectory.segments[0].tokens)
         tokens = np.concatenate([prompt, tokens[num:]])
         mask_S = np.concatenate([np.zeros(len(prompt) - 1, np.bool_), mask_S[num - 1 :]])
+    return _reread(sample, number, tokens, mask_S)
+
+
+def _reread(sample: Streams, number: int, tokens: NDArray[np.int32], mask_S: NDArray[np.bool_]) -> Streams:
+    """``sample`` as other tokens, to be scored alone."""
     blank_S = np.zeros(len(mask_S), np.int32)
     streams: dict[str, Any] = dict.fromkeys(("logprobs_S", "steps_S"), blank_S.astype(np.float32))
     return replace(
@@ -165,14 +185,14 @@ def give_lessons(
         for each, places_N, some in zip(passes, places, lessons, strict=True):
             here = np.flatnonzero(own_N[places_N] >= 0)
             at = torch.from_numpy(here).to(each.mine["tokens_BT"].device)
-            some.append(Lesson(at, said.some(own_N[places_N[here]])))
+            some.append(said.lesson(at, own_N[places_N[here]]))
     for each, some in zip(passes, lessons, strict=True):
         each.lessons = tuple(some)
     return flops
 
 
 def chosen(lesson: Lesson, each: Pass) -> Tensor:
-    """log q [M] of the targets of ``lesson``, which is of ``each``."""
+    """log q [M] of the targets of ``lesson``, or of their spans; it is of ``each``."""
     if isinstance(lesson.said, Tensor):
         return lesson.said
     targets_M = each.mine["targets_BT"].flatten()[lesson.places_M]
@@ -221,6 +241,36 @@ class LocalTeacher:
             flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
         ranks.sum(of_M)
         return Said(Teacher(of_M, model.head_VD.detach()) if self._tells_hidden else of_M, flops)
+
+
+class TranslatedTeacher:
+    """Another one, of answers in the tokens of its own tokenizer: what it says of a span of text is the sum over its tokens."""
+
+    def __init__(self, teacher: Scorer, translation: Translation):
+        self._teacher, self._translation, self.lineage = teacher, translation, teacher.lineage
+
+    def said(self, groups: Groups) -> Said:
+        """Samples have one turn, behind the prompt in its own tokens."""
+        made = [[self._translated(sample) for sample in group] for group in groups]
+        said = self._teacher.said([[sample for sample, _ in group] for group in made])
+        assert isinstance(said.of, Tensor), "hidden states are of other tokens"
+        told = [each for group in made for _, each in group]
+        starts = np.cumsum([0, *(each.num_spans for each in told)])
+        own_M, theirs = (
+            torch.from_numpy(np.concatenate([start + spans for start, spans in zip(starts, some, strict=False)])).to(
+                said.of.device
+            )
+            for some in ([each.own_T for each in told], [each.theirs_K for each in told])
+        )
+        totals = said.of.new_zeros(int(starts[-1])).index_add(0, theirs, said.of)
+        return Said(totals[own_M], said.flops, own_M)
+
+    def _translated(self, sample: Streams) -> tuple[Streams, Translated]:
+        num = 1 + int(sample.mask_S.argmax())
+        assert sample.mask_S[num - 1 :].all(), f"{sample.where}: more than one turn"
+        turn = self._translation(sample.tokens[num:].tolist())
+        tokens = np.concatenate([sample.tokens[:num], turn.ids_K])
+        return _reread(sample, sample.number, tokens, np.arange(1, len(tokens)) >= num), turn
 
 
 class RemoteTeacher:

@@ -409,10 +409,10 @@ class TrainerRole:
         """Raises UserError: of a source that comes up first, the student and its teacher say the same."""
         found = []
         for each in update.passes:
-            gap_N = torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device)
+            found.append(torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device))
             for lesson in each.lessons:
-                gap_N[lesson.places_M] = chosen(lesson, each) - each.scores["policy"].flatten()[lesson.places_M]
-            found.append(0.5 * gap_N.square())
+                own_M = each.scores["policy"].flatten()[lesson.places_M]
+                found[-1][lesson.places_M] = lesson.estimate(chosen(lesson, each) - lesson.summed(own_M))
         kl_N, sources_N = self._gathered(update.passes, found), _sources(update)
         for source, name in self._distill.teacher_of().items():
             here_N = sources_N == source

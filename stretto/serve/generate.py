@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.decoders import ByteLevel
 
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine, Stream
@@ -45,6 +45,7 @@ from stretto.serve.limits import (
 )
 from stretto.serve.messages import Body, FieldError, Prompts
 from stretto.serve.metrics import Metrics
+from stretto.text.stream import BYTE_OF_CHARACTER
 from stretto.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 64
@@ -234,12 +235,7 @@ def speller(tokenizer: Tokenizer | None) -> Callable[[int], tuple[str, tuple[int
     if tokenizer is None:
         return lambda token: (f"token_id:{token}", ())
     special, rust = tokenizer.special_ids(), tokenizer.rust
-    byte_of: dict[str, int] = {}
-    if (json.loads(rust.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
-        # GPT-2's alphabet: printable Latin-1 characters are their own byte, the others follow in the order of theirs.
-        alphabet = sorted(ByteLevel.alphabet())
-        own = [ord(each) for each in alphabet if ord(each) < 256]
-        byte_of = dict(zip(alphabet, [*own, *sorted(set(range(256)) - set(own))], strict=True))
+    byte_of = BYTE_OF_CHARACTER if isinstance(rust.decoder, ByteLevel) else {}
 
     @lru_cache(maxsize=1 << 16)
     def spell(token: int) -> tuple[str, tuple[int, ...]]:

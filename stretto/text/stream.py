@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile("<0x..>")
 """A single byte, as sentencepiece vocabularies spell it: whether a run of them is characters or not is decided for the run as
 a whole, so it is not known before its end."""
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - _PRINTABLE))
 }
 """Byte that each character of a byte-level vocabulary stands for (GPT-2): itself where it prints, else 256 and up."""
@@ -70,7 +70,7 @@ class Detokenizer:
         if token is None:  # rows of an embedding that no token uses
             return b""
         try:
-            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+            return bytes([BYTE_OF_CHARACTER[character] for character in token])
         except KeyError:
             return str(token).encode()
 

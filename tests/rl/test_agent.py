@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Group, Outcome, StepReward, Verdict, WeightVersion
@@ -429,14 +430,36 @@ def test_a_teacher_is_asked_by_its_own_template(tmp_path: Path) -> None:
     assert agent(tmp_path, [Spoken([])], distill=distill)._teachers == {}
 
 
-def test_a_teacher_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_of_another_tokenizer(tmp_path: Path) -> None:
+    """It is told the problem in its own tokens, for a form that can tell spans of text; otherwise it is refused."""
     folder = tmp_path / "other"
-    train_tokenizer(iter(["quite different words in here " * 20]), 288, CHATML).save(folder)
-    distill = {"teachers": {"toy": {"checkpoint": str(folder)}}}
+    other = train_tokenizer(iter(["quite different words in here " * 20]), 288, CHATML)
+    other.save(folder)
+    distill: dict[str, Any] = {"teachers": {"toy": {"checkpoint": str(folder)}}}
     with pytest.raises(UserError, match=r"^distill\.teachers\.toy\.checkpoint: .*config\.json: no such file"):
         agent(tmp_path, [Spoken([])], distill=distill)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"^distill\.teachers\.toy: .*: its tokenizer gives other ids than the student's"
-    ):
-        agent(tmp_path, [Spoken([])], distill=distill)
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(UserError) as error:
+            agent(tmp_path, [Spoken([])], **{"distill": distill | {"form": "sampled"}, **changes})
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    begin, end = (
+        "distill.teachers.toy: its tokenizer gives other ids than the student's: ",
+        ", or name a teacher with the student's tokenizer",
+    )
+    assert refused(distill=distill) == f"{begin}form 'full' compares tokens; set distill.form = \"sampled\"{end}"
+    assert refused(max_turns=2) == f"{begin}what lies between turns is not its own; set rollout.max_turns = 1{end}"
+    subject = agent(
+        tmp_path / "run", [Spoken([spoken_turn("5")])], distill=distill | {"form": "sampled"}, **LONG, max_turns=1
+    )
+    group = load_group(asyncio.run(subject.run_group(ONE, 0)).location)
+    assert group.prompts["toy"].tolist() == Dialogue(other).prompt([{"role": "user", "content": "the cat 7"}]).tolist()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "the": 1}, unk_token="<|endoftext|>"))
+    words.save(str(folder / "tokenizer.json"))
+    assert (
+        refused(max_turns=1)
+        == f"{begin}only a byte-level BPE that has all bytes can be aligned with another tokenizer{end}"
+    )

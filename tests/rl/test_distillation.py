@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import FORMS, form_loss_reference, sampled_gradient, taught_loss_reference
+from bench.common.lessons import (
+    FORMS,
+    form_loss_reference,
+    sampled_gradient,
+    span_gradient,
+    span_gradient_reference,
+    taught_loss_reference,
+)
 from stretto.ops.logprob import Teacher
 from stretto.rl.distillation import (
     TOLD,
@@ -76,6 +83,20 @@ def test_the_gradient_by_hand_is_autograds(form: str, chunk: int) -> None:
             assert torch.allclose(mine, theirs, rtol=EXACT, atol=EXACT)
             assert mine.abs().max() > 0.01
         assert not told_SN[:, 5:7].any() and told_SN[TOLD.index("kl"), :5].min() > 0
+
+
+def test_what_is_said_of_spans_moves_the_student_down_their_kl() -> None:
+    """In expectation over all texts of two tokens; half of it for each token would not."""
+    rng = torch.Generator().manual_seed(0)
+    first_V, second_VV, teacher_VV = (torch.randn(shape, generator=rng) for shape in ((5,), (5, 5), (5, 5)))
+    given = first_V, second_VV, teacher_VV.flatten().log_softmax(-1).view(5, 5)
+    expected = span_gradient_reference(*given)
+    for by_span in (True, False):
+        found = span_gradient(*given, by_span=by_span)
+        assert all(torch.allclose(*pair, atol=1e-5) is by_span for pair in zip(found, expected, strict=True))
+    spans = Lesson(torch.arange(3), torch.zeros(3), torch.tensor([0, 1, 1]))
+    assert spans.summed(torch.tensor([1.0, 2.0, 4.0])).tolist() == [1.0, 6.0, 6.0]
+    assert spans.estimate(torch.tensor([2.0, 4.0, 4.0])).tolist() == [2.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("form", FORMS)

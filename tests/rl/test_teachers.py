@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.common.lessons import FORMS, difference, samples, stepped
+from bench.common.lessons import FORMS, WORDS, difference, samples, stepped, told, twin
+from bench.common.lessons import network as spoken
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Trajectory
+from stretto.base.trajectory import Group, Trajectory
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig
@@ -35,6 +36,7 @@ from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.serve.elastic import ServedModel
 from stretto.serve.server import ServeSettings
+from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from tests.rl.agents import tokenizer
 from tests.rl.lessons import taught, two_sources
 from tests.rl.policies import checkpoint, network
@@ -298,6 +300,34 @@ def test_the_policy_scores_beforehand_only_where_a_taught_source_is_new(
     ):
         refs = [store_group(tmp_path / f"{step}-{number}", each) for number, each in enumerate(made)]
         assert ("routes/flips" in trainer.step(refs, step).scalars) is scores, step
+
+
+def test_a_teacher_with_other_ids_says_the_same_of_the_same_text(tmp_path: Path) -> None:
+    """The network and tokenizer of a teacher with all ids in another order: the same gradient, in spans; and the student's own
+    teaches nothing, which is refused where that is a mistake."""
+    words = train_tokenizer(iter([" ".join(WORDS)] * 20), 262)
+    start, teacher = (spoken(tmp_path / name, seed, words) for seed, name in enumerate(("start", "teacher")))
+    others = {each: twin(each, tmp_path / f"{each.name}-twin", 5) for each in (start, teacher)}
+
+    def gradient(who: Path, made: list[Group], **distill: Any) -> dict[str, Tensor]:
+        plan = taught({"one": {"checkpoint": str(who), "domains": ["*"]}}, {"form": "sampled", **distill}, replay="off")
+        return stepped(plan, start, tmp_path / who.name, made)[1]
+
+    alike = gradient(teacher, told(words, {}))
+    made = told(words, {"one": load_tokenizer(others[teacher])})
+    assert difference(alike, gradient(others[teacher], made)) < 5 * SAME
+    same = gradient(others[start], made, kl_floor=0.0)
+    assert max(float(grad.abs().max()) for grad in same.values()) < 1e-6 * max(
+        float(g.abs().max()) for g in alike.values()
+    )
+    with pytest.raises(
+        UserError, match=r"^distill\.teachers\.one: differs from the student by .* is it the student itself"
+    ):
+        gradient(others[start], made)
+    with pytest.raises(
+        UserError, match=r"its tokenizer gives other ids than the student's: form 'full' compares tokens"
+    ):
+        gradient(others[start], made, form="full")
 
 
 class Odd:

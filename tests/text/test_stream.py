@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from stretto.base.errors import UserError
-from stretto.text.stream import _BYTE_OF_CHARACTER, REPLACEMENT, Detokenizer, StopStrings
+from stretto.text.stream import BYTE_OF_CHARACTER, REPLACEMENT, Detokenizer, StopStrings
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = ["Streams of text, Ελληνικά, 中文 and “quotes” 😀 it's 1234 \r\n\n  indented"] * 3
@@ -63,7 +63,7 @@ def test_pieces_of_any_tokens_make_the_whole_decode(tokenizer: Tokenizer, ids: l
 @given(data=st.binary(max_size=12))
 @example(data=b"\xf0\x9f\x98\xf0\x9f\x98\x80\xe4\xb8")
 def test_bytes_become_text_only_when_certain(byte_level: Tokenizer, data: bytes) -> None:
-    character = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+    character = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
     stream = Detokenizer(byte_level)
     text = ""
     for num, byte in enumerate(data, start=1):
