@@ -1,8 +1,8 @@
 """What long answers do to the domains beside them: distillation from three teachers, with and without balance (figure 4).
 
-    python -m bench.unequal_lengths OUT --jobs 15 --seeds 0 1 2 3 --minutes 10      again: goes on
-    python -m bench.unequal_lengths OUT2 --lengths 4 4 4                            nothing to balance: must exit with 1
-    python -m bench.unequal_lengths OUT3 --steps 100                                with time enough ``none`` catches up
+    python -m bench.unequal_lengths OUT --rates 2e-3 --jobs 15 --minutes 10     a rate at which it shows; again: goes on
+    python -m bench.unequal_lengths OUT --all-rates --jobs 15                   with a higher rate ``none`` catches up
+    python -m bench.unequal_lengths OUT2 --rates 2e-3 --lengths 4 4 4           nothing to balance: must exit with 1
 
 A network knows of three sources of digits (`bench.common.digits`) a rule and, better, a wrong one; reinforcement learning makes an
 expert of each source, which knows the rule alone; and one student learns from all three. A fifth of the prompts asks for answers of
@@ -52,9 +52,6 @@ class Student:
     """By source."""
     first_shares: dict[str, float]
     """Of the gradient, mean over the first fifth of the steps."""
-    shares: dict[str, float]
-    """Over all."""
-    tokens: int
     flops: int
 
     @property
@@ -67,6 +64,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="the first is searched")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="of students")
+    parser.add_argument("--all-rates", action="store_true", help="tell every rate; the verdict is of those chosen")
     parser.add_argument("--lengths", type=int, nargs=3, default=[4, 49, 49], help="digits of an answer, by source")
     parser.add_argument("--steps", type=int, default=50, help="of students")
     parser.add_argument("--prompts", type=int, default=20, help="of a student's step")
@@ -84,7 +82,7 @@ def main() -> None:
     wanted = [(balance, rate) for balance in options.balances for rate in options.rates]
     searched = bench.students("rates", {seed: each for seed, each in taught.items() if seed == first}, wanted)
     rates = chosen(searched, first)
-    found = bench.students("students", reported, list(rates.items()))
+    found = bench.students("students", reported, wanted if options.all_rates else list(rates.items()))
     show_search(searched, first)
     if not rates or not reported:
         sys.exit("not enough runs for a figure: call again")
@@ -106,8 +104,6 @@ class Taught:
         return Student(
             {name: (found["scores"][name] - before[name]) / leads[name] for name in RULES},
             {name: fmean(each[: max(1, len(each) // 5)]) for name, each in shares.items()},
-            {name: fmean(each) for name, each in shares.items()},
-            found["tokens"],
             found["flops"],
         )
 
@@ -248,20 +244,18 @@ def report(rates: Mapping[str, float], found: Students, taught: Mapping[int, Tau
         start, expert = (mean_and_width(values) for values in zip(*pairs, strict=True))
         console.print(f"{name}: share of right digits, start {start}, expert {expert}")
     shown = table(
-        f"{len(taught)} seeds: mean ± half of Student's 95 % interval; share: of {SHORT} in the gradient",
-        "balance", "rate", *(f"Norm {name}" for name in RULES), "mean", "worst", "share, first fifth", "all", "tokens", "FLOPs",
+        f"{len(taught)} seeds: mean ± half of Student's 95 % interval; share: of {SHORT} in the gradient; *: chosen",
+        "balance", "rate", *(f"Norm {name}" for name in RULES), "mean", "worst", "share, first fifth", "FLOPs",
     )  # fmt: skip
-    for balance, rate in rates.items():
-        if students := list(found[balance, rate].values()):
+    for (balance, rate), by_seed in found.items():
+        if students := list(by_seed.values()):
             shown.add_row(
                 balance,
-                f"{rate:g}",
+                f"{rate:g}{' *' if rates[balance] == rate else ''}",
                 *(mean_and_width([each.norms[name] for each in students]) for name in RULES),
                 mean_and_width([each.norm for each in students]),
                 mean_and_width([min(each.norms.values()) for each in students]),
                 f"{fmean(each.first_shares[SHORT] for each in students):.1%}",
-                f"{fmean(each.shares[SHORT] for each in students):.1%}",
-                f"{fmean(each.tokens for each in students):,.0f}",
                 f"{fmean(each.flops for each in students):.1e}",
             )
     console.print(shown)
