@@ -135,8 +135,10 @@ class Study:
     """By step of the pipeline: ``sft``, ``experts/NAME``, ``distill``."""
     domains: tuple[str, ...]
     seeds: tuple[int, ...]
-    """The first is searched, unless ``candidates`` are `SETTLED`."""
+    """The first is searched, unless everything is settled."""
     candidates: Mapping[str, Sequence[Setting]]
+    """By arm, ``expert`` among them: of `CANDIDATES`, or `SETTLED`."""
+    is_settled: bool
     num_problems: int
     """Of each domain."""
     every: int
@@ -149,7 +151,7 @@ class Study:
     @property
     def reported(self) -> tuple[int, ...]:
         """Seeds that nothing was chosen on."""
-        return self.seeds if self.candidates is SETTLED else self.seeds[1:]
+        return self.seeds if self.is_settled else self.seeds[1:]
 
     @property
     def budget(self) -> int:
@@ -402,7 +404,7 @@ def fewer(study: Study, results: Results, share: float, kind: str) -> np.ndarray
 def report(study: Study, results: Results) -> bool:
     """Print the figures of what there is; whether every aim is met."""
     console = Console(width=WIDTH)
-    if study.candidates is not SETTLED:
+    if not study.is_settled:
         _show_search(study, results)
     if not study.reported or study.chosen("expert", results) is None:
         console.print("nothing to report before the search of the first seed is done, and another seed")
@@ -510,6 +512,7 @@ def _show_fewer(study: Study, results: Results) -> dict[str, float]:
 def read_study(options: argparse.Namespace) -> Study:
     pipeline = read_recipe(options.recipe, PipelineRecipe, options.settings)
     steps = {step.name: step.recipe for step in plan(pipeline, str(options.recipe))}
+    candidates = SETTLED if options.settled else CANDIDATES
     for name, domain in pipeline.domains.items():
         assert list(domain.sources) == [name], f"domain {name}: one source of its own name is what is compared"
     return Study(
@@ -517,7 +520,8 @@ def read_study(options: argparse.Namespace) -> Study:
         {name: recipe for name, recipe in steps.items() if isinstance(recipe, RlRecipe)},
         tuple(pipeline.domains),
         tuple(options.seeds),
-        SETTLED if options.settled else CANDIDATES,
+        {arm: some for arm, some in candidates.items() if arm in ("expert", *options.arms)},
+        options.settled,
         options.problems,
         options.every,
         options.device,

@@ -54,7 +54,9 @@ def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, mi
     ends_s, results, failed = time.monotonic() + 60 * minutes, read_results(out), set[str]()
     flying: dict[str, AsyncResult[dict[str, Any]]] = {}
     with multiprocessing.get_context("spawn").Pool(jobs, _begin, (out / LOG,)) as pool:  # leaving it ends the processes
+        waiting = list(plan(results))
         while True:
+            num_before = len(results)
             for name in [name for name, each in flying.items() if each.ready()]:
                 try:
                     results[name] = flying.pop(name).get()
@@ -62,7 +64,10 @@ def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, mi
                 except Exception as error:  # theirs, whatever it is
                     failed.add(name)
                     say(f"{name}: failed: {error}; {out / LOG} has more")
-            waiting = [run for run in plan(results) if not {run.name} & (results.keys() | flying.keys() | failed)]
+            if len(results) > num_before:
+                waiting = list(plan(results))  # not every time: it makes recipes
+            known = results.keys() | flying.keys() | failed
+            waiting = [run for run in waiting if run.name not in known]
             free = [run for run in waiting if all(need in results for need in run.needs)]
             if not (free or flying):
                 return results
