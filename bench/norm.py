@@ -541,6 +541,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1280, help="samples between two points of a learning curve")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all processes share it")
     parser.add_argument("--start-device", help="of SFT alone, whose large steps a GPU is faster at; default: --device")
+    parser.add_argument("--arms", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), help="beside the experts")
     parser.add_argument(
         "--settled", action="store_true", help="search nothing: every arm as an earlier search chose it"
     )
