@@ -23,7 +23,7 @@ SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermedi
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
-    """The shipped ones, of a tiny network, with a few steps each."""
+    """The shipped ones, of a tiny network, with a few steps each, one domain, and no processes for engines."""
     folder = tmp_path / "recipes"
     shutil.copytree(RECIPES, folder)
     for name in ("demo.toml", "heal.toml", "demo_pipeline.toml"):
@@ -35,6 +35,9 @@ def recipes(tmp_path: Path) -> Path:
             text = text.replace("layers = 7\nexperts = 12", "layers = 5\nexperts = 4")
             text = re.sub(r"layers = 6\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1", text)
             text = text.replace("min_depth = 5", "min_depth = 3").replace("top_k = 6", "top_k = 3")
+        if name == "demo_pipeline.toml":
+            text = re.sub(r"(?s)\[domains\.products.*?(?=\[common\])", '[common.runtime]\nisolate = "none"\n\n', text)
+            text = text.replace('form = "full"', 'form = "full"\nkl_floor = 0.0')  # nothing is learnt here
         (folder / name).write_text(text)
     return folder
 
@@ -48,15 +51,13 @@ def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.Monk
     run = tmp_path / "run"
     demo_command(run)
     stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
-    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "rl", "rl", "distill", "online"]
+    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "distill", "online"]
     page = html.unescape((run / "report/report.html").read_text())
-    for words in ("Every domain, every stage", "knowing nothing", "its teacher", "multiples", "writing", "Vendi"):
+    for words in ("Every domain, every stage", "knowing nothing", "its teacher", "sums", "writing", "vendi"):
         assert words in page, words
     assert f"stretto serve {run / 'post/online/checkpoint'}" in page
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
-    shutil.rmtree(run / "post/online")
-    shutil.rmtree(run / "post/evaluate")
-    demo_command(run)  # goes on: the rest is done
-    assert {path for path, at in before.items() if path.stat().st_mtime_ns != at} == {
-        run / "post/online/checkpoint/model.safetensors"
-    }
+    (run / "report/report.html").unlink()
+    demo_command(run)  # all but that is done
+    assert (run / "report/report.html").is_file()
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
