@@ -30,7 +30,7 @@ from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
 from stretto.rl.agent import Dialogue
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import GROUPS, RlRecipe, SourceConfig, plan_prompts
+from stretto.rl.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, plan_prompts
 from stretto.rl.rollout import open_rollout_engine
 from stretto.rl.samples import discard, store_group
 from stretto.rl.trainer import TrainerRole
@@ -43,6 +43,8 @@ from stretto.train.recipe import SftRecipe, TrainConfig
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 _SCORED = 7
 """What draws of an evaluation come from a seed for."""
+_LOOKED_AT = 20_000
+"""Problems of SFT that held-out ones are looked for among."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,18 @@ def start(recipe: RlRecipe, asked: Asked, device: str, folder: Path) -> dict[str
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         made = sft(recipe, sources, folder / CHECKPOINT, ranks=_ranks(device))
         sampler = Sampler(recipe, made, device, sources)
-        return {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, **_cost(made)}
+        seen = {name: _seen(recipe, source, asked) for name, source in sources.items()}
+        return {"scores": sampler.all_scores(asked, recipe.train.seed), "samples": 0, "seen": seen, **_cost(made)}
+
+
+def _seen(recipe: RlRecipe, source: TaskSource, asked: Asked) -> float:
+    """Share of the problems asked that stand, word for word, among the first that SFT trains on: generators repeat themselves."""
+    own = recipe.replace(sources={source.name: recipe.sources[source.name]})
+    prompts = plan_prompts(own, {source.name: source.num_items})
+    trained = {str(source.problem(prompts.task(SUPERVISED + number).item).messages) for number in range(_LOOKED_AT)}
+    return float(
+        np.mean([str(source.problem(asked.first + number).messages) in trained for number in range(asked.num)])
+    )
 
 
 def begin_alike(recipe: RlRecipe, begin: Path, asked: Asked, device: str, folder: Path) -> dict[str, Any]:
