@@ -1,8 +1,8 @@
 """What long answers do to the domains beside them: distillation from three teachers, with and without balance (figure 4).
 
-    python -m bench.unequal_lengths OUT --rates 2e-3 --jobs 15 --minutes 10     a rate at which it shows; again: goes on
-    python -m bench.unequal_lengths OUT --all-rates --jobs 15                   with a higher rate ``none`` catches up
-    python -m bench.unequal_lengths OUT2 --rates 2e-3 --lengths 4 4 4           nothing to balance: must exit with 1
+    python -m bench.unequal_lengths OUT --jobs 15 --seeds 0 1 2 3 --minutes 10      again: goes on
+    python -m bench.unequal_lengths OUT --all-rates --jobs 15                       every rate with every seed, not only the chosen
+    python -m bench.unequal_lengths OUT2 --lengths 4 4 4                            nothing to balance: must exit with 1
 
 A network knows of three sources of digits (`bench.common.digits`) a rule and, better, a wrong one; reinforcement learning makes an
 expert of each source, which knows the rule alone; and one student learns from all three. A fifth of the prompts asks for answers of
