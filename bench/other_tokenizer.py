@@ -53,8 +53,9 @@ def recipe(seed: int, vocabulary: str, noise: float, steps: int, **tables: Any) 
     return {
         "sources": {"digits": {"kind": "strings", "args": {"operation": "complement", "length": 4}}},
         "start": {"model": model, "optim": {"name": "muon", "lr": 3e-3}, "steps": steps, "rows": 16, "noise": noise},
-        "rollout": {"group": 1, "max_tokens": 16, "max_batch": 32},
-        "train": {"steps": 40, "prompts": 32, "seq_len": 80, "micro_rows": 8, "eval_every": 99, "eval_prompts": 64, "seed": seed},
+        "rollout": {"group": 1 if "distill" in tables else 2, "max_tokens": 16, "max_batch": 32},
+        "train": {"steps": 40, "prompts": 16, "seq_len": 80, "micro_rows": 8, "eval_every": 99, "eval_prompts": 64, "seed": seed},
+        "optim": {"lr": RATES[0]},
         "staleness": 0,
         "runtime": {"isolate": "none"},
         "failures": {"lease_s": 3600, "stuck_s": 3600},
@@ -64,7 +65,7 @@ def recipe(seed: int, vocabulary: str, noise: float, steps: int, **tables: Any) 
 
 def begin(options: argparse.Namespace, seed: int, name: str) -> Run:
     """A student or a teacher, from nothing."""
-    noise, steps = (0.5, 300) if name == "student" else (0.0, 400)
+    noise, steps = (0.5, 120) if name == "student" else (0.0, 120)
     plan = recipe(seed, "coarse" if name == "coarse" else "fine", noise, steps)
     scored = {**SCORED, "sources": plan["sources"]}
     return told(START, plan, options.out / f"{name}-{seed}", options.device, scored)
@@ -86,7 +87,7 @@ def reordered(folder: Path, seed: int, is_mistaken: bool) -> Path:
 def taught(options: argparse.Namespace, seed: int, teacher: str, rate: float) -> Run:
     where = options.out / f"{teacher}-{seed}" / CHECKPOINT
     distill = {"form": "sampled", "teachers": {"one": {"checkpoint": str(where), "domains": ["*"]}}}
-    plan = recipe(seed, "fine", 0.5, 300, distill=distill, optim={"lr": rate, "decay_fraction": 0.5})
+    plan = recipe(seed, "fine", 0.5, 120, distill=distill, optim={"lr": rate, "decay_fraction": 0.5})
     out, scored = options.out / f"{teacher}-{seed}-{rate:g}", {**SCORED, "sources": plan["sources"]}
     return told("distill", plan, out, options.device, scored, options.out / f"student-{seed}" / CHECKPOINT)
 
