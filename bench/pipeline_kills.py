@@ -5,10 +5,11 @@
     python -m bench.pipeline_kills --kills 2 --break from                each call begins with `--from sft`: must fail
 
 A pipeline of five steps, each a command that starts trainer and engine in processes of their own: supervised training, two
-experts, their student, online reinforcement learning, all at a staleness of 0. It is run once without interruption, which also says how
-long each step takes. Then again: of each step in turn a life is ended at a random moment in it (every process of the run dies at
-once), and `stretto run` is called again, as one would by hand. Exit code 1: a checkpoint differs in a bit from the
-uninterrupted run's, a step that had its result began again, or there were fewer kills than asked for.
+experts, their student, online reinforcement learning, all at a staleness of 0. It is run once without interruption. Then again: of each step in turn a
+life is ended (every process of the run dies at once), half of them when a random number of optimiser steps is logged, half
+a random time after the step's command began, which on small networks is starting up and reporting; and `stretto run` is
+called again, as one would by hand. Exit code 1: a checkpoint differs in a bit from the uninterrupted run's, a step that had
+its result began again, or there were fewer kills than asked for. With --out the uninterrupted run is kept, for another seed.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.common.measure import table, wide_console
 from stretto.apps.pipeline import STATE_FILE, State
 from stretto.base.config import validate
-from stretto.base.paths import read_json
-from stretto.base.track import progress
+from stretto.base.paths import read_json, remove
+from stretto.base.track import METRICS_FILE, progress, read_metrics
 from stretto.model.checkpoint import weights_hash
 from stretto.post.pipeline import PipelineRecipe, Step, plan
 from stretto.train.snapshot import Snapshots
@@ -41,9 +40,11 @@ MODEL: dict[str, Any] = {
     "vocab_size": 280, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
     "num_experts": 4, "top_k": 2, "expert_intermediate_size": 16,
 }  # fmt: skip
-STEPS, SNAPSHOT_EVERY = 24, 3
+STEPS, SNAPSHOT_EVERY = 15, 3
 BREAKS = ("staleness", "from")
-POLL_S = 0.05
+POLL_S = 0.02
+LIFE_S = (0.5, 12.0)
+"""Seconds after a step's command began."""
 PATIENCE_S = 600.0
 """Without a step's beginning or the run's end for so long, it hangs."""
 
@@ -72,7 +73,7 @@ def recipe(staleness: int) -> dict[str, Any]:
         "sft": {"recipe": {"start": start}},
         "experts": {},
         "distill": {"distill": {"form": "full", "kl_floor": 0.0}},
-        "online": {},
+        "online": {"rewards": {"reverse": {"length_budget": 2.0}}},
         "evaluate": None,
     }
 
@@ -84,6 +85,8 @@ class Kill:
     step: str
     after_s: float
     """It had begun, in this life."""
+    logged: int
+    """Optimiser steps in the step's log."""
     snapshot: int | None
     """Steps that its newest snapshot holds."""
     done: tuple[str, ...]
@@ -102,24 +105,17 @@ class Lives:
     """By step that had its result at some kill: when the files of it were written."""
     repeated: set[str] = field(default_factory=set)
     """Steps that had their result and were begun, or written, again."""
-    took_s: dict[str, float] = field(default_factory=dict)
-    """By step: until the next began, or the run ended, in a life that nobody ended."""
 
     def live(self, flags: tuple[str, ...] = ()) -> None:
         """Run to the end."""
-        process, since_s = self._start(flags), time.time()
-        begun: dict[str, float] = {}
-        while process.poll() is None:
-            begun |= {name: at_s for name, at_s in self._begun(since_s).items() if name not in begun}
-            time.sleep(POLL_S)
+        process = self._start(flags)
+        process.wait()
         self._check_end(process)
-        moments = sorted([(at_s, name) for name, at_s in begun.items()]) + [(time.time(), "")]
-        self.took_s = {name: after - at for (at, name), (after, _) in pairwise(moments)}
         self._look()
 
-    def die(self, target: int, share: float, took_s: Mapping[str, float], flags: tuple[str, ...] = ()) -> bool:
-        """Run until ``share`` of a step's time has passed in the step ``target`` or, where that is done, in the next; then kill
-        every process. False: the run was over before."""
+    def die(self, target: int, rng: random.Random, by_steps: bool, flags: tuple[str, ...] = ()) -> bool:
+        """Run until a random moment in the step ``target`` or, where that is done, in the next; then kill every process. False: the
+        run was over before. ``by_steps``: when so many optimiser steps are logged, where the step logs any."""
         process, since_s = self._start(flags), time.time()
         names = [step.name for step in self.steps[target:]]
         while not (begun := {name: at_s for name, at_s in self._begun(since_s).items() if name in names}):
@@ -130,7 +126,9 @@ class Lives:
                 raise SystemExit(f"{self.folder}: hangs; see {self._log()}")
             time.sleep(POLL_S)
         name, at_s = next(iter(begun.items()))
-        while time.time() - at_s < share * took_s[name] and process.poll() is None:
+        goal, wait_s = rng.randint(min(self._logged(name) + 1, STEPS), STEPS), rng.uniform(*LIFE_S)
+        by_steps &= name != "sft"
+        while (self._logged(name) < goal if by_steps else time.time() - at_s < wait_s) and process.poll() is None:
             time.sleep(POLL_S)
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else self._check_end(process)
         was_alive = process.wait() == -signal.SIGKILL
@@ -139,9 +137,16 @@ class Lives:
             latest = Snapshots(self.folder / name / "snapshots", 1).latest()
             done = tuple(step.name for step in self.steps if self._result(step).exists())
             number = None if latest is None else int(latest.name.removeprefix("step-"))
-            self.kills.append(Kill(name, time.time() - at_s, number, done))
+            self.kills.append(Kill(name, time.time() - at_s, self._logged(name), number, done))
         self._look()
         return was_alive
+
+    def _logged(self, name: str) -> int:
+        """Optimiser steps in the log of a step."""
+        path = self.folder / name
+        return (
+            int(max((row["step"] for row in read_metrics(path)), default=0)) if (path / METRICS_FILE).is_file() else 0
+        )
 
     def hashes(self) -> dict[str, str]:
         return {step.name: weights_hash(self._result(step)) for step in self.steps}
@@ -190,14 +195,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
+    parser.add_argument("--out", type=Path, help="folder in which both runs stay; default: a temporary one")
     parser.add_argument("--break", dest="break_", choices=BREAKS, help="a mutant, which must fail")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        sys.exit(compare(Path(temporary), options))
+        sys.exit(compare(options.out or Path(temporary), options))
 
 
 def compare(folder: Path, options: argparse.Namespace) -> int:
     """Run the pipeline both ways and print what came of it; the exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove(folder / "killed")
     path, rng = folder / "pipeline.recipe.json", random.Random(options.seed)
     path.write_text(json.dumps(recipe(2 if options.break_ == "staleness" else 0)))
     steps = plan(validate(PipelineRecipe, read_json(path), str(path)), str(path))
@@ -207,22 +215,24 @@ def compare(folder: Path, options: argparse.Namespace) -> int:
         whole.live()
         advance(1)
         for number in range(options.kills):
-            if not killed.die(number * len(steps) // options.kills, rng.uniform(0.1, 1.0), whole.took_s, flags):
+            if not killed.die(number * len(steps) // options.kills, rng, number % 2 == 1, flags):
                 break
             advance(1, f"killed in {killed.kills[-1].step}")
         killed.live(flags)
         advance(1)
     console = wide_console()
     shown = table(
-        f"SIGKILL to all of a run, seed {options.seed}", "kill", "in", "s after it began", "last snapshot", "done"
+        f"SIGKILL to all of a run, seed {options.seed}",
+        *("kill", "in", "s after it began", "steps logged", "last snapshot", "done"),
     )
     for number, kill in enumerate(killed.kills, start=1):
         latest = "none" if kill.snapshot is None else f"step {kill.snapshot}"
-        shown.add_row(str(number), kill.step, f"{kill.after_s:.1f}", latest, ", ".join(kill.done) or "nothing")
+        shown.add_row(
+            str(number), kill.step, f"{kill.after_s:.1f}", str(kill.logged), latest, ", ".join(kill.done) or "nothing"
+        )
     console.print(shown)
     one, other = whole.hashes(), killed.hashes()
     differing = [name for name in one if one[name] != other[name]]
-    console.print("seconds without a kill: " + ", ".join(f"{name} {took:.0f}" for name, took in whole.took_s.items()))
     console.print(f"weights of {', '.join(one)}: {f'DIFFERENT in {differing}' if differing else 'equal to the bit'}")
     console.print(f"steps that had their result and began again: {', '.join(sorted(killed.repeated)) or 'none'}")
     if len(killed.kills) < options.kills:
