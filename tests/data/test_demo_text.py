@@ -53,6 +53,7 @@ def test_the_template_writes_exercises_as_the_text_does() -> None:
     text = next(document.text for document in demo_documents(0, 40_000) if document.domain == "exercises")
     question, answer = text.removeprefix("Question: ").split("\nAnswer: ")[:2]
     answer = answer.splitlines()[0]
+    ends = {"eos_token": ""}
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    assert text.startswith(render(TEMPLATE, turns).strip())
-    assert text.startswith(render(TEMPLATE, turns[:1], add_generation_prompt=True))
+    assert text.startswith(render(TEMPLATE, turns, variables=ends).strip())
+    assert text.startswith(render(TEMPLATE, turns[:1], add_generation_prompt=True, variables=ends))
