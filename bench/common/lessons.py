@@ -27,7 +27,7 @@ from stretto.rl.objective import PolicyObjective
 from stretto.rl.recipe import DistillConfig, LossConfig, RlRecipe
 from stretto.rl.samples import store_group
 from stretto.rl.trainer import TrainerRole
-from stretto.text.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMS = ("full", "top_k", "tail")
 """Those that see more than the sampled token."""
@@ -125,7 +125,8 @@ def network(folder: Path, seed: int, tokenizer: Tokenizer | None = None) -> Path
 
 def twin(folder: Path, out: Path, seed: int) -> Path:
     """Network and tokenizer of ``folder`` with all ids in another order: another tokenizer, the same distribution over texts."""
-    found, tree = read_checkpoint(folder), json.loads(load_tokenizer(folder).rust.to_str())
+    found, words = read_checkpoint(folder), load_tokenizer(folder)
+    tree = json.loads(words.rust.to_str())
     order = torch.randperm(found.config.vocab_size, generator=torch.Generator().manual_seed(seed)).tolist()
     tree["model"]["vocab"] = {token: order[number] for token, number in tree["model"]["vocab"].items()}
     tree["added_tokens"] = sorted(
@@ -134,7 +135,8 @@ def twin(folder: Path, out: Path, seed: int) -> Path:
     state = dict(found.model.state_dict())
     for name in state.keys() & {"embedding.weight", "head.weight"}:
         state[name] = torch.empty_like(state[name]).index_copy(0, torch.tensor(order), state[name])
-    Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(tree)), END_OF_TEXT).save(out.with_suffix(".words"))
+    rust = tokenizers.Tokenizer.from_str(json.dumps(tree))
+    Tokenizer(rust, words.eos_token, words.chat_template, words.config).save(out.with_suffix(".words"))
     write_checkpoint(out, state, found.config, tokenizer_dir=out.with_suffix(".words"))
     return out
 
