@@ -62,7 +62,11 @@ def read_tree(path: Path) -> dict[str, Any]:
         return tree
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read: {(error.strerror or str(error)).lower()}; name a file that is there"
+        ) from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
