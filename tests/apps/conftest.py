@@ -96,9 +96,9 @@ class Result:
 Run = Callable[..., Result]
 
 
-def refused(result: Result, *words: str) -> None:
-    """Exit code 2 and one line on stderr that holds all of ``words``."""
-    assert result.code == 2, result
+def refused(result: Result, *words: str, code: int = 2) -> None:
+    """Exit code ``code`` and one line on stderr that holds all of ``words``."""
+    assert result.code == code, result
     lines = result.err.strip().splitlines()
     assert len(lines) == 1, result.err
     assert lines[0].startswith("stretto: "), lines[0]

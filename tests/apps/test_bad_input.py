@@ -15,6 +15,7 @@ import pytest
 
 from stretto.base.paths import claimed
 from stretto.text.tokenizer import train_tokenizer
+from stretto.train.step import NonFiniteError
 from tests.apps.conftest import Result, Run, refused
 
 
@@ -314,7 +315,11 @@ def test_refusals_on_a_real_run(stretto: Run, recipe: Path, healing: Path, text:
 
     healed = tmp_path / "healed"
     nan = ("--set", "optim.lr=1e30", "--set", "optim.clip_norm=1e30")
-    refused(stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan), "not finite")
+    refused(
+        stretto("heal", out, "-o", healed, "--data", text, "--recipe", healing, *nan),
+        "not finite",
+        code=NonFiniteError.exit_code,
+    )
     assert not healed.exists()
     for command in ("search", "report"):
         refused(stretto(command, tmp_path / "healed.run"), "heal", "the pre-training run")
