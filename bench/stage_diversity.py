@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.common.measure import half_width, table, wide_console
 from bench.common.sentences import KIND
-from bench.common.stages import carry_out, mean_and_width, told
+from bench.common.stages import MODEL, carry_out, mean_and_width, told
 from bench.common.studies import Run, Study
 from stretto.apps.rl import self_taught
 from stretto.rl.recipe import RlRecipe
@@ -38,11 +38,6 @@ WRITING, DIGITS = "writing", "digits"
 STAGE_4, CONTROL = "stage 4", "stage 4, quality alone"
 SHOWN = ("start", "writing expert", "digits expert", "distilled", STAGE_4, CONTROL)
 KEPT = 0.98
-MODEL = {
-    "vocab_size": 400, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-    "num_experts": 8, "top_k": 2, "expert_intermediate_size": 64, "num_shared_experts": 1, "qk_norm": True,
-    "tie_embeddings": True, "max_positions": 128,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,7 @@ class Bench:
         tree: dict[str, Any] = {
             "sources": {name: sources[name] for name in names},
             "start": {
-                "model": MODEL,
+                "model": {**MODEL, "vocab_size": 400, "max_positions": 128},
                 "optim": {"name": "muon", "lr": 3e-3, "warmup_steps": 10, "decay_fraction": 0.3},
                 "steps": self.options.start_steps,
                 "rows": 8,

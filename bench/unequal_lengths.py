@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.common.digits import KIND
 from bench.common.measure import half_width, table, wide_console
-from bench.common.stages import carry_out, mean_and_width, told
+from bench.common.stages import MODEL, carry_out, mean_and_width, told
 from bench.common.studies import Run, Study
 
 RULES = {"cat": ((9, 9), (7, 3)), "owl": ((3, 2), (1, 7)), "elk": ((1, 1), (3, 5))}
@@ -37,11 +37,6 @@ SHARES = (1.0, 2.0, 2.0)
 """Of the prompts: Open-MOPD (2608.19098) saw a domain with a fifth of them have a hundredth of the gradient's tokens."""
 BALANCES = ("none", "sequence", "tokens", "gap", "sigma")
 AIM = 0.9
-MODEL = {
-    "vocab_size": 300, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
-    "num_experts": 8, "top_k": 2, "expert_intermediate_size": 64, "num_shared_experts": 1, "qk_norm": True,
-    "tie_embeddings": True, "max_positions": 256,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +169,7 @@ class Bench:
         tree: dict[str, Any] = {
             "sources": {name: sources[name] for name in names},
             "start": {
-                "model": MODEL,
+                "model": {**MODEL, "vocab_size": 300, "max_positions": 256},
                 "optim": {"name": "muon", "lr": 3e-3, "warmup_steps": 10, "decay_fraction": 0.3},
                 "steps": self.options.start_steps,
                 "rows": 12,

@@ -6,7 +6,6 @@ repeats itself; begun again after a kill, it goes on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +32,11 @@ from stretto.rl.run import run_rl
 from stretto.text.similar import similarity_NN
 
 START = "start"
+MODEL = {
+    "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_experts": 8, "top_k": 2,
+    "expert_intermediate_size": 64, "num_shared_experts": 1, "qk_norm": True, "tie_embeddings": True,
+}  # fmt: skip
+"""Of networks that learn a made-up language in seconds; a bench adds its vocabulary and its positions."""
 NUM_RIGHT = 4
 """Right answers to a problem that are compared with each other."""
 LOGGED = ("reward/source/", "distill/share/", "distill/kl/", "policy/entropy", "policy/kl_reference")
@@ -45,7 +49,7 @@ def told(
     """What `carry_out` takes: a ``stage`` by its name (``start``, ``rl``, ``distill``, ``online``) into the folder ``out``, from the
     checkpoint ``begin``; ``scored``: ``sources`` whose held-out ``problems`` are answered, each with ``samples``.
     Raises UserError: the recipe is none."""
-    told = {
+    return {
         "stage": stage,
         "recipe": RlRecipe.model_validate(recipe).model_dump(mode="json"),
         "out": str(out),
@@ -53,8 +57,6 @@ def told(
         "begin": None if begin is None else str(begin),
         "scored": dict(scored),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(told))  # as it is kept, for a comparison
-    return plain
 
 
 def carry_out(asked: Run) -> Run:

@@ -85,7 +85,7 @@ class Study:
         os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes, which are begun afresh
         queue, at_work = list(runs), dict[Future[Run], str]()
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(min(self.jobs, len(runs)), context, _begin, (self.out / LOG_FILE,))
+        pool = ProcessPoolExecutor(min(self.jobs, len(runs)), context, begin, (self.out / LOG_FILE,))
         with pool, (self.out / RUNS_FILE).open("a", encoding="utf-8") as file:
             while queue or at_work:
                 is_over = time.monotonic() - self._started > 60 * self.minutes
@@ -105,7 +105,8 @@ class Study:
                     advance(1, name)
 
 
-def _begin(log: Path) -> None:
+def begin(log: Path) -> None:
+    """In a process of runs: one thread, and what it prints goes to the end of ``log``."""
     """In a process of runs."""
     torch.set_num_threads(1)
     with log.open("ab") as file:

@@ -17,10 +17,11 @@ from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
+from bench.common.studies import LOG_FILE, begin
 from stretto.base.paths import read_json, write_json
 from stretto.base.track import say
 
-RESULT, LOG = "result.json", "runs.log"
+RESULT = "result.json"
 _PAUSE_S = 0.05
 """Between two looks at what has ended."""
 
@@ -48,12 +49,14 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
 
 def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, minutes: float) -> Results:
     """Do what ``plan`` names, the first first, in ``jobs`` processes of a thread each, until nothing is left that can be done or
-    the time is up. A run that fails is told; the others go on, but for those that need it. What runs print is in `LOG`."""
+    the time is up. A run that fails is told; the others go on, but for those that need it. What runs print is in `LOG_FILE`."""
     os.environ["OMP_NUM_THREADS"] = "1"  # the processes' own; here it is too late for that
     out.mkdir(parents=True, exist_ok=True)
     ends_s, results, failed = time.monotonic() + 60 * minutes, read_results(out), set[str]()
     flying: dict[str, AsyncResult[dict[str, Any]]] = {}
-    with multiprocessing.get_context("spawn").Pool(jobs, _begin, (out / LOG,)) as pool:  # leaving it ends the processes
+    with multiprocessing.get_context("spawn").Pool(
+        jobs, begin, (out / LOG_FILE,)
+    ) as pool:  # leaving it ends the processes
         waiting = list(plan(results))
         while True:
             num_before = len(results)
@@ -63,7 +66,7 @@ def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, mi
                     say(f"{name}: {results[name]['seconds']:.0f} s; {len(results)} done")
                 except Exception as error:  # theirs, whatever it is
                     failed.add(name)
-                    say(f"{name}: failed: {error}; {out / LOG} has more")
+                    say(f"{name}: failed: {error}; {out / LOG_FILE} has more")
             if len(results) > num_before:
                 waiting = list(plan(results))  # not every time: it makes recipes
             known = results.keys() | flying.keys() | failed
@@ -77,13 +80,6 @@ def carry_out(plan: Callable[[Results], Sequence[Run]], out: Path, jobs: int, mi
             for run in free[: jobs - len(flying)]:
                 flying[run.name] = pool.apply_async(_do, (run, out))
             time.sleep(_PAUSE_S)
-
-
-def _begin(log: Path) -> None:
-    """In a process of runs."""
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
 
 
 def _do(run: Run, out: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.upcycle import Upcycling
 from stretto.ops.tuning import multiplies_bf16
 from stretto.search.search import Limits, SearchOptions
+from stretto.tasks.task import Range, read_records
 from stretto.text.chat import named_tokens, render
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe
@@ -142,7 +143,7 @@ def _converse(run: Path) -> None:
 def _tokenise(run: Path) -> None:
     tokenizer = load_tokenizer(checkpoint_folder(run / "smol"))
     tokenise_documents({"train": demo_documents(CODE_CHARS, EXERCISE_CHARS)}, run / "data" / "00", tokenizer)
-    rows = map(json.loads, (run / "data" / "chat.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = read_records(run / "data" / "chat.jsonl", Range(), [["text"]])
     # the token that ends a document is the one that ends a turn
     texts = [row["text"].removesuffix("\n").removesuffix(tokenizer.eos_token) for row in rows]
     tokenizer.save(run / "data" / "01" / TOKENIZER)

@@ -9,7 +9,6 @@ import rich
 import torch
 from rich.markup import escape
 
-from stretto.apps.search import extract_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress
@@ -131,6 +130,8 @@ def distill_command(
     if model is not None and subnet is None:
         check_teachers(recipe, checkpoint_folder(model))
     elif model is not None and subnet is not None and not has_begun(folder, resume):
+        from stretto.apps.search import extract_command  # the search is no part of a start without it
+
         extract_command(model, subnet, folder / STUDENT, device)
     student = folder / STUDENT if subnet is not None else model
     result = rl_command(
