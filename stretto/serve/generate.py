@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from tokenizers.decoders import ByteLevel
 
 from stretto.base.errors import UserError
@@ -398,9 +398,15 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         backend, http = self.backend, HttpRequest(scope, receive)
         try:
-            async with backend.gate.admit(http) as tree:
+            async with backend.gate.admit(http) as (tree, leave):
+
+                async def send_and_leave(message: Message) -> None:
+                    if message["type"] == "http.response.body" and not message.get("more_body", False):
+                        leave()  # first: the client may have read this, and asked again, before `send` returns
+                    await send(message)
+
                 with closing(Ticket(backend.resolver.control)) as ticket:
-                    await while_connected(receive, self._serve(http, tree, ticket, send))
+                    await while_connected(receive, self._serve(http, tree, ticket, send_and_leave))
         except GoneError:
             backend.metrics.gone.labels(scope["path"]).inc()
 

@@ -88,7 +88,7 @@ class Info:
         """An endpoint that lets ``work`` have a body as those that generate get theirs."""
 
         async def endpoint(http: HttpRequest) -> Response:
-            async with self._backend.gate.admit(http) as tree:
+            async with self._backend.gate.admit(http) as (tree, _):
                 return await work(tree)
 
         return endpoint

@@ -150,8 +150,9 @@ class Gate:
         self._max_body_bytes = max_body_bytes
 
     @asynccontextmanager
-    async def admit(self, http: Request) -> AsyncIterator[Any]:
-        """The body as JSON, and then a place for its request: who sends slowly holds none.
+    async def admit(self, http: Request) -> AsyncIterator[tuple[Any, Callable[[], None]]]:
+        """The body as JSON, and then a place for its request: who sends slowly holds none. What is called gives the place
+        back before the end: a client that has read its whole answer may ask again at once.
 
         Raises:
             ApiError: 503 while draining, 429 where all places are taken or too much is held, and what `read_json` raises.
@@ -160,18 +161,26 @@ class Gate:
         self._check()  # who cannot have a place need not send
         with self._held() as hold:
             tree = await read_json(http, hold)
-            with self.enter():
-                yield tree
+            with self.enter() as leave:
+                yield tree, leave
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Hold a place for one request. Raises `ApiError`: 503 while draining, 429 where all places are taken."""
+    def enter(self) -> Iterator[Callable[[], None]]:
+        """Hold a place for one request, until what is given is called or the end. Raises `ApiError`: 503 while draining,
+        429 where all places are taken."""
         self._check()
         self.num_open += 1
+        is_open = True
+
+        def leave() -> None:
+            nonlocal is_open
+            self.num_open -= is_open
+            is_open = False
+
         try:
-            yield
+            yield leave
         finally:
-            self.num_open -= 1
+            leave()
 
     def _check(self) -> None:
         if self.is_draining:

@@ -114,7 +114,7 @@ def test_the_gate_bounds_what_all_bodies_take() -> None:
     gate = Gate(max_open=2, max_body_bytes=12)
 
     async def admitted(pieces: list[bytes]) -> int:
-        async with gate.admit(body(pieces, {})) as tree:
+        async with gate.admit(body(pieces, {})) as (tree, _):
             assert tree == [1, 1] and gate.num_open == 1
             held = gate.num_body_bytes
             with pytest.raises(ApiError) as caught:

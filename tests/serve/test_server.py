@@ -21,7 +21,7 @@ from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
 from stretto.serve.client import ApiFailure, Client
 from stretto.serve.elastic import ServedModel
-from stretto.serve.server import ServeSettings, open_socket
+from stretto.serve.server import ServeSettings, create_app, open_socket
 from tests.serve.live import live
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -284,6 +284,27 @@ def test_slow_bodies_hold_no_places(service: AsyncEngine, served: ServedModel) -
             await asyncio.sleep(0.01)
 
     run(service, served, work, max_open=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_place_is_free_before_its_answer_has_ended(service: AsyncEngine, served: ServedModel, stream: bool) -> None:
+    """Or the next request of a client that has just read its answer is one too many."""
+    app = create_app(service, served, ServeSettings(max_open=1))
+    body = json.dumps({"messages": USER, "max_tokens": 2, "stream": stream}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    given: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+    open_at: list[int] = []
+
+    async def receive() -> Any:
+        return given.pop() if given else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            open_at.append(app.state.gate.num_open)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": PATH, "query_string": b"", "headers": headers}  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    assert open_at[-1] == 0 and all(open_at[:-1]) and len(open_at) > stream
 
 
 def test_a_body_of_two_lengths_is_refused(service: AsyncEngine, served: ServedModel) -> None:
