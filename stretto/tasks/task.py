@@ -103,6 +103,40 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+class Session(ABC):
+    """A problem under way: the tools of one sample, and what they have changed. One thread at a time uses it.
+
+    Its state is what the problem, the seed and the calls so far make of it, in their order, and nothing else:
+    `stretto.tasks.session.replay` brings a new session to the same state from the messages alone, which is how a killed agent's
+    successor goes on, and how a verifier elsewhere comes to what it judges.
+    """
+
+    @property
+    @abstractmethod
+    def tools(self) -> tuple[Tool, ...]:
+        """The same from beginning to end, and in every session of the problem."""
+
+    @abstractmethod
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """As `TaskSource.reply`. It may look at the state and changes nothing."""
+
+    @abstractmethod
+    def score(self, answer: Answer) -> Score:
+        """As `TaskSource.score`, of the state as it is now."""
+
+    @property
+    def is_over(self) -> bool:
+        """A call has ended the episode: the model writes no more."""
+        return False
+
+    def digest(self) -> str:
+        """Of the state, the same on every machine; empty: calls change nothing."""
+        return ""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Ends what the session started."""
+
+
 class TaskSource(ABC):
     """A set of problems. Final methods: `validate`. State is what the constructor makes."""
 
@@ -154,6 +188,11 @@ class TaskSource(ABC):
     def verdict_s(self) -> float:
         """Seconds after which it gives a verdict up by itself: less than whoever asks for it waits. 0: it has no such limit."""
         return 0.0
+
+    def open(self, problem: Problem, seed: int | None = None) -> Session:
+        """A new sample's session; ``seed`` as in `Answer`. Unless a source has sessions of its own (`SessionSource`), one
+        without state, of the three methods below and `score`."""
+        return _Stateless(self, problem)
 
     def tools(self) -> tuple[Tool, ...]:
         """The same for all of its problems."""
@@ -252,6 +291,21 @@ class TaskSource(ABC):
 
     def _bad(self, item: int, problem: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item}: {problem}; correct the task or take it out of the recipe")
+
+
+class _Stateless(Session):
+    def __init__(self, source: TaskSource, problem: Problem) -> None:
+        self._source, self._problem = source, problem
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return self._source.tools()
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        return self._source.reply(self._problem, messages)
+
+    def score(self, answer: Answer) -> Score:
+        return self._source.score(self._problem, answer)
 
 
 def score_fault(score: Any) -> str | None:
