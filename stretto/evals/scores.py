@@ -1,4 +1,4 @@
-"""Scores of sampled answers: pass@k, maj@k, intervals by resampling problems, and how much of its teachers a student has.
+"""Scores of sampled answers: pass@k, pass^k, maj@k, intervals by resampling problems, and how much of its teachers a student has.
 
 A model is measured by S samples of each of P problems. What is uncertain is which problems were asked, so problems are
 resampled, with all of their samples, and the same ones for every model: differences between models are paired.
@@ -42,10 +42,23 @@ def pass_at_k(right_PS: np.ndarray, k: int) -> np.ndarray:
 
     Returns: float64 [P], NaN where fewer than ``k`` samples were judged.
     """
-    num_P = (~np.isnan(right_PS)).sum(1)
-    wrong_P = num_P - np.nansum(right_PS, 1)
-    pairs = zip(num_P.tolist(), wrong_P.astype(int).tolist(), strict=True)
-    return np.array([1 - comb(wrong, k) / comb(num, k) if num >= k else np.nan for num, wrong in pairs])
+    judged_P, right_P = _counts(right_PS)
+    pairs = zip(judged_P, right_P, strict=True)
+    return np.array([1 - comb(num - right, k) / comb(num, k) if num >= k else np.nan for num, right in pairs])
+
+
+def pass_hat_k(right_PS: np.ndarray, k: int) -> np.ndarray:
+    """By problem, the chance that all of ``k`` samples are right, pass^k: C(c, k) / C(n, k), unbiased (τ-bench, 2406.12045).
+
+    Args and result: as of `pass_at_k`.
+    """
+    pairs = zip(*_counts(right_PS), strict=True)
+    return np.array([comb(right, k) / comb(num, k) if num >= k else np.nan for num, right in pairs])
+
+
+def _counts(right_PS: np.ndarray) -> tuple[list[int], list[int]]:
+    """By problem: samples that were judged, and those that were right."""
+    return (~np.isnan(right_PS)).sum(1).tolist(), np.nansum(right_PS, 1).astype(int).tolist()
 
 
 def majority_at_k(

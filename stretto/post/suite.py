@@ -36,7 +36,7 @@ from stretto.base.track import progress, say
 from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
 from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
-from stretto.evals.scores import Interval, interval, majority_at_k, pass_at_k, resampled, share_interval
+from stretto.evals.scores import Interval, interval, majority_at_k, pass_at_k, pass_hat_k, resampled, share_interval
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
 from stretto.rl.agent import AgentRole, Dialogue, GroupFailed
@@ -65,7 +65,7 @@ _CACHE_BYTES = 1 << 24
 _LONGEST_VOTE = 200
 """Characters of an answer that may be another's equal; prose is never."""
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""For pass@k and maj@k, beside the number of samples."""
+"""For pass@k, pass^k and maj@k, beside the number of samples."""
 BASELINES: Final = ("empty", "constant", "frequent", "another")
 """Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those. The last
 two where there are right ones."""
@@ -146,6 +146,8 @@ class DomainResult:
     finishes: dict[str, int]
     num_infra: int
     """Samples that could not be judged."""
+    pass_hat: dict[int, Interval] = field(default_factory=dict)
+    """pass^k: all of k samples are right. Older evaluations lack it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,6 +553,7 @@ def _result(
         num_tokens=float(np.mean([one.num_sampled for one in own])),
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
+        pass_hat={k: spread(pass_hat_k(value_PS, k)) for k in ks},
     )
 
 

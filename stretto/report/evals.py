@@ -63,12 +63,12 @@ def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
 def score_table(found: Evaluation) -> Table:
     """A row for each domain."""
     most = found.asked["samples"]
-    several = (f"pass@{most}", f"maj@{most}") if most > 1 else ()
+    several = (f"pass@{most}", f"pass^{most}", f"maj@{most}") if most > 1 else ()
     rows = []
     for name, result in found.domains.items():
         cells = [
             _share(result.score),
-            *(_share(of.get(most)) for of in (result.pass_at, result.majority_at) if several),
+            *(_share(of.get(most)) for of in (result.pass_at, result.pass_hat, result.majority_at) if several),
         ]
         best = _ignorant(result)
         cells.append(_share(best[1], _WORDS[best[0]]) if best else NOTHING)
@@ -118,20 +118,25 @@ def cost_table(found: Evaluation) -> Table:
 
 
 def score_bars(found: Evaluation) -> Figure:
-    """Each domain's score with its range, and the best that knowing nothing scores."""
-    names = list(found.domains)
+    """Each domain's score with its range, what all and what any of its samples get, and the best that knowing nothing scores."""
+    names, most = list(found.domains), found.asked["samples"]
     figure = style.blank(9.0, 1.7 + 0.62 * len(names))
     axes = style.dress(figure.subplots(), f"{found.name}: scores by domain", "%", "", grid="x")
     for place, result in enumerate(found.domains.values()):
         score, best = result.score, _ignorant(result)
         axes.barh(place, 100 * score.value, height=0.5, color=BLUE)
         axes.plot([100 * score.low, 100 * score.high], [place, place], color=INK, linewidth=1.6)
+        for of, mark in ((result.pass_hat, "<"), (result.pass_at, ">")):
+            if most > 1 and most in of:
+                axes.plot(100 * of[most].value, place, mark, color=INK, markersize=7)
         if best is not None:
             axes.plot([100 * best[1].value] * 2, [place - 0.36, place + 0.36], color=ORANGE, linewidth=3.0)
     axes.set_yticks(range(len(names)), names, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    style.subtitle(axes, [f"line: {LEVEL:.0%} range", "orange: the best of answers that know nothing of the problem"])
+    ends = [f"◂ all of {most} samples right, ▸ any"] if most > 1 else []
+    ignorant = "orange: the best of answers that know nothing of the problem"
+    style.subtitle(axes, [f"line: {LEVEL:.0%} range", *ends, ignorant])
     return figure
 
 

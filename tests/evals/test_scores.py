@@ -14,6 +14,7 @@ from stretto.evals.scores import (
     majority_at_k,
     norm,
     pass_at_k,
+    pass_hat_k,
     resampled,
     share_interval,
 )
@@ -21,18 +22,20 @@ from stretto.evals.scores import (
 NAN = float("nan")
 
 
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
+def test_pass_at_k_and_pass_hat_k_are_means_over_all_choices_of_k_samples() -> None:
     rng = np.random.default_rng(0)
     right_PS = rng.integers(0, 2, (20, 6)).astype(float)
-    for k in (1, 2, 5, 6):
-        expected = [np.mean([max(row[list(subset)]) for subset in combinations(range(6), k)]) for row in right_PS]
-        np.testing.assert_allclose(pass_at_k(right_PS, k), expected, atol=1e-12)
+    for chance, of in ((pass_at_k, max), (pass_hat_k, min)):
+        for k in (1, 2, 5, 6):
+            expected = [np.mean([of(row[list(subset)]) for subset in combinations(range(6), k)]) for row in right_PS]
+            np.testing.assert_allclose(chance(right_PS, k), expected, atol=1e-12)
 
 
 def test_samples_that_nobody_judged_are_none() -> None:
     right_PS = np.array([[1.0, NAN, 0.0], [NAN, NAN, 1.0]])
     np.testing.assert_array_equal(pass_at_k(right_PS, 1), [0.5, 1.0])
     np.testing.assert_array_equal(pass_at_k(right_PS, 2), [1.0, NAN])
+    np.testing.assert_array_equal(pass_hat_k(right_PS, 2), [0.0, NAN])
     np.testing.assert_array_equal(majority_at_k(right_PS, [["a", "b", "c"]] * 2, 2), [0.5, NAN])
 
 

@@ -16,7 +16,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import write_json
 from stretto.base.trajectory import Outcome
 from stretto.data.conversations import ConversationForm
-from stretto.evals.scores import pass_at_k
+from stretto.evals.scores import pass_at_k, pass_hat_k
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
 from stretto.post import suite as suite_module
@@ -135,6 +135,8 @@ def test_scores_are_those_of_the_samples(whole: Path) -> None:
     assert result.score.value == pytest.approx(right_PS.mean())
     assert result.score.low < result.score.value < result.score.high
     assert result.pass_at[3].value == pytest.approx(pass_at_k(right_PS, 3).mean())
+    assert result.pass_hat[3].value == pytest.approx(pass_hat_k(right_PS, 3).mean())
+    assert result.pass_hat[3].value < result.score.value < result.pass_at[3].value
     assert result.values == pytest.approx(right_PS.mean(1))
     assert list(result.majority_at) == [3]
     assert found.mean == result.score

@@ -46,6 +46,7 @@ def domain(values: list[float | None], first: int = 0) -> DomainResult:
         num_tokens=31.0,
         finishes={"stop": 3, "length": 1},
         num_infra=2,
+        pass_hat={1: SOME, 4: Interval(0.0625, 0.0, 0.125)},
     )
 
 
@@ -83,6 +84,8 @@ def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
         "nothing",
         "maj@4",
         "pass@4",
+        "pass^4",
+        "6.2 %",
     ):
         assert words in scores, words
     assert "12 … 50 %" in scores
