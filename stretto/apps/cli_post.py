@@ -273,7 +273,9 @@ def run(
     out: RunOut = None,
     first: Annotated[
         str | None,
-        typer.Option("--from", help="Do this stage and all after it again: sft, experts, distill, online or evaluate."),
+        typer.Option(
+            "--from", help="Do this stage and all after it again: sft, experts, distill, online, controls or evaluate."
+        ),
     ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     dry_run: Annotated[

@@ -48,7 +48,7 @@ BAD_INPUT = 2
 TRAINED_PASSES = 3
 """Forward passes that a forward and a backward cost."""
 _LAYOUT = tuple(f"recipe.{table}" for table in LAYOUT)
-_PLACE = re.compile(r"\{((?:model|recipe|sft|distill|online|experts/[^{}]+))\}")
+_PLACE = re.compile(r"\{(model|recipe|sft|distill|online|(?:experts|controls)/[^{}]+)\}")
 """In arguments and recipes: `stretto.post.pipeline.Step`."""
 
 
@@ -140,7 +140,7 @@ def run_command(
             _run_stage(pipeline, own)
     console = rich.get_console()
     console.print(_result_table(pipeline))
-    if last := [step for step, _ in _receipts(pipeline)][-1:]:
+    if last := [step for step, _ in _receipts(pipeline) if step.stage != "controls"][-1:]:
         console.print(f"next: stretto chat {pipeline.place(last[0].name)}", soft_wrap=True)
 
 

@@ -1,6 +1,7 @@
 """A whole post-training as one recipe: its stages in order, and the complete recipe of each. Imports no torch.
 
-SFT → an expert for each domain, side by side → one student that they all teach → online RL → what each of them can do. Every
+SFT → an expert for each domain, side by side → one student that they all teach → online RL → what each of them can do, beside
+reinforcement learning without experts that drew as many samples. Every
 stage is a command of its own, and what a pipeline says of it is what its own recipe would say: over ``[common]``, which all
 stages of reinforcement learning share, with the sources of the domains. All recipes are complete before the first stage starts.
 """
@@ -20,7 +21,7 @@ from stretto.base.paths import CHECKPOINT
 from stretto.rl.recipe import START, RlRecipe, SourceConfig
 from stretto.train.recipe import SftRecipe
 
-StageName = Literal["sft", "experts", "distill", "online", "evaluate"]
+StageName = Literal["sft", "experts", "distill", "online", "controls", "evaluate"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 COMPARISON_FILE = "comparison.json"
 """What `stretto compare` leaves in its folder, when it is done."""
@@ -57,6 +58,16 @@ class ExpertsConfig(Config):
     """Of each; a second one goes on from the first one's last snapshot. The others go on meanwhile."""
 
 
+class ControlsConfig(Config):
+    """What experts and distillation are held against, in tables of an `RlRecipe` over ``[common]``; None: left out."""
+
+    mixed: Table | None = None
+    """One run on all domains at once. Unless it says ``train.steps``, so many that it draws as many samples as experts and
+    distillation together."""
+    cascade: Table | None = None
+    """The domains one after the other, in their order, each with the samples of its expert."""
+
+
 class EvaluateConfig(Config):
     """What each stage's result is asked."""
 
@@ -78,6 +89,7 @@ class PipelineRecipe(Config):
     """Where the distillation's recipe differs from ``common``; its teachers are the experts, by the names of their domains."""
     online: Table | None = None
     """And the online stage's; with ``sources`` of its own beside those of the domains."""
+    controls: ControlsConfig | None = None
     evaluate: EvaluateConfig | None = EvaluateConfig()
 
     @model_validator(mode="after")
@@ -94,6 +106,10 @@ class PipelineRecipe(Config):
                 seen[source] = domain
         if self.distill is not None and self.experts is None:
             raise ValueError("distill: there are no teachers without experts; add [experts], or leave [distill] out")
+        if self.controls is not None and self.experts is None:
+            raise ValueError(
+                "controls: they draw as many samples as experts do; add [experts], or leave [controls] out"
+            )
         return self
 
     @property
@@ -127,6 +143,12 @@ class Step:
     """What is there in its folder when it is done."""
 
     @property
+    def num_samples(self) -> int:
+        """That reinforcement learning or distillation draws."""
+        assert isinstance(self.recipe, RlRecipe), "no other stage draws any"
+        return self.recipe.train.steps * self.recipe.train.prompts * self.recipe.rollout.group
+
+    @property
     def num_tokens(self) -> int:
         """That are trained on, at most."""
         recipe = self.recipe
@@ -136,7 +158,7 @@ class Step:
             return 0
         if self.stage == "sft":
             return recipe.start.steps * recipe.start.rows * recipe.train.seq_len if recipe.start else 0
-        return recipe.train.steps * recipe.train.prompts * recipe.rollout.group * recipe.rollout.max_tokens
+        return self.num_samples * recipe.rollout.max_tokens
 
 
 def plan(recipe: PipelineRecipe, source: str) -> tuple[Step, ...]:
@@ -146,7 +168,7 @@ def plan(recipe: PipelineRecipe, source: str) -> tuple[Step, ...]:
 
 
 def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
-    start, results, teachers = MODEL, [MODEL], dict[str, str]()
+    start, results, teachers, taught = MODEL, [MODEL], dict[str, str](), list[Step]()
     if recipe.sft is not None:
         step = _sft(recipe, recipe.sft, source)
         yield step
@@ -160,7 +182,8 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
                 RlRecipe, source, f"experts, {name}", recipe.common, recipe.experts.recipe, domain.expert, own
             )
             teachers[name] = f"{{experts/{name}}}"
-            yield Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), told)
+            taught.append(Step("experts", f"experts/{name}", ("rl", RECIPE, "--model", start), told))
+        yield from taught
     if recipe.distill is not None:
         names = {
             name: {"checkpoint": place, "domains": list(recipe.domains[name].sources)}
@@ -168,13 +191,19 @@ def _steps(recipe: PipelineRecipe, source: str) -> Iterator[Step]:
         }
         own = {"sources": recipe.sources, "distill": {"teachers": names}}
         told = _complete(RlRecipe, source, "distill", recipe.common, recipe.distill, own)
-        yield Step("distill", "distill", ("distill", RECIPE, "--model", start), told)
+        taught.append(Step("distill", "distill", ("distill", RECIPE, "--model", start), told))
+        yield taught[-1]
         last = "{distill}"
         results.append(last)
     if recipe.online is not None:
         told = _complete(RlRecipe, source, "online", recipe.common, {"sources": recipe.sources}, recipe.online)
         yield Step("online", "online", ("online", RECIPE, "--model", last), told)
         results.append("{online}")
+    if recipe.controls is not None:
+        controls = list(_controls(recipe, recipe.controls, start, taught, source))
+        yield from controls
+        last_of = {step.name.split("/")[1]: f"{{{step.name}}}" for step in controls}
+        results += last_of.values()
     if recipe.evaluate is not None:
         yield _evaluate(recipe, recipe.evaluate, results, start, teachers, source)
 
@@ -190,6 +219,28 @@ def _sft(recipe: PipelineRecipe, config: SftConfig, source: str) -> Step:
             f"{source}: sft: neither data nor recipe.start; name conversations, or say how the sources' own answers are learnt"
         )
     return Step("sft", "sft", ("sft", RECIPE, *(("--model", MODEL) if own.start.model is None else ())), own, START)
+
+
+def _controls(
+    recipe: PipelineRecipe, config: ControlsConfig, start: str, taught: Sequence[Step], source: str
+) -> Iterator[Step]:
+    """``taught``: the steps whose samples they match."""
+    if config.mixed is not None:
+        own: Table = {"sources": recipe.sources}
+        told = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
+        if "steps" not in config.mixed.get("train", {}):
+            a_step = told.train.prompts * told.rollout.group
+            own["train"] = {"steps": -(-sum(step.num_samples for step in taught) // a_step)}
+            told = _complete(RlRecipe, source, "controls, mixed", recipe.common, config.mixed, own)
+        yield Step("controls", "controls/mixed", ("rl", RECIPE, "--model", start), told)
+    if config.cascade is not None and recipe.experts is not None:
+        for name, domain in recipe.domains.items():
+            own = {"sources": {key: recipe.sources[key] for key in domain.sources}}
+            tables = (recipe.common, recipe.experts.recipe, domain.expert, config.cascade, own)
+            step = f"controls/cascade/{name}"
+            told = _complete(RlRecipe, source, f"controls, cascade, {name}", *tables)
+            yield Step("controls", step, ("rl", RECIPE, "--model", start), told)
+            start = f"{{{step}}}"
 
 
 def _evaluate(

@@ -57,6 +57,21 @@ def test_experts_have_their_own_sources_and_teach_them() -> None:
     assert distilled.distill.teachers["b"].checkpoint == "{experts/b}"
 
 
+def test_controls_draw_what_experts_and_distillation_draw() -> None:
+    steps = named(plan(recipe(controls={"mixed": {}, "cascade": {}}), "p.toml"))
+    mixed, first, second = (steps[f"controls/{name}"] for name in ("mixed", "cascade/a", "cascade/b"))
+    taught = sum(steps[name].num_samples for name in ("experts/a", "experts/b", "distill"))
+    assert 0 <= mixed.num_samples - taught < steps["distill"].num_samples
+    assert set(mixed.recipe.sources) == {"one", "two", "three"}  # type: ignore[union-attr]
+    assert (first.recipe, first.arguments) == (steps["experts/a"].recipe, steps["experts/a"].arguments)
+    assert second.recipe == steps["experts/b"].recipe and second.arguments[-1] == "{controls/cascade/a}"
+    compared = steps["evaluate"].arguments
+    assert compared[4:6] == ("{controls/mixed}", "{controls/cascade/b}")
+    own = named(plan(recipe(controls={"mixed": {"train": {"steps": 3}}}), "p.toml"))
+    assert own["controls/mixed"].recipe.train.steps == 3  # type: ignore[union-attr]
+    assert "controls/cascade/a" not in own
+
+
 def test_a_stage_says_what_it_has_of_its_own() -> None:
     a = {"sources": {"one": SOURCE}, "expert": {"optim": {"lr": 5e-4}}}
     told = recipe(domains={"a": a, "b": {"sources": {"two": SOURCE}}}, experts={"recipe": {"train": {"steps": 7}}})
@@ -107,6 +122,7 @@ def test_what_the_online_stage_has_of_its_own_is_evaluated_as_well() -> None:
         ({"online": {"loss": {"policy": "ppoo"}}}, "p.toml: online: loss.policy"),
         ({"sft": {}}, "p.toml: sft: neither data nor recipe.start"),
         ({"experts": None}, "distill: there are no teachers without experts"),
+        ({"experts": None, "distill": None, "controls": {}}, "controls: they draw as many samples as experts do"),
         ({"domains": {"a/b": {"sources": {"one": SOURCE}}}}, "domains.a/b: letters, digits"),
         ({"distill": {"distill": {"form": "top_kk"}}}, "p.toml: distill: distill.form"),
         (
