@@ -33,6 +33,7 @@ from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.rl.agent import Dialogue
 from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
+from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, tokenise_chat
 from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -290,7 +291,7 @@ def examples(
             size = prompts.sizes[prompts.names.index(task.source)]
             shift = 1 + int(rng.integers(1 << 20 if size is None else max(1, size - 1)))
             answered = source.problem(task.item + shift if size is None else (task.item + shift) % size)
-        yield example(dialogue, problem, source.demonstration(answered), [tool.schema() for tool in source.tools()])
+        yield example(dialogue, problem, source.demonstration(answered), schemas(source, problem))
         number += 1
 
 

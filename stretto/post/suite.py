@@ -46,6 +46,7 @@ from stretto.rl.recipe import RlRecipe, SandboxConfig, SourceConfig
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.math import as_number
+from stretto.tasks.session import schemas
 from stretto.tasks.task import AnswerFormat, TaskSource, find_answer
 from stretto.text.similar import similarity_NN
 from stretto.text.tokenizer import load_tokenizer
@@ -394,11 +395,11 @@ class _Sitting:
             say(f"sources.{source.name}: {len(items)} problems, all it has, where {num} are asked for")
         donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
         form: AnswerFormat = getattr(source.args, "format", "plain")
-        schemas = [tool.schema() for tool in source.tools()]
         prompts = {}
         for item in items:
-            messages = source.problem(item).messages
-            prompts[item] = str(messages[-1]["content"]), len(self._dialogue.prompt(messages, schemas))
+            problem = source.problem(item)
+            num_tokens = len(self._dialogue.prompt(problem.messages, schemas(source, problem)))
+            prompts[item] = str(problem.messages[-1]["content"]), num_tokens
         return Domain(suite_name, items, donors or items, not source.is_verifiable, form, prompts)
 
     async def _answer_suite(

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,14 +28,16 @@ from stretto.base.trajectory import Group, Outcome, Task, Verdict
 from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
 from stretto.rl.group_reward import Written, group_rewards
 from stretto.rl.ledger import GroupRef
+from stretto.rl.own_session import OwnSession, SoFar
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
-from stretto.sandbox.outcome import ToolResult
+from stretto.sandbox.tools import shorten
 from stretto.serve.dialects import Said, read_answer
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
-from stretto.tasks.task import Problem, TaskSource, Tool
+from stretto.tasks.session import MOST_TEXT, Diverged, schemas, tool_turn
+from stretto.tasks.task import Problem, TaskSource
 from stretto.text.spans import Translation
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -44,6 +47,8 @@ Trees = Sequence[Mapping[str, Any]]
 
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
+_REPLY_SLOTS = 64
+"""The same of environments that reply: more, for some are models elsewhere, and only wait."""
 _PROBLEM_S = 60.0
 _NOT_YET = Verdict(0.0, Outcome.WRONG, 0.0, detail="its group is judged once all of it is there")
 """In a log, of a sample that is judged beside the others of its group; never in a stored group."""
@@ -64,7 +69,7 @@ class Wait:
     ordinal: int
     sample: int
     waits_for: str
-    """``an engine``, ``tool python``, ``a verdict``, ``its group``."""
+    """``an engine``, ``tool python``, ``its session``, ``a verdict``, ``its group``."""
     seconds: float
     """Since it began to wait for that."""
     num_sampled: int
@@ -88,6 +93,8 @@ class AgentStats:
     queued_s: float = 0.0
     troubles: dict[str, int] = field(default_factory=dict)
     """Failed tries by what was tried."""
+    sessions_lost: dict[str, int] = field(default_factory=dict)
+    """By source, times that the state of a sample could not be reached again: it began anew, or its group failed."""
 
 
 @dataclass(slots=True)
@@ -98,13 +105,13 @@ class _InFlight:
     temperature: float
     want_routes: bool
     source: TaskSource
-    tools: Mapping[str, Tool]
-    schemas: list[dict[str, Any]]
     place: int
     """Its engine's, where its prompt is cached. If that fails, the group moves: whoever tries next meets another."""
     kept: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By sample: the place of the last engine that wrote it, and how many of its tokens that one has."""
     problem: Problem = field(init=False)
+    schemas: Trees = field(init=False)
+    """Of the problem's tools."""
     prompt: np.ndarray = field(init=False)
     samples: Sequence[Sample] = ()
 
@@ -137,7 +144,7 @@ class AgentRole:
         self._teachers = teacher_dialogues(recipe, tokenizer)
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
-        self._tool_slots = asyncio.Semaphore(_TOOL_SLOTS)
+        self._tool_slots, self._reply_slots = asyncio.Semaphore(_TOOL_SLOTS), asyncio.Semaphore(_REPLY_SLOTS)
         self._threads = Threads()
         self._problems = asyncio.Lock()  # sources need not be safe to use from two threads
         self._in_flight: dict[tuple[int, int | None], _InFlight] = {}
@@ -179,7 +186,8 @@ class AgentRole:
 
     async def stats(self) -> AgentStats:
         num_samples = sum(len(group.samples) for group in self._in_flight.values())
-        return replace(self._stats, num_samples=num_samples, troubles=dict(self._stats.troubles))
+        troubles, lost = dict(self._stats.troubles), dict(self._stats.sessions_lost)
+        return replace(self._stats, num_samples=num_samples, troubles=troubles, sessions_lost=lost)
 
     async def close(self) -> None:
         self._threads.close()
@@ -194,14 +202,11 @@ class AgentRole:
             raise UserError(f"sources.{task.source}: no such source; there are {', '.join(sorted(self._sources))}")
         key, lease_s = (task.ordinal, attempt), self._recipe.failures.lease_s
         assert key not in self._in_flight, f"ordinal {task.ordinal}, attempt {attempt} is in flight here already"
-        tools = {tool.name: tool for tool in source.tools()}
         group = self._in_flight[key] = _InFlight(
             task,
             temperature=self._recipe.rollout.temperature if temperature is None else temperature,
             want_routes=self._recipe.replay == "r3" and attempt is not None,
             source=source,
-            tools=tools,
-            schemas=[tool.schema() for tool in tools.values()],
             place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
@@ -211,7 +216,8 @@ class AgentRole:
             async with asyncio.timeout(lease_s) as lease:
                 async with self._problems:
                     what = f"sources.{task.source}: item {task.item}"
-                    group.problem = await self._threads.run(lambda: source.problem(task.item), _PROBLEM_S, what)
+                    opened = partial(_opened, source, task.item)
+                    group.problem, group.schemas = await self._threads.run(opened, _PROBLEM_S, what)
                 group.prompt = self._dialogue.prompt(group.problem.messages, group.schemas)
                 if attempt is None:
                     group.samples = [Sample(task, number, 0) for number in range(task.group)]
@@ -256,23 +262,39 @@ class AgentRole:
 
     async def _write(self, group: _InFlight, sample: Sample) -> None:
         """The sample, written to its end and verified; `Trouble` where an engine, a tool or the verifier kept failing."""
-        rollout, task, now_s = self._recipe.rollout, group.task, time.time()
+        rewards, seed = self._recipe.runtime.rewards, _seed(sample)
+        own = OwnSession(group.source, group.problem, seed, self._threads, rewards.deadline_s, self._problems)
+        try:
+            while sample.verdict is None:
+                try:
+                    await self._go_on(group, sample, own)
+                except Diverged as lost:
+                    self._lose(group, sample, lost)
+        finally:
+            own.end()
+
+    async def _go_on(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
+        """The next part of a sample, or its end."""
+        rollout, now_s = self._recipe.rollout, time.time()
         if not sample.parts:
-            check_room(task, len(group.prompt), self._recipe.train.seq_len)
+            check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
             sample.append(Part(context(group.prompt, now_s, now_s)))
-        while sample.verdict is None:
-            last, left = sample.parts[-1], self._room(sample)
-            calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.tools else ()
-            if last.ended == "stop" and not calls:
-                await self._reply(group, sample)
-            elif last.ended == "stop" and len(sample.turns()) >= rollout.max_turns:
-                await self._finish(group, sample, "turns")
-            elif last.ended == "length" or left <= 0:
-                await self._finish(group, sample, "length")
-            elif calls:
-                await self._use(group, sample, calls)
-            else:
-                await self._generate(group, sample, min(rollout.chunk_tokens, left))
+        last, left = sample.parts[-1], self._room(sample)
+        calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.schemas else ()
+        if not len(last.segment.tokens):
+            await self._reach(sample, own)
+            await self._finish(group, sample, "tool" if own.is_over else "length")
+        elif last.ended == "stop" and not calls:
+            await self._reply(group, sample, own)
+        elif last.ended == "stop" and len(sample.turns()) >= rollout.max_turns:
+            await self._finish(group, sample, "turns")
+        elif last.ended == "length" or left <= 0:
+            await self._finish(group, sample, "length")
+        elif calls:
+            await self._use(group, sample, own, calls)
+        else:
+            await self._reach(sample, own)
+            await self._generate(group, sample, min(rollout.chunk_tokens, left))
 
     def _room(self, sample: Sample) -> int:
         """Tokens that the model may still write: one budget over all turns, and the length of the whole."""
@@ -334,36 +356,30 @@ class AgentRole:
         order = [(first + step) % num for step in range(num)]
         return min((place for place in order if place != avoid or num == 1), key=self._loads.__getitem__)
 
-    async def _use(self, group: _InFlight, sample: Sample, calls: Sequence[ToolCall]) -> None:
+    async def _use(self, group: _InFlight, sample: Sample, own: OwnSession, calls: Sequence[ToolCall]) -> None:
         """The turn of the tools that the model called."""
         started_s = time.time()
-        results = [await self._call(group, sample, call) for call in calls]
-        texts = [result.text for result in results]
-        tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas, calls, texts)
-        if sample.num_tokens + len(tokens) >= self._recipe.train.seq_len:
-            await self._finish(group, sample, "length")  # no room for the model to go on from it
-            return
-        told = [
-            {"role": "tool", "name": call.name, "content": result.text, "outcome": result.outcome.value}
-            for call, result in zip(calls, results, strict=True)
-        ]
+        told: list[Mapping[str, Any]] = []
+        for call in calls:
+            if not own.is_over:
+                told.append(await self._call(sample, own, call, lambda: (*self._messages(sample), *told)))
+        tokens = np.zeros(0, np.int32)
+        if not own.is_over:
+            texts = [str(message["content"]) for message in told]
+            tokens = self._dialogue.tool_turn(group.problem.messages, group.schemas, calls, texts)
+            if not self._fits(sample, tokens):
+                tokens = tokens[:0]  # the model has no room to go on from it; that the calls were made stays true
         sample.append(Part(context(tokens, started_s, time.time()), messages=tuple(told)))
 
-    async def _reply(self, group: _InFlight, sample: Sample) -> None:
+    async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """The environment's turn after one of the model's that called no tool; the sample's end where it has none."""
-        started_s, source, dialogue = time.time(), group.source, self._dialogue
+        started_s, what = time.time(), "reply()"
         messages = self._messages(sample)
-        _wait(sample, "its environment")
-
-        def replied() -> str | None:
-            try:
-                return source.reply(group.problem, messages)
-            except Exception as error:  # whatever a task raises is no answer to the model
-                raise Trouble(f"reply() raised {type(error).__name__}: {error}") from error
 
         async def ask() -> str | None:
-            what = f"sources.{sample.task.source}: reply()"
-            return await self._threads.run(replied, self._recipe.runtime.rewards.deadline_s, what)
+            async with self._reply_slots:
+                _wait(sample, "its environment")
+                return await own.ask(lambda session: session.reply(messages), lambda: messages, what)
 
         text = await self._patiently("environment", ask)
         if text is None:
@@ -371,14 +387,17 @@ class AgentRole:
         elif len(sample.turns()) >= self._recipe.rollout.max_turns:
             await self._finish(group, sample, "turns")
         else:
-            tokens, told = (
-                dialogue.user_turn(group.problem.messages, group.schemas, text),
-                {"role": "user", "content": text},
-            )
-            if sample.num_tokens + len(tokens) >= self._recipe.train.seq_len:
+            text = shorten(text, MOST_TEXT)
+            tokens = self._dialogue.user_turn(group.problem.messages, group.schemas, text)
+            if not self._fits(sample, tokens):
                 await self._finish(group, sample, "length")
             else:
+                told = {"role": "user", "content": text}
                 sample.append(Part(context(tokens, started_s, time.time()), messages=(told,)))
+
+    def _fits(self, sample: Sample, tokens: np.ndarray) -> bool:
+        """The model can go on behind them."""
+        return sample.num_tokens + len(tokens) < self._recipe.train.seq_len
 
     def _messages(self, sample: Sample) -> tuple[Mapping[str, Any], ...]:
         """All that followed the prompt, as verifiers and environments read it."""
@@ -388,29 +407,41 @@ class AgentRole:
             messages += [self._dialogue.message(turn), *(told[number] if number < len(told) else ())]
         return tuple(messages)
 
-    async def _call(self, group: _InFlight, sample: Sample, call: ToolCall) -> ToolResult:
-        tool, arguments = group.tools.get(call.name), call.arguments
-        if tool is None or arguments is None:
-            unknown = f"there is no tool {call.name!r}; there are {', '.join(group.tools)}"
-            why = unknown if tool is None else "the arguments are not a JSON object"
-            return ToolResult(f"error: {why}", Outcome.WRONG, 0.0)
-        what = f"tool {tool.name}"
+    async def _call(self, sample: Sample, own: OwnSession, call: ToolCall, said: SoFar) -> Mapping[str, Any]:
+        """The message that answers a call."""
+        what = f"tool {call.name}"
 
-        def called() -> ToolResult:
-            try:
-                return tool.call(arguments)
-            except Exception as error:  # whatever a tool raises is no answer to the model
-                raise Trouble(f"{tool.name} raised {type(error).__name__}: {error}") from error
-
-        async def ask() -> ToolResult:
+        async def ask() -> Mapping[str, Any]:
             async with self._tool_slots:
                 _wait(sample, what)
-                result = await self._threads.run(called, self._recipe.runtime.rewards.deadline_s, what)
-            if result.outcome is Outcome.INFRA:
-                raise Trouble(result.text)
-            return result
+                told = await own.ask(lambda session: tool_turn(session, asdict(call)), said, call.name)
+            if told["outcome"] == Outcome.INFRA.value:
+                own.end()  # nobody knows what it left
+                raise Trouble(told["content"])
+            return told
 
         return await self._patiently(what, ask)
+
+    async def _reach(self, sample: Sample, own: OwnSession) -> None:
+        """Its session, before the model goes on: a state that is lost shows before more is written."""
+        if own.is_reached:
+            return
+
+        async def ask() -> None:
+            async with self._tool_slots:
+                _wait(sample, "its session")
+                await own.reach(lambda: self._messages(sample))
+
+        await self._patiently("session", ask)
+
+    def _lose(self, group: _InFlight, sample: Sample, lost: Diverged) -> None:
+        """Have it begin anew. Raises Trouble: that has not helped before."""
+        name, stats = group.task.source, self._stats
+        stats.sessions_lost[name] = stats.sessions_lost.get(name, 0) + 1
+        if sample.num_lost + 1 >= self._recipe.failures.max_attempts:
+            raise Trouble(f"session: {lost} (begun anew {sample.num_lost} times)")
+        group.kept.pop(sample.number, None)
+        sample.begin_anew(str(lost))
 
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
@@ -499,6 +530,11 @@ class AgentRole:
                     raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 2 * pause_s)
+
+
+def _opened(source: TaskSource, item: int) -> tuple[Problem, Trees]:
+    problem = source.problem(item)
+    return problem, schemas(source, problem)
 
 
 def check_room(task: Task, num_tokens: int, max_len: int) -> None:

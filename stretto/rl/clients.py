@@ -223,6 +223,16 @@ class Threads:
 
     async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
         """What ``work`` returns. Raises Trouble: nothing within ``deadline_s``. Whatever ``work`` raises."""
+        done = self.start(work, what)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+        except TimeoutError as error:
+            if done.done() and not done.cancelled() and isinstance(done.exception(), TimeoutError):
+                raise  # the work's own
+            raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error
+
+    def start(self, work: Callable[[], T], what: str) -> Future[T]:
+        """The same for whoever does not wait for it."""
         if self._idle:
             inbox = self._idle.pop()
         else:
@@ -230,12 +240,7 @@ class Threads:
             threading.Thread(target=self._serve, args=(inbox,), name=what, daemon=True).start()
         done: Future[T] = Future()
         inbox.put((work, done))
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
-        except TimeoutError as error:
-            if done.done() and not done.cancelled() and isinstance(done.exception(), TimeoutError):
-                raise  # the work's own
-            raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error
+        return done
 
     def close(self) -> None:
         """Let the idle ones end; those that are busy end with the process."""

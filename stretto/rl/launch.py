@@ -33,6 +33,7 @@ from stretto.runtime.runtime import (
 )
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
+from stretto.tasks.session import schemas
 from stretto.tasks.task import TaskSource
 from stretto.text.tokenizer import Tokenizer
 
@@ -131,7 +132,8 @@ def check_sources(
         tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]
         for task in tasks:
             source = sources[task.source]
-            tokens = dialogue.prompt(source.tried(task.item).messages, [tool.schema() for tool in source.tools()])
+            problem = source.tried(task.item)
+            tokens = dialogue.prompt(problem.messages, schemas(source, problem))
             check_room(task, len(tokens), train.seq_len)
         return prompts, {name: source.at_once for name, source in sources.items()}
 

@@ -209,6 +209,7 @@ class RoleScalars:
             "queue/samples": _sum(agents, "num_samples"),
             "failures/tokens_resumed": self._grown(agents, "tokens_resumed"),
             "failures/troubles": sum(self._grown_by(agents, "troubles").values()),
+            **{f"failures/sessions_lost/{name}": num for name, num in self._grown_by(agents, "sessions_lost").items()},
         }
         engine_s, queued_s = self._grown(agents, "engine_s"), self._grown(agents, "queued_s")
         if engine_s > 0:

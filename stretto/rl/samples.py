@@ -3,7 +3,9 @@
 A file is a list of frames. The first says whose samples these are; each further one is a part of a sample (a prompt, a
 chunk of an engine, the turn of tools) or its end. A *log* takes parts as they come: a rollout that is lost halfway goes
 on from it. Begun anew instead, long samples would be lost more often, and the policy would learn from answers that are
-biased towards short ones. A *stored group* is the same file written at once, chunks joined and routes packed.
+biased towards short ones. It has to be where the state of a session is lost: then it draws by its own seed again, so that
+under the same weights it becomes the same sample as far as its tools say the same, and it is counted. A *stored group* is the
+same file written at once, chunks joined and routes packed.
 
 One log a group and attempt: on many disks a new file costs more than all that is written to it. Only its own attempt
 appends to it. A later attempt starts with a copy of the latest earlier one, so that an agent that was given up but
@@ -53,7 +55,8 @@ class Part:
     """[R, L, K], of the positions that had none yet, up to the last token but one; None where not sampled."""
     ended: Ended = ""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Where it is the turn of tools: what they answered, for whoever reads messages."""
+    """Where it is the turn of tools: what they answered, for whoever reads messages. With no tokens, the last part: the model
+    goes on no more."""
 
 
 def context(tokens: np.ndarray, started_s: float = 0.0, finished_s: float = 0.0) -> Segment:
@@ -93,7 +96,14 @@ class _End(msgspec.Struct, tag="end", array_like=True):
     """Of a stored group: all of the sample's, packed."""
 
 
-_Record = _Start | _Next | _End
+class _Anew(msgspec.Struct, tag="anew", array_like=True):
+    """All frames of a sample before this one are void: what they came to cannot be reached again."""
+
+    sample: int
+    why: str
+
+
+_Record = _Start | _Next | _End | _Anew
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda array: (array.dtype.str, array.shape, array.tobytes()))
 _DECODER = msgspec.msgpack.Decoder(
     _Record, dec_hook=lambda _, array: np.frombuffer(array[2], array[0]).reshape(array[1])
@@ -135,6 +145,8 @@ class Sample:
         """Leading tokens whose routes are known."""
         self.num_resumed = 0
         """Sampled tokens that an earlier attempt had written."""
+        self.num_lost = 0
+        """Times that it was begun anew."""
         self.finish_reason = ""
         self.verdict: Verdict | None = None
         """None until it is closed."""
@@ -165,6 +177,12 @@ class Sample:
         self._write(_End(self.number, finish_reason, verdict), True)
         self.finish_reason, self.verdict = finish_reason, verdict
 
+    def begin_anew(self, why: str) -> None:
+        """Forget all that it has come to. The log keeps it, and ``why``."""
+        assert self.verdict is None, "it is closed"
+        self._write(_Anew(self.number, why), True)
+        self._forget()
+
     def tokens(self) -> np.ndarray:
         """int32 [num_tokens]."""
         return np.concatenate([part.segment.tokens for part in self.parts])
@@ -175,7 +193,7 @@ class Sample:
 
     def segments(self) -> tuple[Segment, ...]:
         """Parts of one author joined: a turn of the model is one segment, in however many chunks it came."""
-        runs = groupby((part.segment for part in self.parts), attrgetter("is_sampled"))
+        runs = groupby((part.segment for part in self.parts if len(part.segment.tokens)), attrgetter("is_sampled"))
         return tuple(_joined(list(run)) for _, run in runs)
 
     def trajectory(self) -> Trajectory:
@@ -205,6 +223,10 @@ class Sample:
         self.num_sampled += len(part.segment.tokens) if part.segment.is_sampled else 0
         self.num_rows += 0 if part.routes is None else len(part.routes)
 
+    def _forget(self) -> None:
+        self.parts, self.num_tokens, self.num_sampled, self.num_rows, self.num_resumed = [], 0, 0, 0, 0
+        self.num_lost += 1
+
     def _replay(self, record: _Record) -> bool:
         """Take what a file says; False: another writer does."""
         if self.verdict is not None:
@@ -214,6 +236,8 @@ class Sample:
             self.routes = unpack_routes(record.routes) if record.routes else None
         elif isinstance(record, _Next) and (record.num_tokens, record.num_rows) == (self.num_tokens, self.num_rows):
             self._take(record.part)
+        elif isinstance(record, _Anew):
+            self._forget()
         else:
             return False
         return True

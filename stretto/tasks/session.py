@@ -1,6 +1,6 @@
 """Sessions with a state: calls that change it, and how it is reached again from what was said. No torch.
 
-A world of one's own is a `SessionSource` with `problem` and `open`, and a `Session` whose tools act on it.
+A world of one's own is a `SessionSource` with `problem`, `open` and `demonstration`, and a `Session` whose tools act on it.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.outcome import ToolResult
+from stretto.sandbox.tools import shorten
 from stretto.tasks.task import Answer, Problem, Score, Session, TaskSource
+
+MOST_TEXT = 1 << 17
+"""Characters of a tool's result: more than models' contexts hold, less than anybody minds to log and to repeat."""
 
 
 class Diverged(RuntimeError):  # noqa: N818 - data, not a fault
@@ -31,16 +36,53 @@ class SessionSource(TaskSource):
             replay(session, answer.messages)
             return session.score(answer)
 
+    def right_answer(self, problem: Problem) -> Answer:
+        """The demonstration, calls included, which judging it repeats: with what `recorded` wrote into it, state by state."""
+        turns = self.demonstration(problem)
+        return Answer(str(turns[-1].get("content") or ""), tuple(turns))
+
+    def wrong_answer(self, other: Problem) -> Answer:
+        """Its demonstration, but for what its calls gave there."""
+        turns = self.demonstration(other)
+        bare = [{"role": "tool", "name": turn.get("name")} if turn["role"] == "tool" else turn for turn in turns]
+        return Answer(str(turns[-1].get("content") or ""), tuple(bare))
+
+
+def schemas(source: TaskSource, problem: Problem) -> list[dict[str, Any]]:
+    """Of the tools that the problem offers, as chat templates want them."""
+    with closing(source.open(problem)) as session:
+        return [tool.schema() for tool in session.tools]
+
 
 def use(session: Session, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
     """What a call that the model wrote comes to; ``arguments`` None: they are no JSON object. A call of what is not there is the
-    model's mistake and changes nothing."""
+    model's mistake and changes nothing. A text beyond `MOST_TEXT` is cut, which can be seen."""
     tools = {tool.name: tool for tool in session.tools}
     if name not in tools:
         return ToolResult(f"error: there is no tool {name!r}; there are {', '.join(tools)}", Outcome.WRONG, 0.0)
     if arguments is None:
         return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
-    return tools[name].call(arguments)
+    result = tools[name].call(arguments)
+    return result if len(result.text) <= MOST_TEXT else replace(result, text=shorten(result.text, MOST_TEXT))
+
+
+def tool_turn(session: Session, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a ``call`` (its ``name`` and ``arguments``): the message that answers it. ``state`` is the digest of what it left;
+    no field of it where calls change nothing."""
+    result = use(session, call["name"], call["arguments"])
+    told = {"role": "tool", "name": call["name"], "content": result.text, "outcome": result.outcome.value}
+    state = session.digest()
+    return told | {"state": state} if state else told
+
+
+def recorded(session: Session, turns: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """``turns`` of a model and a user, with what each call gives in the new ``session`` behind it; tool turns in them are
+    left out. Raises RuntimeError: a tool could not do its work."""
+    told: list[Mapping[str, Any]] = []
+    for turn in turns:
+        if turn["role"] != "tool":
+            told += [turn, *(_done(session, call["function"]) for call in turn.get("tool_calls") or ())]
+    return tuple(told)
 
 
 def replay(session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -49,15 +91,24 @@ def replay(session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         Diverged: a result, or the state after it, is another one.
+        RuntimeError: a tool could not do its work.
     """
     calls: list[Mapping[str, Any]] = []
     for message in messages:
         if message["role"] == "assistant":
-            calls = [call["function"] for call in message.get("tool_calls", ())]
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
         elif message["role"] == "tool" and calls:
             call, *calls = calls
-            found = use(session, call["name"], call["arguments"])
-            if found.text != message.get("content", found.text):
-                raise Diverged(f"{call['name']}: gave {found.text[:80]!r}, and {str(message['content'])[:80]!r} before")
-            if session.digest() != message.get("state", session.digest()):
+            found = _done(session, call)
+            if found["content"] != message.get("content", found["content"]):
+                before = str(message["content"])[:80]
+                raise Diverged(f"{call['name']}: gave {found['content'][:80]!r}, and {before!r} before")
+            if found.get("state", "") != message.get("state", found.get("state", "")):
                 raise Diverged(f"{call['name']}: left another state than before")
+
+
+def _done(session: Session, call: Mapping[str, Any]) -> dict[str, Any]:
+    found = tool_turn(session, call)
+    if found["outcome"] == Outcome.INFRA.value:
+        raise RuntimeError(f"{call['name']}: {found['content']}")
+    return found

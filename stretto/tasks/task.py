@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -104,7 +105,8 @@ class Tool:
 
 
 class Session(ABC):
-    """A problem under way: the tools of one sample, and what they have changed. One thread at a time uses it.
+    """A problem under way: the tools of one sample, and what they have changed. One thread at a time uses it, not always
+    the same; several sessions of a source are in use at once.
 
     Its state is what the problem, the seed and the calls so far make of it, in their order, and nothing else:
     `stretto.tasks.session.replay` brings a new session to the same state from the messages alone, which is how a killed agent's
@@ -126,7 +128,7 @@ class Session(ABC):
 
     @property
     def is_over(self) -> bool:
-        """A call has ended the episode: the model writes no more."""
+        """A call has ended the episode: the model writes no more, and no other call of that turn is made."""
         return False
 
     def digest(self) -> str:
@@ -195,7 +197,7 @@ class TaskSource(ABC):
         return _Stateless(self, problem)
 
     def tools(self) -> tuple[Tool, ...]:
-        """The same for all of its problems."""
+        """The same for all of its problems; where they differ, or have a state, see `open`."""
         return ()
 
     def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
@@ -207,6 +209,14 @@ class TaskSource(ABC):
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """The turns of a right answer, tool turns included: what SFT trains on."""
         return ({"role": "assistant", "content": problem.gold},)
+
+    def right_answer(self, problem: Problem) -> Answer:
+        """What `validate` has judged right."""
+        return Answer(problem.gold)
+
+    def wrong_answer(self, other: Problem) -> Answer:
+        """What is right for ``other``: `validate` has it judged by problems that want something else."""
+        return Answer(other.gold)
 
     def close(self) -> None:  # noqa: B027 - most start nothing
         """Ends what the source started."""
@@ -234,25 +244,28 @@ class TaskSource(ABC):
             self._check_judge(next((problem for problem in problems if problem.gold), problems[0]))
             return
         for problem in problems:
-            own = self._scored(problem, problem.gold)
+            right = self._attributed(problem.item, "demonstration", partial(self.right_answer, problem))
+            own = self._scored(problem, right)
             if not own.ok:
                 why = own.outcome.value + (f": {own.detail}" if own.detail else "")
                 raise self._bad(problem.item, f"its own gold answer {_short(problem.gold)} is refused ({why})")
             for wrong in ("", " \n", _GARBAGE):
-                score = self._scored(problem, wrong)
+                score = self._scored(problem, Answer(wrong))
                 if score.ok or score.reward >= own.reward:
                     kind = "an empty answer" if not wrong.strip() else f"the answer {_short(wrong)}"
                     raise self._bad(problem.item, f"{kind} is accepted (reward {score.reward:g})")
-        others = [(a, b) for a, b in zip(problems, problems[1:] + problems[:1], strict=True) if a.gold != b.gold]
-        if others and all([self._scored(problem, other.gold).ok for problem, other in others]):
-            problem, other = others[0]
+        wrongs = [self.wrong_answer(problem) for problem in problems]
+        pairs = [(at, (at + 1) % len(problems)) for at in range(len(problems))]
+        pairs = [(at, other) for at, other in pairs if wrongs[at] != wrongs[other]]
+        if pairs and all([self._scored(problems[at], wrongs[other]).ok for at, other in pairs]):
+            problem, other = (problems[place] for place in pairs[0])
             raise self._bad(problem.item, f"the gold answer of item {other.item}, {_short(other.gold)}, is accepted")
 
     def _check_judge(self, problem: Problem) -> None:
-        empty, rubbish = self._scored(problem, ""), self._scored(problem, _GARBAGE)
+        empty, rubbish = self._scored(problem, Answer("")), self._scored(problem, Answer(_GARBAGE))
         if empty.ok or empty.reward > 0:
             raise self._bad(problem.item, f"an empty answer earns {empty.reward:g}")
-        if problem.gold and (own := self._scored(problem, problem.gold)).reward <= rubbish.reward:
+        if problem.gold and (own := self._scored(problem, Answer(problem.gold))).reward <= rubbish.reward:
             said = f"earns {rubbish.reward:g}, its own gold answer {own.reward:g}"
             raise self._bad(problem.item, f"the answer {_short(_GARBAGE)} {said}")
 
@@ -273,12 +286,12 @@ class TaskSource(ABC):
             raise self._bad(item, "problem() gives another problem when it is asked again")
         return problem
 
-    def _scored(self, problem: Problem, text: str) -> Score:
-        score = self._attributed(problem.item, "score", lambda: self.score(problem, Answer(text)))
+    def _scored(self, problem: Problem, answer: Answer) -> Score:
+        score = self._attributed(problem.item, "score", lambda: self.score(problem, answer))
         if fault := score_fault(score):
-            raise self._bad(problem.item, f"on {_short(text)}, {fault}")
+            raise self._bad(problem.item, f"on {_short(answer.text)}, {fault}")
         if score.outcome is Outcome.INFRA:
-            raise self._bad(problem.item, f"on {_short(text)}, score() could not do its work: {score.detail}")
+            raise self._bad(problem.item, f"on {_short(answer.text)}, score() could not do its work: {score.detail}")
         return score
 
     def _attributed(self, item: int, method: str, call: Callable[[], Any]) -> Any:

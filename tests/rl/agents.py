@@ -119,7 +119,12 @@ def role(model: Any = None, *, name: str = "engine", waits: bool = False, **opti
 
 
 def recipe(
-    lease_s: float = 60.0, chunk_tokens: int = 100, max_turns: int = 3, max_len: int = 150, distill: Any = None
+    lease_s: float = 60.0,
+    chunk_tokens: int = 100,
+    max_turns: int = 3,
+    max_len: int = 150,
+    distill: Any = None,
+    deadline_s: float = 60.0,
 ) -> RlRecipe:
     return RlRecipe.model_validate(
         {
@@ -129,6 +134,7 @@ def recipe(
             "optim": {"lr": 1e-3},
             "train": {"steps": 1, "prompts": 1, "seq_len": max_len},
             "failures": {"lease_s": lease_s, "max_attempts": 3},
+            "runtime": {"rewards": {"deadline_s": deadline_s}},
         }
     )
 

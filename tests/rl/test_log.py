@@ -18,7 +18,7 @@ from stretto.rl.reward import RewardStats
 ENGINE = EngineStats(3, 2, 100, 40, 10, 1600, 1 << 20, True, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)
 AGENT = AgentStats(
     num_samples=16, groups_finished=9, tokens_resumed=24, cached_tokens=300, computed_tokens=100,
-    engine_s=20.0, queued_s=5.0, troubles={"engine": 2},
+    engine_s=20.0, queued_s=5.0, troubles={"engine": 2}, sessions_lost={"toy": 1},
 )  # fmt: skip
 REWARD = RewardStats(6, 1, {"ok": 6, "wrong": 2}, 1.0, 0)
 
@@ -46,6 +46,7 @@ def test_shares_are_of_the_time_since_the_last_answer() -> None:
         first["queue/samples"],
     ) == (3, 2, 6, 16)
     assert (first["failures/tokens_resumed"], first["failures/troubles"]) == (24, 2)
+    assert first["failures/sessions_lost/toy"] == 1
     later = replace(ENGINE, busy_s=5.0, output_tokens=520)
     roles.tell(*told(109.0, later, reward=replace(REWARD, outcomes={"ok": 6, "wrong": 2, "infra": 1})))
     second = roles.scalars()
