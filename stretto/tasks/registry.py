@@ -18,6 +18,7 @@ from stretto.tasks.strings import StringsSource
 from stretto.tasks.task import TaskSource
 from stretto.tasks.tools import ToolsSource
 from stretto.tasks.verifiers import VerifiersSource
+from stretto.tasks.worlds.service import ServiceSource
 
 KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
@@ -26,6 +27,7 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "gym": GymSource,
     "judged": JudgedSource,
     "math": MathSource,
+    "service": ServiceSource,
     "strings": StringsSource,
     "tools": ToolsSource,
     "verifiers": VerifiersSource,
