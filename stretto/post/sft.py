@@ -318,13 +318,12 @@ def example(
         chat = tokenise_chat(tokenizer, [*problem.messages, *turns], tools)
         tokens, mask = np.array(chat.tokens, np.int64), np.array(chat.mask, np.bool_)
     else:
-        parts = [(dialogue.prompt(problem.messages).tolist(), False)]
-        for index, turn in enumerate(turns):
-            is_last_answer = index + 1 == len(turns) or turns[index + 1]["role"] != "tool"
+        parts = [(dialogue.prompt(problem.messages, tools).tolist(), False)]
+        for turn in turns:
             if turn["role"] == "assistant":
                 parts.append(([*tokenizer.encode(str(turn["content"])), tokenizer.eos_id], True))
             else:
-                parts.append((tokenizer.encode(f"\n{turn['content']}" + "\n" * is_last_answer), False))
+                parts.append((tokenizer.encode(f"\n{turn['content']}\n"), False))
         tokens = np.array([token for part, _ in parts for token in part], np.int64)
         mask = np.concatenate([np.full(len(part), is_written) for part, is_written in parts])
     end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind the last turn, nobody samples

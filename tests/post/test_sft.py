@@ -79,18 +79,17 @@ def test_an_example_is_the_agents_prompt_and_a_turn_that_ends(
     assert dialogue.text(made.tokens[len(prompt) :]) == problem.gold
 
 
-def test_a_plain_tool_turn_is_not_learnt(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
+def test_a_plain_turn_of_the_user_is_not_learnt(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
     plain = Tokenizer(tokenizer.rust, tokenizer.eos_token)
     turns = [
         {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "7"},
-        {"role": "tool", "content": "8"},
+        {"role": "user", "content": "7"},
         {"role": "assistant", "content": "15"},
     ]
     made = example(Dialogue(plain), sources["flip"].problem(0), turns)
     written = [plain.decode([token]) for token in made.tokens[made.is_written]]
     assert "".join(written) == f"call{plain.eos_token}15{plain.eos_token}"
-    assert "\n7\n8\n" in plain.decode(made.tokens.tolist())
+    assert "\n7\n" in plain.decode(made.tokens.tolist())
 
 
 def test_a_share_of_answers_is_anothers(sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer) -> None:
