@@ -126,7 +126,8 @@ Suites = Annotated[
     list[str],
     typer.Option(
         "--suite",
-        help="By commas: gym, math=JSONL, code, writing, tools (docs/EVAL.md), FILE.toml with such tables, or an RL recipe.",
+        help="By commas: gym, tools, code, writing; math, aime, mcq, gpqa or mmlu_pro with a file, NAME=FILE (docs/EVAL.md); FILE.toml with "
+        "such tables, or an RL recipe.",
         show_default=False,
     ),
 ]

@@ -35,6 +35,7 @@ from stretto.report.evals import (
     comparison_table,
     cost_table,
     evaluation_page,
+    place_table,
     score_table,
 )
 from stretto.report.page import write_page
@@ -66,8 +67,9 @@ def eval_command(
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
     console = rich.get_console()
-    for table in (score_table(found), cost_table(found)):
-        console.print(table)
+    for table in (score_table(found), cost_table(found), place_table(found)):
+        if table.rows:
+            console.print(table)
     console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
     return found
 

@@ -47,7 +47,7 @@ from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
-from stretto.tasks.task import AnswerFormat, TaskSource, find_answer
+from stretto.tasks.task import Found, Problem, TaskSource
 from stretto.text.similar import similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
@@ -67,9 +67,9 @@ _LONGEST_VOTE = 200
 """Characters of an answer that may be another's equal; prose is never."""
 _KS = (1, 2, 4, 8, 16, 32, 64, 128)
 """For pass@k, pass^k and maj@k, beside the number of samples."""
-BASELINES: Final = ("empty", "constant", "frequent", "another")
-"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those. The last
-two where there are right ones."""
+BASELINES: Final = ("empty", "constant", "frequent", "another", "calls")
+"""Answers that know nothing of the problem: none; ``0``; the most frequent right one of other problems; any of those; a call of every
+tool without arguments. Where there are right ones, or tools. A source may have more of its own (`TaskSource.baselines`)."""
 
 
 class SuiteConfig(Config):
@@ -124,6 +124,24 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Mean of −log p of the sampled tokens, nats: an unbiased estimate where they are sampled at temperature 1."""
     seconds: float
     """On the clock since the sample before it ended, so that they add up to the whole, also over several sittings."""
+    num_between: int = 0
+    """Tokens that tools and others wrote between the turns."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_sampled + self.num_between
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One of the places where a problem shows its options: what is chosen by where it stands."""
+
+    chosen: float
+    """Share of the answers that choose it, of those that choose any."""
+    right: float
+    """Share of these answers that should: no bias chooses it as often."""
+    recall: float | None
+    """Share of those where it is right that choose it; None: it never is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +166,13 @@ class DomainResult:
     num_infra: int
     """Samples that could not be judged."""
     pass_hat: dict[int, Interval] = field(default_factory=dict)
-    """pass^k: all of k samples are right. Older evaluations lack it."""
+    """pass^k: all of k samples are right. Older evaluations lack this and what follows."""
+    flops: float = 0.0
+    """A sample's forward passes, computed as `Cost.flops_per_token`."""
+    num_unread: int = 0
+    """Wrong answers in which nobody can read any, in the form asked for."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """Of multiple choice, by letter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +265,9 @@ def evaluate(
         write_json(out / ASKED_FILE, asked)
         sitting = _Sitting(folder, out, options, suites, config.max_positions)
         asyncio.run(sitting.answer(subnet, device))
-        domains, mean = results(sitting.domains, sitting.samples, options)
-        cost = _cost(count(config, subnet or config.full()), list(sitting.samples.values()))
+        counts = count(config, subnet or config.full())
+        domains, mean = results(sitting.domains, sitting.samples, options, counts)
+        cost = _cost(counts, list(sitting.samples.values()))
         found = Evaluation(name, asked, mean, domains, cost)
         write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
     return found
@@ -258,11 +283,14 @@ def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
 
 
 def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:
-    lengths = [sample.num_prompt + sample.num_sampled for sample in samples]
-    # of the keys before it a token sees half, on average
-    flops = sum(counts.forward_flops(length, (length + 1) / 2) for length in lengths) / max(1, sum(lengths))
+    flops = _flops(counts, samples) / max(1, sum(sample.num_tokens for sample in samples))
     sums = (sum(getattr(one, field) for one in samples) for field in ("num_prompt", "num_sampled", "seconds"))
     return Cost(counts.total_params, counts.active_params, flops, *sums)
+
+
+def _flops(counts: Counts, samples: Sequence[Sample]) -> float:
+    """Of all forward passes, each token computed once; of the keys before it a token sees half, on average."""
+    return sum(counts.forward_flops(each.num_tokens, (each.num_tokens + 1) / 2) for each in samples)
 
 
 def read_evaluation(out: Path) -> Evaluation:
@@ -316,19 +344,33 @@ class Domain:
     """What is asked of a source. Written by `_Sitting`."""
 
     suite: str
+    source: TaskSource
+    """Read from, not asked, once it is closed."""
     items: range
+    """Of whole problems."""
     donors: range
-    """Problems that are not asked."""
-    is_graded: bool
-    """Nothing is right or wrong, but better or worse."""
-    form: AnswerFormat
-    """Where an answer is in a text."""
+    """Items that are not asked."""
+    asked: dict[int, Problem]
     prompts: dict[int, tuple[str, int]]
     """By item: its last message, and its tokens."""
     baselines: dict[str, np.ndarray] = field(default_factory=dict)
-    """Scores [P] of each kind of `BASELINES`."""
+    """Scores [P] of each kind of `BASELINES`, and of the source's own."""
     failures: list[str] = field(default_factory=list)
     """Why samples could not be judged."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Nothing is right or wrong, but better or worse."""
+        return not self.source.is_verifiable
+
+    @property
+    def problems(self) -> range:
+        """Numbers of the problems: of their items, where each is one."""
+        return range(self.items.start // self.source.variants, self.items.stop // self.source.variants)
+
+    def items_of(self, problem: int) -> range:
+        num = self.source.variants
+        return range(problem * num, (problem + 1) * num)
 
     def value(self, outcome: Outcome, reward: float) -> float:
         """A sample's part of the score; NaN where nobody could judge it."""
@@ -339,6 +381,8 @@ class Domain:
 
 Key = tuple[str, int, int]
 """A sample: domain, item, number."""
+Transcript = tuple[Mapping[str, Any], ...]
+"""All messages that follow a prompt."""
 
 
 class _Sitting:
@@ -389,18 +433,23 @@ class _Sitting:
         return validate(RlRecipe, told, "suite")
 
     def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
-        size, num = source.num_items, suite.problems
+        size, num = source.num_items, suite.problems * source.variants
         items = range(_FIRST_ITEM, _FIRST_ITEM + num) if size is None else range(max(0, size - num), size)
         if len(items) < num:
-            say(f"sources.{source.name}: {len(items)} problems, all it has, where {num} are asked for")
+            here = len(items) // source.variants
+            say(f"sources.{source.name}: {here} problems, all it has, where {suite.problems} are asked for")
         donors = range(items.stop, items.stop + _DONORS) if size is None else range(min(_DONORS, items.start))
-        form: AnswerFormat = getattr(source.args, "format", "plain")
+        asked = {item: source.problem(item) for item in items}
+        if source.compares and not all(problem.gold for problem in asked.values()):
+            raise UserError(
+                f"sources.{source.name}: judges answers beside each other, and a model alone has none to stand beside: "
+                "give references or a rubric, or let two evaluations meet: stretto compare A B --battle"
+            )
         prompts = {}
-        for item in items:
-            problem = source.problem(item)
+        for item, problem in asked.items():
             num_tokens = len(self._dialogue.prompt(problem.messages, schemas(source, problem)))
             prompts[item] = str(problem.messages[-1]["content"]), num_tokens
-        return Domain(suite_name, items, donors or items, not source.is_verifiable, form, prompts)
+        return Domain(suite_name, source, items, donors or items, asked, prompts)
 
     async def _answer_suite(
         self, name: str, engine: EngineRole, sources: Mapping[str, TaskSource], judging: Mapping[str, TaskSource]
@@ -429,7 +478,8 @@ class _Sitting:
                     for key in missing:
                         tasks.create_task(one(key))
                 for domain in sources if options.baselines else ():
-                    self.domains[domain].baselines = await self._baselines(domain, judging[domain], rewards)
+                    own = self.domains[domain]
+                    own.baselines = await score_baselines(domain, own, judging[domain], rewards, options.seed)
             except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
                 raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
             finally:
@@ -460,7 +510,8 @@ class _Sitting:
         surprise = -np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)
         outcome, reward, text = done.verdict.outcome, done.verdict.reward, self._dialogue.text(sampled[-1].tokens)
         counts = num_prompt, done.num_sampled, done.num_turns
-        return Sample(*key, outcome, reward, text, done.finish_reason, *counts, float(surprise), self._lap())
+        between = done.num_tokens - done.num_sampled - num_prompt
+        return Sample(*key, outcome, reward, text, done.finish_reason, *counts, float(surprise), self._lap(), between)
 
     def _lap(self) -> float:
         before, self._ended_s = self._ended_s, time.perf_counter()
@@ -471,20 +522,45 @@ class _Sitting:
             file.write(msgspec.json.encode(sample) + b"\n")
         self.samples[sample.domain, sample.item, sample.number] = sample
 
-    async def _baselines(self, name: str, source: TaskSource, rewards: RewardRole) -> dict[str, np.ndarray]:
-        domain = self.domains[name]
-        golds, num = [source.problem(item).gold for item in domain.donors], len(domain.items)
-        draw = np.random.default_rng(key_of(self._options.seed, _DRAW, crc32(name.encode())))
-        others = [golds[int(place)] for place in draw.integers(len(golds), size=num)]
-        answers = {"empty": [""] * num, "constant": ["0"] * num}
-        if any(golds):
-            answers |= {"frequent": [Counter(golds).most_common(1)[0][0]] * num, "another": others}
-        found = {}
-        for kind, texts in answers.items():
-            asked = [RewardRequest(name, item, text) for item, text in zip(domain.items, texts, strict=True)]
-            verdicts = await asyncio.gather(*map(rewards.score, asked))
-            found[kind] = np.array([domain.value(verdict.outcome, verdict.reward) for verdict in verdicts])
-        return found
+
+async def score_baselines(
+    name: str, domain: Domain, source: TaskSource, rewards: RewardRole, seed: int
+) -> dict[str, np.ndarray]:
+    """Scores [P] of what knows nothing of the problems, by its kind; what nobody can judge is left out, and told."""
+    asked = list(domain.asked.values())
+    golds = [source.problem(item).gold for item in domain.donors]
+    draw = np.random.default_rng(key_of(seed, _DRAW, crc32(name.encode())))
+    others = [golds[int(place)] for place in draw.integers(len(golds), size=len(asked))]
+    texts = {"empty": [""] * len(asked), "constant": ["0"] * len(asked)}
+    if any(golds):
+        texts |= {"frequent": [Counter(golds).most_common(1)[0][0]] * len(asked), "another": others}
+    told = {kind: [({"role": "assistant", "content": text},) for text in each] for kind, each in texts.items()}
+    policies: list[dict[str, Transcript]] = [
+        {kind: each[place] for kind, each in told.items()} for place in range(len(asked))
+    ]
+    for policy, problem in zip(policies, asked, strict=True):
+        calls = [{"function": {"name": each["function"]["name"], "arguments": {}}} for each in schemas(source, problem)]
+        if calls:
+            called = {"role": "assistant", "content": "", "tool_calls": calls}
+            policy["calls"] = (called, *[{"role": "tool"} for _ in calls], {"role": "assistant", "content": ""})
+        policy |= source.baselines(problem)
+    found = {}
+    for kind in [kind for kind in policies[0] if all(kind in policy for policy in policies)]:
+        requests = [
+            RewardRequest(
+                name, problem.item, policy[kind][-1]["content"], policy[kind], key_of(seed, _DRAW, problem.item) >> 1
+            )
+            for problem, policy in zip(asked, policies, strict=True)
+        ]
+        verdicts = await asyncio.gather(*map(rewards.score, requests))
+        values_PV = np.array([domain.value(each.outcome, each.reward) for each in verdicts]).reshape(
+            -1, source.variants
+        )
+        if np.isnan(values_PV).all():
+            say(f"sources.{name}: baseline {kind}: could not be judged: {verdicts[0].detail}")
+        else:
+            found[kind] = _means(values_PV)
+    return found
 
 
 def read_samples(path: Path) -> dict[Key, Sample]:
@@ -504,11 +580,11 @@ def read_samples(path: Path) -> dict[Key, Sample]:
 
 
 def results(
-    domains: Mapping[str, Domain], samples: Mapping[Key, Sample], options: EvalOptions
+    domains: Mapping[str, Domain], samples: Mapping[Key, Sample], options: EvalOptions, counts: Counts
 ) -> tuple[dict[str, DomainResult], Interval]:
     """What ``samples`` come to by domain, and the mean of the domains' scores."""
     alike = _alike(domains, samples, options.embed)
-    found = {name: _result(name, domain, samples, options, alike) for name, domain in domains.items()}
+    found = {name: _result(name, domain, samples, options, alike, counts) for name, domain in domains.items()}
     values = {name: np.array([result.values], np.float64) for name, result in found.items()}
     means = resampled(values, seed=options.seed)
     return found, interval(np.mean([mean[:, 0] for mean in means.values()], axis=0))
@@ -518,15 +594,19 @@ Alike = Callable[[Sequence[Sample]], np.ndarray]
 
 
 def _result(
-    name: str, domain: Domain, samples: Mapping[Key, Sample], options: EvalOptions, alike: Alike
+    name: str, domain: Domain, samples: Mapping[Key, Sample], options: EvalOptions, alike: Alike, counts: Counts
 ) -> DomainResult:
-    num = options.samples
-    table = [[samples.get((name, item, number)) for number in range(num)] for item in domain.items]
+    keys = [
+        [(name, item, number) for item in domain.items_of(problem) for number in range(options.samples)]
+        for problem in domain.problems
+    ]
+    num, table = len(keys[0]), [[samples.get(key) for key in row] for row in keys]
     groups = [[one for one in row if one is not None] for row in table]
     own = [one for group in groups for one in group]
+    read = {(one.item, one.number): domain.source.read(domain.asked[one.item], one.text) for one in own}
     value_PS = np.array([[domain.value(one.outcome, one.reward) if one else math.nan for one in row] for row in table])
-    votes_PS = [[_vote(one.text, domain.form) if one else None for one in row] for row in table]
-    means_P = np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
+    votes_PS = [[_vote(read[one.item, one.number].text) if one else None for one in row] for row in table]
+    means_P = _means(value_PS)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
 
     def spread(values_P: Sequence[float] | np.ndarray) -> Interval:
@@ -543,7 +623,7 @@ def _result(
     return DomainResult(
         suite=domain.suite,
         is_graded=domain.is_graded,
-        items=list(domain.items),
+        items=list(domain.problems),
         values=[None if math.isnan(value) else value for value in means_P.tolist()],
         score=spread(means_P),
         pass_at={k: spread(pass_at_k(value_PS, k)) for k in ks},
@@ -555,12 +635,35 @@ def _result(
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
         pass_hat={k: spread(pass_hat_k(value_PS, k)) for k in ks},
+        flops=_flops(counts, own) / max(1, len(own)),
+        num_unread=sum(one.outcome is not Outcome.OK and not read[one.item, one.number].is_marked for one in own),
+        places=_places(domain, own, read),
     )
 
 
-def _vote(text: str, form: AnswerFormat) -> str | None:
+def _means(value_PS: np.ndarray) -> np.ndarray:
+    """By problem, of what was judged; NaN where nothing was."""
+    return np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
+
+
+def _places(domain: Domain, samples: Sequence[Sample], read: Mapping[tuple[int, int], Found]) -> dict[str, Place]:
+    golds = {item: domain.source.read(problem, problem.gold).place for item, problem in domain.asked.items()}
+    pairs = [(read[one.item, one.number].place, golds[one.item]) for one in samples]
+    pairs = [(chosen, right) for chosen, right in pairs if chosen]
+    chosen, right, both = Counter(one for one, _ in pairs), Counter(one for _, one in pairs), Counter(pairs)
+    return {
+        place: Place(
+            chosen[place] / len(pairs),
+            right[place] / len(pairs),
+            both[place, place] / right[place] if right[place] else None,
+        )
+        for place in sorted(chosen | right)
+    }
+
+
+def _vote(answer: str) -> str | None:
     """What equal answers have in common; None: it has no equals."""
-    answer = " ".join(find_answer(text, form).text.casefold().split())
+    answer = " ".join(answer.casefold().split())
     if not answer or len(answer) > _LONGEST_VOTE:
         return None
     number = as_number(answer)

@@ -19,13 +19,20 @@ from stretto.base.records import git_commit
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, interval, norm, resampled, share_interval
 from stretto.post.pipeline import COMPARISON_FILE
-from stretto.post.suite import BASELINES, DomainResult, Evaluation
+from stretto.post.suite import DomainResult, Evaluation
 from stretto.report import style
 from stretto.report.page import NOTHING, Cell, Page, Section, Table
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, ORANGE, SERIES, Label
 
 _READ = f"Ranges hold {LEVEL:.0%} of what other problems of the same kind would give."
-_WORDS = {"empty": "nothing", "constant": "always 0", "frequent": "most frequent", "another": "another's"}
+_WORDS = {
+    "empty": "nothing",
+    "constant": "always 0",
+    "frequent": "most frequent",
+    "another": "another's",
+    "calls": "empty calls",
+}
+"""Of what knows nothing; a source's own kinds have names that can be printed."""
 _MEASURES = {name: name.replace("_", "-") for name in MEASURES} | {"entropy": "entropy, nats", "num_tokens": "tokens"}
 """What is told of answers, and how columns are headed."""
 
@@ -62,32 +69,55 @@ def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
 
 def score_table(found: Evaluation) -> Table:
     """A row for each domain."""
-    most = found.asked["samples"]
-    several = (f"pass@{most}", f"pass^{most}", f"maj@{most}") if most > 1 else ()
+    nums = {max(result.pass_at) for result in found.domains.values() if result.pass_at}
+    most = max(nums) if len(nums) == 1 else "k"  # of multiple choice, answers in every order are samples of the problem
+    several = (f"pass@{most}", f"pass^{most}", f"maj@{most}") if max(nums, default=1) > 1 else ()
     rows = []
     for name, result in found.domains.items():
-        cells = [
-            _share(result.score),
-            *(_share(of.get(most)) for of in (result.pass_at, result.pass_hat, result.majority_at) if several),
-        ]
+        cells = [_share(result.score)]
+        for of in (result.pass_at, result.pass_hat, result.majority_at) if several else ():
+            cells.append(_share(of.get(max(result.pass_at, default=0))))
         best = _ignorant(result)
-        cells.append(_share(best[1], _WORDS[best[0]]) if best else NOTHING)
+        cells.append(_share(best[1], _WORDS.get(best[0], best[0])) if best else NOTHING)
+        cells.append(Cell(si(result.flops, "FLOPs"), result.flops))
+        unread = f"{result.num_unread} answers unreadable" if result.num_unread else ""
+        cells.append(Cell(f"{len(result.items)}", len(result.items), unread))
         unjudged = f"{result.num_infra} samples unjudged" if result.num_infra else ""
-        cells.append(Cell(f"{len(result.items)}", len(result.items), unjudged))
+        cells.append(Cell(f"{result.num_infra}", result.num_infra, unjudged))
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
-    columns = ("Domain", "Score", *several, "Knowing nothing", "Problems")
+    columns = ("Domain", "Score", *several, "Knowing nothing", "A task", "Problems", "Infra errors")
     total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
     return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), _READ)
 
 
 def baseline_table(found: Evaluation) -> Table:
-    """What answers score that know nothing of the problem."""
+    """What answers score that know nothing of the problem, a row for each kind."""
     rows = [
-        (Cell(name), *(_share(result.baselines.get(kind)) for kind in BASELINES))
+        (Cell(name), Cell(_WORDS.get(kind, kind)), _share(score))
         for name, result in found.domains.items()
-        if result.baselines
+        for kind, score in result.baselines.items()
     ]
-    return Table("Knowing nothing", ("Domain", *(_WORDS[kind] for kind in BASELINES)), tuple(rows))
+    return Table("Knowing nothing", ("Domain", "Always answering", "Score"), tuple(rows))
+
+
+def place_table(found: Evaluation) -> Table:
+    """Of multiple choice: what is chosen by where it stands, and how far that is from what should be."""
+    rows, biases = [], []
+    for name, result in found.domains.items():
+        for place, each in result.places.items():
+            shares = Cell(percent(each.chosen), each.chosen), Cell(percent(each.right), each.right)
+            rows.append(
+                (Cell(name), Cell(place), *shares, NOTHING if each.recall is None else Cell(percent(each.recall)))
+            )
+        if result.places:
+            biases.append(f"{name}: {percent(place_bias(result))}")
+    note = "Answers that would have to move for every place to be chosen as often as it is right: " + ", ".join(biases)
+    return Table("Places", ("Domain", "Place", "Chosen", "Right", "Chosen where right"), tuple(rows), (), note)
+
+
+def place_bias(result: DomainResult) -> float:
+    """Half the sum of |chosen − right| over places: the share of answers that would have to move."""
+    return sum(abs(each.chosen - each.right) for each in result.places.values()) / 2
 
 
 def answers_table(found: Evaluation) -> Table:
@@ -119,7 +149,7 @@ def cost_table(found: Evaluation) -> Table:
 
 def score_bars(found: Evaluation) -> Figure:
     """Each domain's score with its range, what all and what any of its samples get, and the best that knowing nothing scores."""
-    names, most = list(found.domains), found.asked["samples"]
+    names = list(found.domains)
     figure = style.blank(9.0, 1.7 + 0.62 * len(names))
     axes = style.dress(figure.subplots(), f"{found.name}: scores by domain", "%", "", grid="x")
     for place, result in enumerate(found.domains.values()):
@@ -127,16 +157,19 @@ def score_bars(found: Evaluation) -> Figure:
         axes.barh(place, 100 * score.value, height=0.5, color=BLUE)
         axes.plot([100 * score.low, 100 * score.high], [place, place], color=INK, linewidth=1.6)
         for of, mark in ((result.pass_hat, "<"), (result.pass_at, ">")):
-            if most > 1 and most in of:
+            if (most := max(of, default=1)) > 1:
                 axes.plot(100 * of[most].value, place, mark, color=INK, markersize=7)
         if best is not None:
             axes.plot([100 * best[1].value] * 2, [place - 0.36, place + 0.36], color=ORANGE, linewidth=3.0)
     axes.set_yticks(range(len(names)), names, fontsize=LABEL_PT, color=INK, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    ends = [f"◂ all of {most} samples right, ▸ any"] if most > 1 else []
-    ignorant = "orange: the best of answers that know nothing of the problem"
-    style.subtitle(axes, [f"line: {LEVEL:.0%} range", *ends, ignorant])
+    told = [
+        f"line: {LEVEL:.0%} range",
+        "◂ all samples of a problem right, ▸ any",
+        "orange: the best that knowing nothing gets",
+    ]
+    style.subtitle(axes, told)
     return figure
 
 
@@ -149,9 +182,11 @@ def evaluation_page(found: Evaluation) -> Page:
         headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
     total, active = params(found.cost.total_params), params(found.cost.active_params)
     facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples a problem"
-    tables = score_table(found), baseline_table(found)
+    tables = [score_table(found), baseline_table(found)]
+    if any(result.places for result in found.domains.values()):
+        tables.append(place_table(found))
     sections = (
-        Section("scores", "Scores", headline, lambda: score_bars(found), "bars", tables),
+        Section("scores", "Scores", headline, lambda: score_bars(found), "bars", tuple(tables)),
         Section("answers", "Answers", tables=(answers_table(found),)),
         Section("cost", "Cost", tables=(cost_table(found),)),
     )
@@ -278,7 +313,7 @@ def _ratio(means_RM: np.ndarray, place: int, reference: int) -> np.ndarray:
 
 def _best_baseline(result: DomainResult) -> tuple[str, Interval] | None:
     best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default=None)
-    return None if best is None else (_WORDS[best], result.baselines[best])
+    return None if best is None else (_WORDS.get(best, best), result.baselines[best])
 
 
 def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K and MATH.
+"""Numbers and formulas: a generator of sums, and word problems from files in the layouts of GSM8K, MATH and AIME.
 
 Whether two formulas are the same is for math-verify, in a `LimitedProcess`: it bounds its own time with an alarm signal,
 which only a main thread may have, and which does not interrupt what sympy does in C; an answer like ``9^{9^{9^9}}`` takes
@@ -69,7 +69,7 @@ class MathArgs(Range):
     """Of kind ``math``."""
 
     path: Path
-    """Of the JSONL file."""
+    """Of a JSONL, CSV or Parquet file."""
     format: AnswerFormat = "boxed"
     worked: bool = False
     """Gold answers are the file's worked solutions with the answer behind them; False: the answer alone."""
@@ -78,7 +78,7 @@ class MathArgs(Range):
 
 
 class MathSource(TaskSource):
-    """Word problems from a JSONL file: ``question`` or ``problem``, and ``answer``.
+    """Word problems from a file: ``question`` or ``problem``, and ``answer``, in capitals too, as AIME's files have them.
 
     An ``answer`` with ``####`` is GSM8K's: the number is behind it, the solution before. Else ``solution``, if there,
     is the solution. Two plain numbers are compared here, exactly; anything else by math-verify in a process of its own.
@@ -89,7 +89,8 @@ class MathSource(TaskSource):
 
     def __init__(self, name: str, args: MathArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        self._records = read_records(args.path, args, [("question", "problem"), ("answer",)])
+        records = read_records(args.path, args, [("question", "problem", "Question", "Problem"), ("answer", "Answer")])
+        self._records = [{name.lower(): value for name, value in record.items()} for record in records]
         self._checker = Checker(args.check_s)
 
     @property

@@ -9,6 +9,7 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.plugin import error_line, load_named
 from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.choice import ChoiceSource
 from stretto.tasks.code import CodeSource
 from stretto.tasks.gym import GymSource
 from stretto.tasks.judge import JudgedSource
@@ -18,14 +19,17 @@ from stretto.tasks.task import TaskSource
 from stretto.tasks.tools import ToolsSource
 from stretto.tasks.verifiers import VerifiersSource
 from stretto.tasks.worlds.search import SearchSource
+from stretto.tasks.worlds.service import ServiceSource
 
 KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
+    "choice": ChoiceSource,
     "code": CodeSource,
     "gym": GymSource,
     "judged": JudgedSource,
     "math": MathSource,
     "search": SearchSource,
+    "service": ServiceSource,
     "strings": StringsSource,
     "tools": ToolsSource,
     "verifiers": VerifiersSource,

@@ -1,12 +1,11 @@
 """What a task set is: problems by number, and a verdict on an answer. No torch, and quick to import.
 
 A task set of one's own is a class with `problem` and `score`; `TaskSource.validate` tries it before a run starts. What
-several sets share is at the end: where in a text the answer is, and problems from JSONL files.
+several sets share is at the end: where in a text the answer is, and problems from files.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from pydantic import Field
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, StepReward
+from stretto.data.sources import read_rows
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 
@@ -218,6 +218,21 @@ class TaskSource(ABC):
         """What is right for ``other``: `validate` has it judged by problems that want something else."""
         return Answer(other.gold)
 
+    @property
+    def variants(self) -> int:
+        """Items in a row that are one problem asked in as many ways: their answers count as samples of one."""
+        return 1
+
+    def read(self, problem: Problem, text: str) -> Found:
+        """The answer in a last turn, so that equal answers have equal texts: what majorities vote on. Not marked: there is none in the
+        form that was asked for. The source may be closed."""
+        return find_answer(text, getattr(self.args, "format", "plain"))
+
+    def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
+        """Policies that know nothing of the problem, by the names they are printed under, the same for every problem: all that follows
+        the prompt, as in `Answer.messages`. A tool turn without ``content`` stands for whatever the call before gives."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most start nothing
         """Ends what the source started."""
 
@@ -375,6 +390,8 @@ class Found:
     """Stripped; may be empty."""
     is_marked: bool
     """The marks of the format were there; always, where it has none. Says nothing about the answer being right."""
+    place: str = ""
+    """Of an answer that chooses: which one, by where the problem shows it."""
 
 
 def ask(question: str, form: AnswerFormat) -> str:
@@ -420,27 +437,16 @@ class Range(Config):
 
 
 def read_records(path: Path, part: Range, fields: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The chosen records, each with at least one of every group of ``fields``.
+    """The chosen records of a JSONL, CSV or Parquet file, each with at least one of every group of ``fields``.
 
     Raises:
-        UserError: no such file, a line that is no JSON object, or one without a field.
+        UserError: no such file, one that cannot be read, or a record without a field.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` also ends lines within JSON's texts
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: path: cannot be read as UTF-8 text: {error}; give a JSONL file") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number}: not valid JSON: {error}; one object a line") from None
+    rows = read_rows(path)
+    for record, place in rows:
         for names in fields:
-            if not isinstance(record, dict) or not any(name in record for name in names):
-                raise UserError(f"{path}: line {number}: no field {' or '.join(names)}; give one")
-        records.append(record)
-    if len(records) <= part.first:
-        raise UserError(f"{path}: first: no records from {part.first} on, of {len(records)}; lower it")
-    return records[part.first :][: part.limit]
+            if not any(name in record for name in names):
+                raise UserError(f"{place}: no field {' or '.join(names)}; it has {', '.join(record)[:200]}")
+    if len(rows) <= part.first:
+        raise UserError(f"{path}: first: no records from {part.first} on, of {len(rows)}; lower it")
+    return [record for record, _ in rows[part.first :][: part.limit]]

@@ -32,7 +32,8 @@ from stretto.post.suite import (
     read_evaluation,
     write_right_answers,
 )
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.recipe import RlRecipe, SourceConfig
+from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
 from tests.rl.agents import tokenizer
 
@@ -70,6 +71,47 @@ class Own(TaskSource):
     def reply(self, problem, messages):
         return "again" if self.args.turns and len(messages) < 3 else None
 '''
+
+
+CALLS = """
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.outcome import ToolResult
+from stretto.tasks.session import SessionSource
+from stretto.tasks.task import Answer, Problem, Score, Session, Tool
+
+class Room(Session):
+    def __init__(self, problem):
+        self.door, self.problem = None, problem
+        self.own = (Tool("leave", "", {"type": "object"}, self.leave), Tool("open", "", {"type": "object"}, self.open))
+    tools = property(lambda self: self.own)
+    def leave(self, arguments):
+        return ToolResult("left", Outcome.OK, 0.0)
+    def open(self, arguments):
+        self.door = arguments.get("door")
+        return ToolResult(f"opened {self.door}", Outcome.OK, 0.0)
+    def reply(self, messages):
+        return None
+    def score(self, answer):
+        return Score.of(self.door == self.problem.item % 4)
+
+def opens(door):
+    call = {"function": {"name": "open", "arguments": {"door": door}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool"}, {"role": "assistant", "content": "there"}
+
+class Rooms(SessionSource):
+    is_verifiable = True
+    num_items = 8
+    def problem(self, item):
+        return Problem(item, ({"role": "user", "content": f"door {item % 4}"},), "there")
+    def open(self, problem, seed=None):
+        return Room(problem)
+    def validate(self, num=8):
+        for item in range(self.num_items):
+            assert self.score(self.problem(item), Answer("there", opens(item % 4))).ok
+    def baselines(self, problem):
+        leave = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "leave", "arguments": {}}}]}
+        return {"always leave": (leave, {"role": "tool"}, {"role": "assistant", "content": "bye"}), "always open 2": opens(2)}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +194,44 @@ def test_what_knows_nothing_is_scored_too(whole: Path) -> None:
     # two of three problems have the gold answer "dogs"
     assert found["frequent"].value == pytest.approx(np.mean([item % 3 > 0 for item in range(28, 40)]))
     assert 0 < found["another"].value < 1
+
+
+def test_orders_of_one_problem_are_its_samples(model: Path, tmp_path: Path) -> None:
+    lines = [{"question": f"{at}?", "options": ["b", "d", "f"], "answer": at % 3} for at in range(9)]
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    args = {"path": str(tmp_path / "q.jsonl"), "rotations": 3, "format": "plain"}
+    suites = {"mcq": SuiteConfig(sources={"mcq": {"kind": "choice", "args": args}}, problems=6, max_tokens=1)}
+    found = run(model, suites, tmp_path / "out").domains["mcq"]
+    assert found.items == [3, 4, 5, 6, 7, 8]  # problems, of nine answers each
+    samples = read(tmp_path / "out")
+    assert sorted({item for _, item, _ in samples}) == list(range(9, 27))
+    assert list(found.pass_at) == [1, 2, 4, 8, 9]
+    assert {kind: found.baselines[kind].value for kind in found.baselines if kind.startswith("always")} == {
+        f"always {letter}": pytest.approx(1 / 3) for letter in "ABC"
+    }
+    assert found.baselines["always A"].low == found.baselines["always A"].high  # the same of every problem
+    right = sum(one.outcome is Outcome.OK for one in samples.values())
+    assert 0 < found.num_unread <= len(samples) - right
+    source = open_source("mcq", SourceConfig(kind="choice", args=args))
+    places = [source.read(source.problem(item), one.text).place for (_, item, _), one in samples.items()]
+    assert found.num_unread == places.count("")
+    read_places = [place for place in places if place]
+    assert {place: each.chosen for place, each in found.places.items() if each.chosen} == pytest.approx(
+        {place: read_places.count(place) / len(read_places) for place in set(read_places)}
+    )
+    assert found.flops == pytest.approx(
+        read_evaluation(tmp_path / "out").cost.flops_per_token
+        * np.mean([one.num_prompt + one.num_sampled for one in samples.values()])
+    )
+
+
+def test_a_source_names_policies_that_know_nothing(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CALLS)
+    suites = {"s": SuiteConfig(sources={"rooms": {"kind": f"{tmp_path}/own.py:Rooms"}}, problems=4, max_tokens=4)}
+    found = run(model, suites, tmp_path / "out").domains["rooms"].baselines
+    assert {kind: found[kind].value for kind in ("empty", "calls", "always leave", "always open 2")} == {
+        "empty": 0.0, "calls": 0.0, "always leave": 0.0, "always open 2": 0.25
+    }  # fmt: skip
 
 
 class Killed(Exception):  # noqa: N818
@@ -297,7 +377,7 @@ def test_a_recipe_is_a_suite(tmp_path: Path) -> None:
     ("named", "words"),
     [
         ("gim", "no such suite; did you mean 'gym'|gim"),
-        ("math", "--suite math: needs its data: math=PATH, JSONL in the layout of GSM8K"),
+        ("math", "--suite math: needs its data: math=PATH, JSONL, CSV or Parquet in the layout of GSM8K"),
         ("nothing.toml", "nothing.toml: cannot be read"),
         ("gym,gym", None),
     ],

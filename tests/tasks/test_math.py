@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
@@ -92,6 +94,21 @@ def test_a_worked_gold_answer_ends_in_the_answer(path: Path) -> None:
     assert source.problem(3).gold == "Halve it.\n\\boxed{\\frac{1}{4}}"
 
 
+def test_the_layouts_of_aime(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(
+        'ID,Year,Question,Answer\n2024-I-1,2024,"Find m, n.",073\n2024-I-2,2024,Find n.,25\n'
+    )
+    rows = {"ID": ["I-1", "I-2"], "Problem": ["Find m, n.", "Find n."], "Solution": ["", ""], "Answer": [73, 25]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "b.parquet")
+    for name in ("a.csv", "b.parquet"):
+        source = MathSource("aime", MathArgs(path=tmp_path / name))
+        source.validate()
+        assert source.problem(0).messages[0]["content"].startswith("Find m, n.")
+        for text, right in (("So \\boxed{73}", True), ("\\boxed{073}", True), ("\\boxed{25}", False)):
+            assert source.score(source.problem(0), Answer(text)).ok is right
+        source.close()
+
+
 def test_ranges_are_apart(path: Path) -> None:
     train, held_out = (
         MathSource("m", MathArgs.model_validate({"path": path, **part})) for part in ({"limit": 3}, {"first": 3})
@@ -117,15 +134,15 @@ def test_rubbish_is_wrong_and_nothing_breaks(source: MathSource, answer: str) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", r"line 1: not valid JSON"),
-        ('{"question": "?"}', r"line 1: no field answer"),
-        ("[1]", r"line 1: no field question or problem"),
-        ("", r"no records from 0 on"),
+        ("{", r"line 1: not JSON"),
+        ('{"question": "?"}', r"line 1: no field answer or Answer; it has question"),
+        ("[1]", r"line 1: a JSON array"),
+        ("", r"bad\.jsonl: empty"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(UserError, match=said):
         MathSource("m", MathArgs(path=tmp_path / "bad.jsonl"))
-    with pytest.raises(UserError, match="give a JSONL file"):
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         MathSource("m", MathArgs(path=tmp_path / "none.jsonl"))

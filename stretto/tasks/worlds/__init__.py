@@ -1,1 +1,1 @@
-"""Generated worlds whose problems have a state: an agent acts in them over many turns, and what it leaves is judged."""
+"""Worlds that are made from a seed: sessions with a state, endless, judged by what is left at the end."""

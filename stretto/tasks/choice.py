@@ -1,0 +1,175 @@
+"""Multiple choice from files in the layouts of GPQA, MMLU-Pro and MMLU, each problem asked with its options in several orders.
+
+A model may know the answer, or like a letter. With the options rotated, who likes a letter is right as often as who guesses:
+a score is the mean over the rotations of a problem, which are items in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase as LETTERS
+from typing import Any
+
+from pydantic import Field
+
+from stretto.base.errors import UserError
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.task import (
+    Answer,
+    AnswerFormat,
+    Found,
+    Problem,
+    Range,
+    Score,
+    TaskSource,
+    find_answer,
+    read_records,
+    write_answer,
+)
+
+_RIGHT, _WRONG = "Correct Answer", "Incorrect Answer "
+"""GPQA's columns; the second ends in a number."""
+_NONE = "N/A"
+"""Fills up MMLU-Pro's lists."""
+_ALONE = re.compile(r"(?:[\W_]|\\(?:text|textbf|mathrm|mathbf)\b)*([A-Za-z])[\W_]*")
+_BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])[).:*]+(?:\s.*|$)", re.DOTALL)
+_SAID = re.compile(
+    r"(?i:answer|option|choice)\b(?i:\s+(?:is|would be|should be|must be))?[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))",
+    re.MULTILINE,
+)
+"""A and I are words, too: they count where nothing but a mark follows."""
+
+
+class ChoiceArgs(Range):
+    """Of kind ``choice``."""
+
+    path: Path
+    """Of a JSONL, CSV or Parquet file with ``Question``, ``Correct Answer`` and ``Incorrect Answer 1``, …; or with ``question``, ``options``
+    or ``choices``, and ``answer_index`` or ``answer``, a letter or a number from 0."""
+    rotations: int = Field(default=4, gt=0)
+    """Orders that each problem is asked in. With as many as it has options, every option stands in every place once."""
+    format: AnswerFormat = "boxed"
+    seed: int = 0
+    """Of the first order where the file has none: GPQA's lists the right answer first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A record of the file."""
+
+    question: str
+    options: tuple[str, ...]
+    """In the order of the file, which is the order of their numbers."""
+    right: int
+    is_ordered: bool
+    """That order says nothing about which one is right."""
+
+
+class ChoiceSource(TaskSource):
+    """Item ``p * rotations + r`` is problem p of the file with its options moved on by r of ``rotations`` parts of a round."""
+
+    args_kind = ChoiceArgs
+    args: ChoiceArgs
+
+    def __init__(self, name: str, args: ChoiceArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        groups = [("question", "Question"), ("options", "choices", _RIGHT)]
+        records = read_records(args.path, args, groups)
+        self._choices = [_choice(each, f"{args.path}: record {at}") for at, each in enumerate(records, args.first + 1)]
+        self._letters = LETTERS[: max(len(choice.options) for choice in self._choices)]
+
+    @property
+    def num_items(self) -> int:
+        return len(self._choices) * self.variants
+
+    @property
+    def variants(self) -> int:
+        return self.args.rotations
+
+    def problem(self, item: int) -> Problem:
+        number, turn = divmod(item, self.variants)
+        choice = self._choices[number]
+        order = list(range(len(choice.options)))
+        if not choice.is_ordered:
+            random.Random(f"choice/{self.args.seed}/{number}").shuffle(order)
+        first = turn * len(order) // self.variants
+        order = order[first:] + order[:first]
+        shown = [f"{letter}) {choice.options[option]}" for letter, option in zip(LETTERS, order, strict=False)]
+        question = "\n".join([choice.question, "", *shown, "", "Answer with the letter of the right option."])
+        letter = LETTERS[order.index(choice.right)]
+        return Problem.of(item, question, letter, self.args.format, order=order, right=choice.right)
+
+    def read(self, problem: Problem, text: str) -> Found:
+        """The number of the option that the answer chooses, by letter or by its own words; marked: it chooses one."""
+        order = problem.payload["order"]
+        options = self._choices[problem.item // self.variants].options
+        letter = chosen_letter(text, self.args.format, [options[option] for option in order])
+        return Found("", False) if letter is None else Found(str(order[LETTERS.index(letter)]), True, letter)
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        found = self.read(problem, answer.text)
+        detail = "" if found.is_marked else "no option can be read"
+        return Score.of(found.text == str(problem.payload["right"]), {"marked": float(found.is_marked)}, detail)
+
+    def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
+        """Each letter, whatever is asked."""
+        answers = {letter: write_answer(letter, self.args.format) for letter in self._letters}
+        return {f"always {letter}": ({"role": "assistant", "content": text},) for letter, text in answers.items()}
+
+
+def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str | None:
+    """Which of ``options``, shown as A, B, …, an answer chooses: the letter alone where the format has its answer, or before its
+    words, or those words alone; else what the text last calls its answer. None: nobody can tell, or there is no such option."""
+    found = find_answer(text, form)
+    folded = [option.casefold() for option in options]
+    if match := _ALONE.fullmatch(found.text) or _BEFORE_TEXT.match(found.text):
+        letter = match[1].upper()
+    elif folded.count(found.text.casefold()) == 1:
+        letter = LETTERS[folded.index(found.text.casefold())]
+    else:
+        said = _SAID.findall(text.rpartition("</think>")[2])
+        letter = said[-1] if said else ""
+    return letter if letter and letter in LETTERS[: len(options)] else None
+
+
+def _choice(record: Mapping[str, Any], where: str) -> Choice:
+    """Raises UserError: its options or its answer are none."""
+    question = str(record.get("question") or record.get("Question") or "").strip()
+    if _RIGHT in record:
+        wrong = [value for name, value in record.items() if name.startswith(_WRONG)]
+        options, right, is_ordered = [record[_RIGHT], *wrong], 0, False
+    else:
+        options, right, is_ordered = _listed(record, where), -1, True
+        while options and options[-1] == _NONE:
+            options = options[:-1]
+        told = next(
+            (record[name] for name in ("answer_index", "answer", "Answer") if record.get(name) is not None), None
+        )
+        letter = str(told).strip().upper()
+        right = int(letter) if letter.isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
+        if not 0 <= right < len(options):
+            raise UserError(
+                f"{where}: answer: {told!r} is none of {len(options)} options; give a letter, or a number from 0"
+            )
+    if not question or not 2 <= len(options) <= len(LETTERS):
+        raise UserError(
+            f"{where}: a question and 2 to {len(LETTERS)} options are wanted, it has {len(options)}; correct it"
+        )
+    return Choice(question, tuple(str(option).strip() for option in options), right, is_ordered)
+
+
+def _listed(record: Mapping[str, Any], where: str) -> list[Any]:
+    options = record.get("options", record.get("choices"))
+    if isinstance(options, str):  # in CSV
+        try:
+            options = json.loads(options)
+        except json.JSONDecodeError:
+            raise UserError(f"{where}: options: no list in JSON; write one, or give JSONL or Parquet") from None
+    if not isinstance(options, list):
+        raise UserError(f"{where}: options: a {type(options).__name__}, not a list; write one")
+    return options

@@ -1,0 +1,156 @@
+"""Multiple choice: layouts of files, orders of options, and what of an answer is a choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from stretto.base.errors import UserError
+from stretto.tasks.choice import ChoiceArgs, ChoiceSource, chosen_letter
+from stretto.tasks.task import Answer, Problem
+
+CITIES = ["Paris", "Rome", "Oslo", "Bern", "Riga", "Kyiv", "Lima", "Doha", "Baku", "Cairo"]
+
+
+def source(path: Path, **args: Any) -> ChoiceSource:
+    return ChoiceSource("mcq", ChoiceArgs.model_validate({"path": path, **args}))
+
+
+def pro(tmp_path: Path, num: int = 12) -> Path:
+    """MMLU-Pro's layout, of ten options or fewer."""
+    records = [
+        {
+            "question": f"Capital {at}?",
+            "options": CITIES[: 10 - at % 3],
+            "answer": "ABCDEFGHIJ"[at % 7],
+            "answer_index": at % 7,
+        }
+        for at in range(num)
+    ]
+    path = tmp_path / "pro.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def gpqa(tmp_path: Path, num: int = 40) -> Path:
+    lines = [f"Which {at}?,right {at},wrong a{at},wrong b{at},wrong c{at}" for at in range(num)]
+    path = tmp_path / "gpqa.csv"
+    path.write_text(
+        "\n".join(["Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3", *lines])
+    )
+    return path
+
+
+def shown(problem: Problem) -> list[str]:
+    lines = str(problem.messages[0]["content"]).splitlines()
+    return [line[3:] for line in lines if line[1:3] == ") "]
+
+
+def test_both_layouts_validate(tmp_path: Path) -> None:
+    for path, num in ((pro(tmp_path), 12), (gpqa(tmp_path), 40)):
+        made = source(path)
+        made.validate()
+        assert (made.num_items, made.variants) == (4 * num, 4)
+
+
+def test_every_option_stands_in_every_place_once(tmp_path: Path) -> None:
+    made = source(pro(tmp_path), rotations=10)
+    orders = np.array([[CITIES.index(option) for option in shown(made.problem(item))] for item in range(10)])
+    assert (np.sort(orders, 0) == np.arange(10)[:, None]).all() and (np.sort(orders, 1) == np.arange(10)).all()
+    # so that whoever likes a letter is right as often as who guesses
+    policies = [made.baselines(made.problem(item)) for item in range(10)]
+    for letter in "ABCDEFGHIJ":
+        texts = [policy[f"always {letter}"][-1]["content"] for policy in policies]
+        assert sum(made.score(made.problem(item), Answer(text)).ok for item, text in enumerate(texts)) == 1
+
+
+def test_gpqas_right_answer_has_no_place(tmp_path: Path) -> None:
+    made = source(gpqa(tmp_path), rotations=1)
+    places = [shown(made.problem(item)).index(f"right {item}") for item in range(40)]
+    assert min(places.count(place) for place in range(4)) >= 3  # 10 each: P < .01 for less than 3 somewhere
+    assert places == [
+        shown(source(gpqa(tmp_path), rotations=1).problem(item)).index(f"right {item}") for item in range(40)
+    ]
+    assert places != [
+        shown(source(gpqa(tmp_path), rotations=1, seed=1).problem(item)).index(f"right {item}") for item in range(40)
+    ]
+
+
+def test_equal_choices_are_read_alike_in_every_order(tmp_path: Path) -> None:
+    made = source(pro(tmp_path))
+    problems = [made.problem(item) for item in range(4)]
+    assert len({problem.gold for problem in problems}) > 1
+    assert {made.read(problem, problem.gold).text for problem in problems} == {"0"}
+    assert [made.read(problem, problem.gold).place for problem in problems] == [problem.gold[7] for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("\\boxed{B}", "B"),
+        ("\\boxed{(b)}", "B"),
+        ("\\boxed{\\text{B}}", "B"),
+        ("It cannot be A. So \\boxed{B}.", "B"),
+        ("\\boxed{B) Rome}", "B"),
+        ("\\boxed{rome}", "B"),
+        ("<think>Answer: C</think>\n**B**", "B"),
+        ("The answer is (B).", "B"),
+        ("First A, then Answer: C\nNo, the correct answer is B because it is.", "B"),
+        ("ANSWER: **B**", "B"),
+        ("The answer is A", "A"),
+        ("the answer is a city", None),
+        ("The answer is I think unknown", None),
+        ("I think so", None),
+        ("A city", None),
+        ("\\boxed{K}", None),
+        ("\\boxed{Atlantis}", None),
+        ("\\boxed{}", None),
+        ("", None),
+        ("A\nB\nC\nD or so", None),
+    ],
+)
+def test_what_is_a_choice(text: str, letter: str | None) -> None:
+    assert chosen_letter(text, "boxed", CITIES) == letter
+
+
+def test_what_nobody_can_read_is_wrong_and_says_so(tmp_path: Path) -> None:
+    made = source(pro(tmp_path))
+    score = made.score(made.problem(0), Answer("Well, it depends."))
+    assert (score.ok, score.parts, score.detail) == (False, {"marked": 0.0}, "no option can be read")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"options": ["a", "b"], "answer": "A"}, "line 1: no field question or Question; it has options, answer"),
+        ({"question": "?", "answer": "A"}, "line 1: no field options or choices or Correct Answer"),
+        ({"question": "?", "options": ["a", "b"]}, "record 1: answer: None is none of 2 options"),
+        ({"question": "?", "options": ["a", "b"], "answer": "C"}, "record 1: answer: 'C' is none of 2 options"),
+        ({"question": "?", "options": ["a"], "answer": 0}, "2 to 26 options are wanted, it has 1"),
+        ({"question": "?", "options": "['a' 'b']", "answer": 0}, "options: no list in JSON"),
+    ],
+)
+def test_bad_records_are_one_line(tmp_path: Path, record: dict[str, Any], said: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=said):
+        source(tmp_path / "bad.jsonl")
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
+        source(tmp_path / "none.jsonl")
+
+
+def test_other_spellings_of_a_record(tmp_path: Path) -> None:
+    """MMLU's choices and number; options as JSON in CSV; MMLU-Pro's lists of ten, filled up; Parquet."""
+    rows = {"question": ["Which?"], "choices": [["x", "y", "z"]], "answer": [2]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text('question,options,answer\nWhich?,"[""x"", ""y"", ""z""]",C\n')
+    record = {"question": "Which?", "options": ["x", "y", "z", "N/A", "N/A"], "answer": "C"}
+    (tmp_path / "c.jsonl").write_text(json.dumps(record))
+    for name in ("a.parquet", "b.csv", "c.jsonl"):
+        problem = source(tmp_path / name, rotations=1).problem(0)
+        assert (shown(problem), problem.gold) == (["x", "y", "z"], "\\boxed{C}"), name
