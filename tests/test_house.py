@@ -33,6 +33,7 @@ CROWDED = {
 """Folders of more than fifteen files; each with the reason."""
 # Where an import of our own may hide in a function, besides apps; each with the reason.
 LATE_IMPORTS = {
+    "stretto/harness/inspect_entry.py": "every command of inspect_ai loads it, whatever its model is",
     "stretto/rl/launch.py": "torch is imported where a role lives, not where it is described",
     "stretto/runtime/local.py": "Ray is an extra",
 }

@@ -126,8 +126,8 @@ Suites = Annotated[
     list[str],
     typer.Option(
         "--suite",
-        help="By commas: gym, tools, code, writing; math, aime, mcq, gpqa or mmlu_pro with a file, NAME=FILE (docs/EVAL.md); FILE.toml with "
-        "such tables, or an RL recipe.",
+        help="By commas: gym, tools, code, writing; math, aime, mcq, gpqa or mmlu_pro with a file, NAME=FILE (docs/EVAL.md); tau, bfcl "
+        "(docs/HARNESSES.md); FILE.toml with such tables, or an RL recipe.",
         show_default=False,
     ),
 ]
@@ -158,8 +158,10 @@ def evaluate(
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
     from stretto.apps.evaluate import eval_command, options
+    from stretto.apps.harness import harness_command, harness_names
     from stretto.post.suite import parse_suites
 
+    theirs, ours = harness_names(suite)
     told = options(
         samples=samples,
         limit=limit,
@@ -169,7 +171,10 @@ def evaluate(
         embed=embed,
         max_batch=max_batch,
     )
-    eval_command(source, parse_suites(suite), out, told, subnet, device)
+    if ours:
+        eval_command(source, parse_suites(ours), out, told, subnet, device)
+    if theirs:
+        harness_command(source, theirs, out / "harness" if ours else out, told, subnet, device)
     if right is not None:
         from stretto.post.suite import write_right_answers
 

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
+from pydantic import Field
 
+from stretto.base.config import Config
 from stretto.base.errors import UserError
 
 _PASSING: Final = (408, 409, 425, 429)
 """Refusals that another try may not meet: too late, too early, too many."""
+
+
+_PAUSE_S = 0.5
+"""Before the second try of a request; each is twice the one before."""
+
+
+class ChatConfig(Config):
+    """A model behind ``/chat/completions``: of this package's server, vLLM, SGLang, llama.cpp or a provider."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Up to and with ``/v1``."""
+    model: str
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if the server wants one."""
+    at_once: int = Field(default=8, gt=0)
+    """Requests in flight of one process and source."""
+    timeout_s: float = Field(default=20.0, gt=0)
+    """Of one request."""
+    retries: int = Field(default=2, ge=0)
+    """Of one request that failed, or was not answered in the form asked for."""
+    body: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
+    """The rest of a request."""
 
 
 class Unanswered(RuntimeError):  # noqa: N818 - data, not a fault
@@ -47,3 +73,41 @@ def patiently(
         if reply.is_client_error and reply.status_code not in _PASSING:
             raise UserError(f"{where}: {problem}; {remedy}")
     raise Unanswered(problem)
+
+
+class Chat:
+    """A model that is asked, by several threads."""
+
+    def __init__(self, config: ChatConfig, where: str) -> None:
+        """``where``: what messages about it begin with."""
+        self._config, self._where = config, where
+        key = os.environ.get(config.key_env)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s)
+        self._slots = threading.Semaphore(config.at_once)
+
+    def said(self, messages: Sequence[Mapping[str, Any]], stop_s: float = math.inf) -> str:
+        """The text of a completion; empty where the reply holds none. Raises as `patiently`; after ``stop_s``, on
+        `time.monotonic`, nothing is tried any more."""
+        config = self._config
+
+        def send() -> httpx.Response:
+            left_s = min(config.timeout_s, stop_s - time.monotonic())
+            wait_s = None if stop_s == math.inf else max(0.0, stop_s - time.monotonic())
+            if left_s <= 0 or not self._slots.acquire(timeout=wait_s):
+                raise httpx.PoolTimeout("its time for an answer is over")
+            try:
+                body = {"model": config.model, **config.body, "messages": messages}
+                return self._client.post("chat/completions", json=body, timeout=left_s)
+            finally:
+                self._slots.release()
+
+        remedy = "check url, model, key and body"
+        reply = patiently(send, self._where, remedy, tries=config.retries + 1, pause_s=_PAUSE_S, stop_s=stop_s)
+        try:
+            return str(reply["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError):
+            return ""
+
+    def close(self) -> None:
+        self._client.close()

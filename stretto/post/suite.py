@@ -159,7 +159,8 @@ class DomainResult:
     majority_at: dict[int, Interval]
     baselines: dict[str, Interval]
     diversity: dict[str, Interval]
-    entropy: float
+    entropy: float | None
+    """None: another harness asked, which does not tell."""
     num_tokens: float
     """Sampled, a sample."""
     finishes: dict[str, int]

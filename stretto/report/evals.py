@@ -59,7 +59,8 @@ def _signed(found: Interval) -> str:
 def _measured(result: DomainResult) -> dict[str, float]:
     """By names of `_MEASURES`, where it was measured."""
     own = {name: found.value for name, found in result.diversity.items()}
-    return own | {"entropy": result.entropy, "num_tokens": result.num_tokens}
+    entropy = {} if result.entropy is None else {"entropy": result.entropy}
+    return own | entropy | {"num_tokens": result.num_tokens}
 
 
 def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:

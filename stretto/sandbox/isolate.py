@@ -110,6 +110,7 @@ class Sandbox:
         strict: bool = False,
         workers: int = 1,
         python: str | Path | None = None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Find the isolation and start the first keeper; the others start when they are needed.
 
@@ -118,6 +119,7 @@ class Sandbox:
             level: this one and no other; None: the best there is.
             strict: refuse anything less than full isolation.
             python: the interpreter for programs; None: this process's, without its virtual environment.
+            shown: folders that programs can read and run from beside that, ``/usr/bin`` say; one that is not there is left out.
 
         Raises:
             UserError: ``level`` or ``strict`` asks for more than the machine gives, or programs could not read
@@ -126,7 +128,7 @@ class Sandbox:
         assert workers > 0, f"{workers} workers"
         self.limits = Limits() if limits is None else Limits.of(limits)
         self.workers = workers
-        self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()))
+        self._room = walls.Room.of(str(Path(python or walls.base_python()).resolve()), shown)
         self._numbers = itertools.count(1)
         self._groups, self._polled = _delegated()
         self._idle: queue.LifoQueue[Keeper | None] = queue.LifoQueue()

@@ -67,10 +67,10 @@ class Room:
     """Symbolic links: where, and what to."""
 
     @classmethod
-    def of(cls, python: str) -> Self:
-        """The room for the interpreter file ``python``, whose libraries lie beside its ``bin`` folder."""
+    def of(cls, python: str, others: Sequence[str] = ()) -> Self:
+        """The room for the interpreter file ``python``, whose libraries lie beside its ``bin`` folder; ``others`` are seen, too."""
         prefix = os.path.dirname(os.path.dirname(python))
-        libraries = [path for path in _LIBRARIES if os.path.exists(path)]
+        libraries = [path for path in (*_LIBRARIES, *others) if os.path.exists(path)]
         links = [(path, os.readlink(path)) for path in libraries if os.path.islink(path)] + [("/dev/shm", WORK)]
         wanted = [path for path in libraries if not os.path.islink(path)]
         wanted += [f"{prefix}/{name}" for name in ("lib", "lib64") if os.path.isdir(f"{prefix}/{name}")]

@@ -24,12 +24,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import httpx
 import numpy as np
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config, validate
-from stretto.base.endpoint import Unanswered, patiently
+from stretto.base.endpoint import Chat, ChatConfig, Unanswered
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
@@ -39,8 +38,6 @@ from stretto.text.similar import compression, distinct, spoken, words
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")
 """Enough to try a run with nothing downloaded."""
 _CACHE = "stretto/judgements.sqlite"
-_PAUSE_S = 0.5
-"""Before the second try of a request; each is twice the one before."""
 _OVERUSED = frozenset(words("bustling delve embark intricate myriad realm symphony tapestry testament vibrant"))
 """Words that language models write far more often than people do."""
 _TIE = 0.02
@@ -78,25 +75,12 @@ class Prompt(Config):
     rubric: tuple[Criterion, ...] = ()
 
 
-class EndpointConfig(Config):
-    """A judge behind ``/chat/completions``: of this package's server, vLLM, SGLang, llama.cpp or a provider."""
+class EndpointConfig(ChatConfig):
+    """A judge that is a model at an address."""
 
-    url: str = Field(pattern=r"^https?://")
-    """Up to and with ``/v1``."""
-    model: str
-    key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, if the server wants one."""
-    at_once: int = Field(default=8, gt=0)
-    """Requests in flight of one verifier."""
-    timeout_s: float = Field(default=20.0, gt=0)
-    """Of one request."""
-    retries: int = Field(default=2, ge=0)
-    """Of one request that failed, or was not answered in the form asked for."""
     verdict_s: float = Field(default=50.0, gt=0)
     """Of all requests of one verdict, retries too; less than ``runtime.rewards.deadline_s``. What was answered by then need
     not be asked again."""
-    body: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
-    """The rest of a request."""
     cache: Path | None = None
     """File of all answers by what was asked, so that a resumed run pays once; None: in the user's cache folder."""
 
@@ -186,11 +170,8 @@ class EndpointJudge:
 
     def __init__(self, config: EndpointConfig, where: str):
         """Raises UserError: beginning with ``where``: the cache cannot be opened."""
-        self._config, self._where = config, where
-        key = os.environ.get(config.key_env)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s)
-        self._slots, self._lock = threading.Semaphore(config.at_once), threading.Lock()
+        self._config, self._lock = config, threading.Lock()
+        self._chat = Chat(config, f"{where}: the judge refuses")
         path = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _CACHE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +205,7 @@ class EndpointJudge:
         return self._ask(question, lambda said: points.get(_last(said, "VERDICT") or ""), stop_s)
 
     def close(self) -> None:
-        self._client.close()
+        self._chat.close()
         self._db.close()
 
     def _ask(self, question: str, read: Callable[[str], float | None], stop_s: float) -> float:
@@ -240,7 +221,7 @@ class EndpointJudge:
             return judged
         for _ in range(config.retries + 1):
             try:
-                said = self._said({**body, "messages": messages}, stop_s)
+                said = self._chat.said(messages, stop_s)
             except Unanswered as error:
                 why = str(error)
                 break
@@ -252,25 +233,6 @@ class EndpointJudge:
             again = "That does not end with the one line that was asked for. Give it now."
             messages = [messages[0], {"role": "assistant", "content": said}, {"role": "user", "content": again}]
         raise JudgeFailed(f"the judge {config.model} at {config.url}: {why} ({config.retries + 1} tries)")
-
-    def _said(self, body: Mapping[str, Any], stop_s: float) -> str:
-        """The text of a completion; empty where the reply holds none."""
-
-        def send() -> httpx.Response:
-            left_s = min(self._config.timeout_s, stop_s - time.monotonic())
-            if left_s <= 0 or not self._slots.acquire(timeout=max(0.0, stop_s - time.monotonic())):
-                raise httpx.PoolTimeout("its time for a verdict is over")
-            try:
-                return self._client.post("chat/completions", json=body, timeout=left_s)
-            finally:
-                self._slots.release()
-
-        where, remedy = f"{self._where}: the judge refuses", "check url, model, key and body"
-        reply = patiently(send, where, remedy, tries=self._config.retries + 1, pause_s=_PAUSE_S, stop_s=stop_s)
-        try:
-            return str(reply["choices"][0]["message"]["content"] or "")
-        except (KeyError, IndexError, TypeError):
-            return ""
 
 
 def _material(problem: Problem, texts: Mapping[str, str]) -> str:

@@ -17,8 +17,11 @@ from stretto.rl.agent import AgentRole, GroupFailed
 from stretto.rl.clients import RewardRequest
 from stretto.rl.reward import RewardRole
 from stretto.rl.samples import read_logs
+from stretto.tasks.user import STOP as OVER
+from stretto.tasks.user import ModelUser, UserConfig
 from tests.rl.agents import LONG, ONE, Rewards, Spoken, agent, log_of, spoken_turn, tokenizer, tokens_of
 from tests.tasks.counting import Counter, Counters, once
+from tests.tasks.judges import judging
 
 TASK = replace(ONE, max_tokens=1200, item=3)
 LIMITS = {**LONG, "max_len": 2500, "max_turns": 6}
@@ -228,3 +231,19 @@ def test_a_call_whose_result_leaves_no_room_was_made_all_the_same(tmp_path: Path
     assert (done.finish_reason, done.num_turns) == ("length", 1)
     _, told = rewards.requests[0].messages
     assert told["state"] == "10" and len(told["content"]) < 200_000
+
+
+def test_what_a_model_said_as_the_user_is_not_asked_for_again(tmp_path: Path) -> None:
+    with judging(lambda body: OVER if len(body["messages"]) > 4 else "more") as (url, asked):
+        user = ModelUser(UserConfig(url=url, model="m"), "sources.toy")
+
+        class Talking(Counters):
+            def open(self, problem: Any, seed: int | None = None) -> Any:
+                session = super().open(problem, seed)
+                session.reply = lambda messages: user.reply("a user", messages)  # type: ignore[method-assign]
+                return session
+
+        killed(tmp_path, [add(4), "well?"], Talking())
+        done = run(tmp_path, [add(3), "so?"], Talking(), attempt=1)
+        user.close()
+    assert (done.finish_reason, done.num_turns, len(asked)) == ("stop", 4, 2)

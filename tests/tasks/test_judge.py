@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from stretto.base import endpoint
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.tasks import judge
@@ -35,7 +36,7 @@ PROMPTS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(judge, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(endpoint, "_PAUSE_S", 0.001)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -249,7 +250,7 @@ def test_nonsense_is_asked_about_again(prompts: Path) -> None:
 def test_a_verdict_has_a_deadline_over_all_of_its_requests(prompts: Path) -> None:
     with judging(lambda body: None) as (url, asked):
         made = source(prompts, url, {"timeout_s": 0.1, "retries": 9, "verdict_s": 0.3, "at_once": 2}, by="group")
-        with pytest.raises(judge.JudgeFailed, match="time for a verdict is over"):
+        with pytest.raises(judge.JudgeFailed, match="time for an answer is over"):
             made.compare(made.problem(1), [Answer(text) for text in ("a", "b", "c", "d")])
         assert 0 < len(asked) <= 2 * 3 + 2  # of 120: those that fit, two at a time, and two that had begun
     assert made.verdict_s == 0.3

@@ -1,0 +1,121 @@
+"""`stretto eval` with suites that other harnesses ask: a server of the checkpoint, one harness after the other, our own record of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import rich
+
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder, claimed, write_text
+from stretto.evals.scores import Interval, interval, pass_at_k, pass_hat_k, resampled, share_interval
+from stretto.harness.suites import SUITES, Budget, Judged, ask, serving
+from stretto.model.checkpoint import read_config, read_presets, weights_hash
+from stretto.model.spec import Counts, count, parse_subnet
+from stretto.post.suite import RESULT_FILE, Cost, DomainResult, EvalOptions, Evaluation
+from stretto.report.evals import cost_table, evaluation_page, score_table
+from stretto.report.page import write_page
+
+
+def harness_names(named: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of what ``--suite`` was given: the suites of other harnesses, and the rest."""
+    parts = [part for each in named for part in each.split(",")]
+    return [part for part in parts if part in SUITES], [part for part in parts if part not in SUITES]
+
+
+def harness_command(
+    source: Path,
+    suites: Sequence[str],
+    out: Path,
+    options: EvalOptions,
+    subnet: str | None = None,
+    device: str = "auto",
+) -> Evaluation:
+    """Have the harnesses of ``suites`` ask a server of ``source``, write ``out`` and print what came of it.
+
+    Raises:
+        UserError: a harness that is not installed, a checkpoint without a chat template, or a domain without a score.
+    """
+    folder = checkpoint_folder(source)
+    config, start_s = read_config(folder), time.perf_counter()
+    chosen = config.full() if subnet is None else parse_subnet(subnet, config, read_presets(folder))
+    told = {} if options.temperature is None else {"temperature": options.temperature}
+    budget = Budget(limit=options.limit, samples=options.samples, at_once=min(16, options.max_batch), **told)
+    if (out / RESULT_FILE).exists():
+        raise UserError(f"{out}: holds an evaluation; harnesses begin anew, so name another folder")
+    with claimed(out):
+        flags = ["--device", device, *(["--subnet", subnet] if subnet else [])]
+        with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
+            found = {suite: ask(suite, url, out / suite, budget) for suite in suites}
+        domains = {name: _result(suite, name, one, options) for suite in suites for name, one in found[suite].items()}
+        done = Evaluation(
+            f"{source.resolve().name}{f':{subnet}' if subnet else ''}",
+            {"samples": options.samples, "weights": weights_hash(folder), "subnet": subnet}
+            | {
+                "suites": {
+                    suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites
+                }
+            },
+            _mean(domains, options.seed),
+            domains,
+            _cost(
+                count(config, chosen),
+                [one for each in found.values() for one in each.values()],
+                time.perf_counter() - start_s,
+            ),
+        )
+        write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(done), indent=1).decode() + "\n")
+    console = rich.get_console()
+    for table in (score_table(done), cost_table(done)):
+        console.print(table)
+    console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(done), out)}", soft_wrap=True)
+    return done
+
+
+def _result(suite: str, name: str, judged: Judged, options: EvalOptions) -> DomainResult:
+    """As of our own suites; what a harness does not tell, the answers' texts and probabilities, is left open."""
+    ids = sorted(judged.values)
+    value_PS = np.full((len(ids), options.samples), np.nan)
+    for row, each in enumerate(ids):
+        kept = [np.nan if value is None else value for value in judged.values[each]]
+        value_PS[row, : len(kept)] = kept
+    means_P = np.ma.masked_invalid(value_PS).mean(1).filled(np.nan)
+    is_graded = bool((np.nan_to_num(value_PS) % 1).any())
+
+    def spread(values_P: np.ndarray) -> Interval:
+        draws_R = resampled({name: values_P[None]}, seed=options.seed)[name][:, 0]
+        return share_interval(draws_R, int((~np.isnan(values_P)).sum()))
+
+    ks = [] if is_graded else sorted({1, options.samples})
+    return DomainResult(
+        suite=suite,
+        is_graded=is_graded,
+        items=[crc32(each.encode()) for each in ids],
+        values=[None if np.isnan(value) else value for value in means_P.tolist()],
+        score=spread(means_P),
+        pass_at={k: spread(pass_at_k(value_PS, k)) for k in ks},
+        pass_hat={k: spread(pass_hat_k(value_PS, k)) for k in ks},
+        majority_at={},
+        baselines={},
+        diversity={},
+        entropy=None,
+        num_tokens=judged.num_sampled / max(1, judged.finishes.total()),
+        finishes=dict(judged.finishes),
+        num_infra=len(judged.failures),
+    )
+
+
+def _mean(domains: Mapping[str, DomainResult], seed: int) -> Interval:
+    values = {name: np.array([result.values], np.float64) for name, result in domains.items()}
+    return interval(np.mean([mean[:, 0] for mean in resampled(values, seed=seed).values()], axis=0))
+
+
+def _cost(counts: Counts, asked: Sequence[Judged], seconds: float) -> Cost:
+    """FLOPs are those of products with weights: lengths of single answers are not told."""
+    num_prompt, num_sampled = sum(one.num_prompt for one in asked), sum(one.num_sampled for one in asked)
+    return Cost(counts.total_params, counts.active_params, counts.linear_flops, num_prompt, num_sampled, seconds)

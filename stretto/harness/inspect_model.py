@@ -1,0 +1,165 @@
+"""inspect_ai's model provider ``stretto/``: a checkpoint that is opened here, or a server's address, at any size.
+
+    inspect eval TASK --model stretto/runs/s:corner
+    inspect eval TASK --model stretto/http://127.0.0.1:8000:corner --extra-body '{"elastic": {"top_k": 1}}'
+
+Both are spoken to as a server, through inspect's own client for such; a checkpoint's application only needs no socket. What
+is special is failure. inspect turns an exception of a model into a sample's error, but an agent may catch it: tau2's loop
+prints every exception, goes on, and has the untouched data base scored. So whatever no answer of the model is ends the sample
+from outside, too, where no task can catch it; by inspect's default that is also the end of the evaluation.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import torch
+from inspect_ai._util.error import PrerequisiteError
+from inspect_ai.log._samples import sample_active
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
+from inspect_ai.model._model import RetryDecision
+from inspect_ai.model._model_call import ModelCall
+from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
+from inspect_ai.tool import ToolChoice, ToolInfo
+from openai import APIStatusError, DefaultAsyncHttpxClient
+from starlette.applications import Starlette
+
+from stretto.base.errors import UserError, nearest
+from stretto.base.paths import checkpoint_folder
+from stretto.engine.async_engine import AsyncEngine
+from stretto.engine.loading import generation_ends, open_engine
+from stretto.engine.request import EngineConfig
+from stretto.model.checkpoint import read_presets
+from stretto.serve.elastic import ServedModel
+from stretto.serve.server import ServeSettings, create_app
+
+MAX_TOKENS = 1024
+"""Of an answer where nobody says how long it may be (a task's simulated user inherits no limit): else it may fill the context."""
+CALL_S = 600.0
+"""For one answer, queueing included."""
+_URL = re.compile(r"(https?://[^/:]+(?::\d+)?)/?(?::(.+))?")
+_COME_BACK = (429, 503)
+
+
+class StrettoAPI(OpenAICompatibleAPI):
+    """``model_name``: PATH, PATH:PRESET, or a server's address in place of the path. Arguments (``-M``) of a path: ``device``, ``dtype``,
+    ``max_len``, ``max_batch``. ``elastic`` of ``--extra-body`` is the server's field of that name."""
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - inspect's own signature
+        **told: Any,
+    ) -> None:
+        self._app: Starlette | None = None
+        if match := _URL.fullmatch(model_name):
+            url, preset = match[1], match[2]
+            try:
+                key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+                listed = httpx.get(f"{url}/v1/models", headers=key, timeout=60.0, trust_env=False)
+                names = [each["id"] for each in listed.raise_for_status().json()["data"]]
+            except (httpx.HTTPError, LookupError, ValueError) as error:
+                raise PrerequisiteError(f"{url}: no server of models answers there: {error}") from None
+        else:
+            url = "http://127.0.0.1"
+            path, _, preset = (model_name, "", None) if Path(model_name).exists() else model_name.rpartition(":")
+            try:
+                self._app, names = _opened(path, **told)
+            except UserError as error:
+                raise PrerequisiteError(str(error)) from None
+            told = {}
+        self._served = names[0] if preset is None else f"{names[0]}:{preset}"
+        if self._served not in names:
+            raise PrerequisiteError(
+                f"{model_name}: no preset {preset!r}{nearest(self._served, names)}; known: {', '.join(names)}"
+            )
+        super().__init__(
+            model_name=model_name,
+            base_url=f"{url}/v1",
+            api_key=api_key or "none",
+            config=config,
+            service="stretto",
+            strict_tools=False,
+            client_timeout=CALL_S,
+            max_retries=0,  # what may be tried again, `should_retry` says
+            **told,
+        )
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> tuple[ModelOutput | Exception, ModelCall]:
+        """Raises what was no answer of the model."""
+        try:
+            output, call = await super().generate(input, tools, tool_choice, config)  # type: ignore[misc]
+        except Exception as error:
+            if not self.should_retry(error):
+                _end_sample()
+            raise
+        is_first = not any(message.role == "assistant" for message in input)
+        if (
+            is_first and isinstance(output, ModelOutput) and output.stop_reason == "model_length"
+        ):  # nothing was asked yet
+            output = RuntimeError(f"{self.model_name}: {output.completion}")
+        if isinstance(output, Exception):
+            _end_sample()
+            raise output
+        usage = (call.response or {}).get("usage") or {}
+        output.metadata = {**(output.metadata or {}), "elastic": usage.get("elastic")}
+        return output, call
+
+    def should_retry(self, ex: BaseException) -> RetryDecision:
+        """A server that is full or just stopping says to come back; one that cannot be reached is gone."""
+        is_full = isinstance(ex, APIStatusError) and ex.status_code in _COME_BACK
+        return RetryDecision.rate_limit() if is_full else RetryDecision.no()
+
+    def service_model_name(self) -> str:
+        return self._served
+
+    def max_tokens(self) -> int:
+        return MAX_TOKENS
+
+    @property
+    def schema_exclude_fields(self) -> set[str] | None:
+        return None
+
+    def _create_http_client(self) -> DefaultAsyncHttpxClient:
+        if self._app is None:
+            return super()._create_http_client()
+        transport = httpx2.ASGITransport(self._app, raise_app_exceptions=False)
+        return DefaultAsyncHttpxClient(transport=transport, timeout=CALL_S)
+
+
+def _end_sample() -> None:
+    """What inspect's own display does for a sample that a person gives up: it is an error, and never scored."""
+    if (sample := sample_active()) is not None:
+        sample.interrupt("error")
+
+
+@lru_cache
+def _opened(
+    path: str, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
+) -> tuple[Starlette, list[str]]:
+    """An application over the checkpoint, and the names it answers to. inspect makes a provider for each role and each
+    configuration of a model: they share one engine, which lives as long as the process. Raises `UserError`."""
+    folder = checkpoint_folder(Path(path))
+    config = EngineConfig(max_len=max_len, max_batch=max_batch)
+    opened = open_engine(folder, config, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    if opened.tokenizer is None or opened.tokenizer.chat_template is None:
+        raise UserError(f"{folder}: chat_template: the tokenizer has none; put a chat_template.jinja there")
+    served = ServedModel(
+        name=opened.name,
+        config=opened.config,
+        presets=read_presets(folder),
+        tokenizer=opened.tokenizer,
+        max_len=opened.engine.max_len,
+        stop_ids=generation_ends(folder, opened.config.vocab_size),
+        weight_bytes=opened.engine.model.embedding.weight.itemsize,
+    )
+    return create_app(AsyncEngine(opened.engine).start(), served, ServeSettings()), served.names()

@@ -1,0 +1,91 @@
+"""What is refused without any harness; with inspect_ai, what its log says of an agent that caught a failure."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.apps.harness import _result, harness_names
+from stretto.base.errors import UserError
+from stretto.harness import suites
+from stretto.harness.suites import Budget, Judged, ask, bfcl_python, serving
+from stretto.post.suite import EvalOptions
+
+
+def judged(num: int, num_failed: int) -> Judged:
+    made = Judged()
+    for number in range(num):
+        made.add(f"p{number}", None if number < num_failed else float(number % 2), "no answer came")
+    return made
+
+
+def test_above_a_twentieth_there_is_no_score() -> None:
+    judged(40, 2).refuse("d")
+    with pytest.raises(
+        UserError, match=r"d: no score: 3 infrastructure errors in 40 samples, the last one: no answer came"
+    ):
+        judged(40, 3).refuse("d")
+    with pytest.raises(UserError, match="0 infrastructure errors in 0 samples"):
+        Judged().refuse("d")
+
+
+def test_a_server_that_is_gone_gives_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "SUITES", {"x": lambda *_: {"d": judged(10, 0)}})
+    with pytest.raises(UserError, match="x: no score: the server died under it"):
+        ask("x", "http://127.0.0.1:9", tmp_path, Budget())
+
+
+def test_what_cannot_be_asked_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"--suite tao: no harness.*tau"):
+        ask("tao", "http://127.0.0.1:9", tmp_path, Budget())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"inspect_ai is not installed; pip install 'stretto\[eval\]'"):
+        ask("tau", "http://127.0.0.1:9", tmp_path, Budget())
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    with pytest.raises(UserError, match="needs numpy"):
+        bfcl_python()
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    log = (tmp_path / "log").open("w")
+    with pytest.raises(UserError, match="its server did not start"), serving(tmp_path, log=log):
+        pass
+
+
+def test_infrastructure_errors_are_left_out_of_a_score() -> None:
+    found = _result("x", "d", judged(40, 2), EvalOptions(samples=1))
+    assert found.num_infra == 2 and found.values.count(None) == 2 and found.score.value == 0.5
+    assert harness_names(["gym,tau", "bfcl"]) == (["tau", "bfcl"], ["gym"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is None, reason="the package inspect_ai is not installed")
+def test_a_log_tells_of_a_failure_that_the_agent_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a provider that lets it be caught: the log says success, and 100 %."""
+    from inspect_ai import Task, eval
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import ModelOutput, ModelUsage, get_model
+
+    from tests.harness.test_inspect_model import deaf, untouched
+
+    def answer(messages: Any, *_: Any) -> ModelOutput:
+        if "broken" in messages[-1].text:
+            raise ConnectionError("nobody there")
+        output = ModelOutput.from_content("mock", "yes")
+        output.usage = ModelUsage(
+            input_tokens=1, output_tokens=1
+        )  # else it is counted, with a tokenizer from the network
+        return output
+
+    questions = [Sample(input=text, target="") for text in ["fine"] * 30 + ["broken"]]
+    task = Task(name="t", dataset=questions, solver=deaf(), scorer=untouched())
+    [log] = eval(task, model=get_model("mockllm/m", custom_outputs=answer), display="none", log_dir=str(tmp_path))
+    assert log.status == "success" and log.results and log.results.scores[0].metrics["accuracy"].value == 1.0
+    monkeypatch.setattr(suites, "_run", lambda *_, **__: 0)
+    found = suites.ask_inspect("http://127.0.0.1:9", tmp_path, Budget(), {"d": "t"})["d"]
+    assert len(found.failures) == 1 and "nobody there" in found.failures[0]
+    assert list(found.values.values()).count([None]) == 1
