@@ -49,6 +49,7 @@ from stretto.serve.dialects import Piece, Thought
 from stretto.serve.elastic import Least, ServedModel, environment_subnet
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
+from stretto.text.chat import tool_form
 
 AUTO, BEST = "auto", "best"
 SERVING = "serving at"
@@ -290,6 +291,8 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
     hint = " (--dtype bfloat16 is faster on this processor)" if is_slower else ""
     _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
     stats, most = opened.engine.stats(), config.max_positions
+    if opened.tokenizer is not None and (note := tool_form(opened.tokenizer.chat_template or "").note()):
+        _say(note)
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
     _say(f"{SERVING} {url}")

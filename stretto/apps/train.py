@@ -16,7 +16,7 @@ from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, require_apart, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, read_lineage
-from stretto.base.track import Tracker
+from stretto.base.track import Tracker, say
 from stretto.data.loader import Loader, eval_batches
 from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_family, read_presets
@@ -25,6 +25,7 @@ from stretto.model.lora import read_adapter_config
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import SubnetChoice
 from stretto.post.sft import open_conversations, sft_conversations
+from stretto.text.chat import tool_form
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, Trained, elasticize, heal, pretrain, write_trained
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
@@ -203,8 +204,11 @@ def sft_command(
         raise UserError("--keep-adapter: no adapters are trained; add --lora 16")
     complete = recipe.for_network(config, presets)
     tokenizer = own_tokenizer(origin)
-    if load_tokenizer(tokenizer).chat_template is None:
+    template = load_tokenizer(tokenizer).chat_template
+    if template is None:
         raise UserError(f"{origin}: has no chat template; put a chat_template.jinja beside its tokenizer.json")
+    if ranks.is_first and (note := tool_form(template).note()):
+        say(note)
 
     def start() -> RunInfo:
         if resume:

@@ -35,8 +35,8 @@ from stretto.rl.agent import Dialogue
 from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource
-from stretto.text.chat import CHATML, tokenise_chat
-from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from stretto.text.chat import CHATML, render, tokenise_chat
+from stretto.text.tokenizer import TURN_END, TURN_START, Tokenizer, load_tokenizer, train_tokenizer
 from stretto.train.loop import Job, Trained, finetune, write_trained
 from stretto.train.recipe import SftRecipe, TrainConfig
 from stretto.train.snapshot import Snapshots
@@ -44,6 +44,8 @@ from stretto.train.snapshot import Snapshots
 STAGE = "sft"
 _TOKENIZER_PROBLEMS = 2000
 """Per source: what the tokenizer is learnt from."""
+_TOKENIZER_DEMONSTRATIONS = 500
+"""The same where there are tools, whose calls are made."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,13 +268,22 @@ class Demonstrations:
 
 
 def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE over problems and their answers, with the ChatML template."""
-    texts = (
-        "\n".join([*(str(message["content"]) for message in problem.messages), problem.gold])
-        for number in range(_TOKENIZER_PROBLEMS * len(sources))
-        for problem in [_problem(sources, prompts.task(SUPERVISED + number))]
-    )
-    return train_tokenizer(texts, vocab_size, CHATML)
+    """A byte-level BPE over problems and their answers, with the ChatML template; where there are tools, over all that it writes:
+    a schema that was never seen is a token a byte, in every prompt."""
+    num_tasks = len(sources) * _TOKENIZER_PROBLEMS
+    num_demonstrations = len(sources) * _TOKENIZER_DEMONSTRATIONS
+
+    def texts() -> Iterator[str]:
+        for number in range(num_tasks):
+            task = prompts.task(SUPERVISED + number)
+            source, problem = sources[task.source], _problem(sources, task)
+            if not (offered := schemas(source, problem)):
+                yield "\n".join([*(str(message["content"]) for message in problem.messages), problem.gold])
+            elif number < num_demonstrations:
+                told = render(CHATML, [*problem.messages, *source.demonstration(problem)], offered)
+                yield told.replace(TURN_START, "\n").replace(TURN_END, "\n")
+
+    return train_tokenizer(texts(), vocab_size, CHATML)
 
 
 def examples(
@@ -307,13 +318,12 @@ def example(
         chat = tokenise_chat(tokenizer, [*problem.messages, *turns], tools)
         tokens, mask = np.array(chat.tokens, np.int64), np.array(chat.mask, np.bool_)
     else:
-        parts = [(dialogue.prompt(problem.messages).tolist(), False)]
-        for index, turn in enumerate(turns):
-            is_last_answer = index + 1 == len(turns) or turns[index + 1]["role"] != "tool"
+        parts = [(dialogue.prompt(problem.messages, tools).tolist(), False)]
+        for turn in turns:
             if turn["role"] == "assistant":
                 parts.append(([*tokenizer.encode(str(turn["content"])), tokenizer.eos_id], True))
             else:
-                parts.append((tokenizer.encode(f"\n{turn['content']}" + "\n" * is_last_answer), False))
+                parts.append((tokenizer.encode(f"\n{turn['content']}\n"), False))
         tokens = np.array([token for part, _ in parts for token in part], np.int64)
         mask = np.concatenate([np.full(len(part), is_written) for part, is_written in parts])
     end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind the last turn, nobody samples

@@ -636,10 +636,10 @@ class Dialogue:
 
     def prompt(self, messages: Trees, tools: Trees = ()) -> np.ndarray:
         """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.
-        Raises UserError: no messages, or the chat template refuses them."""
+        Raises UserError: no messages, or the chat template refuses them; or tools, and there is no template."""
         if not messages:
             raise UserError("messages: the problem has none; give at least one message")
-        if self.tokenizer.chat_template is None:
+        if self.tokenizer.chat_template is None and not tools:
             return self._encoded("".join(f"{message['content']}\n" for message in messages))
         return np.array(self._chat(messages, tools), np.int32)
 
@@ -652,8 +652,6 @@ class Dialogue:
         Raises UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
         """
         assert len(calls) == len(answers) > 0, f"{len(answers)} answers to {len(calls)} calls"
-        if self.tokenizer.chat_template is None:
-            return self._encoded("".join(f"\n{answer}" for answer in answers) + "\n")
         ids = [f"call{number:05d}" for number in range(len(calls))]  # nine letters or digits: what Mistral's asks for
         called = [
             {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}

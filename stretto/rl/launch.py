@@ -35,6 +35,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import schemas
 from stretto.tasks.task import TaskSource
+from stretto.text.chat import tool_form
 from stretto.text.tokenizer import Tokenizer
 
 _NEED_SANDBOX = ("code", "tools")
@@ -127,6 +128,9 @@ def check_sources(
         said = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
         walls = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
         say(f"problems: {said}" + "".join(f"; programs run behind {each}" for each in walls[:1]))
+        offers = any(source.tools() for source in sources.values())
+        if offers and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
+            say(note)
         prompts = plan_prompts(recipe, sizes)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
         tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]

@@ -42,7 +42,7 @@ class SourceConfig(Config):
     """A set of problems."""
 
     kind: str
-    """Registered task kind: ``gym``, ``math``, ``code``, ``tools``, ``verifiers``."""
+    """Registered task kind: ``gym``, ``math``, ``code``, ``tools``, ``service``, ``verifiers``."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What that kind takes; its own configuration refuses unknown keys."""
     weight: float = Field(default=1.0, gt=0)

@@ -148,7 +148,7 @@ def chat_job(backend: Backend, body: ChatBody, rung: Rung, prefix: str = "chatcm
         logprobs=body.logprobs,
         turn_ends=prompts.turn_ends,
         shape=prompts.grammar(use, body.response_format, body.parallel_tool_calls, is_thinking),
-        reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking),
+        reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking, None if body.parallel_tool_calls else 1),
         visible_ids=prompts.visible_ids,
         top_logprobs=body.top_logprobs or 0,
     )

@@ -21,6 +21,7 @@ from typing import Any
 import regex
 
 from stretto.base.errors import UserError
+from stretto.text.chat import tool_form
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of the tools on offer, by their names."""
@@ -85,8 +86,7 @@ Piece = str | Thought | Call
 class Dialect:
     """How calls are written. A row of `DIALECTS`."""
 
-    sign: str
-    """Stands in the source of chat templates that write it (an expression)."""
+    name: str
     open: Pattern
     """Begins a call; what its group ``no`` matches is a mark, too, and begins none."""
     close: Pattern | None
@@ -102,6 +102,10 @@ class Dialect:
     """Around all calls, and between two."""
     is_first: bool = False
     """Without a mark of its own: a call is one only where the answer begins."""
+    asked: str = ""
+    """Templates that say this ask for it, whatever they make of earlier calls."""
+    frames: bool = False
+    """Its marks stand around answers without calls, too."""
 
     @cached_property
     def spelt(self) -> str:
@@ -117,6 +121,8 @@ class Think:
 
     open: str
     close: str
+    sign: str = ""
+    """What of them only templates with reasoning have; empty: ``close``, for some leave the other to the model."""
 
     def opening(self) -> Pattern:
         return regex.compile(rf"\s*{regex.escape(self.open)}\s?")
@@ -125,7 +131,13 @@ class Think:
         return regex.compile(rf"\s?{regex.escape(self.close)}\s*")
 
 
-THINKS = (Think("<think>", "</think>"), Think("[THINK]", "[/THINK]"), Think("<seed:think>", "</seed:think>"))
+_ANALYSIS = "<|channel|>analysis<|message|>"
+THINKS = (
+    Think("<think>", "</think>"),
+    Think("[THINK]", "[/THINK]"),
+    Think("<seed:think>", "</seed:think>"),
+    Think(_ANALYSIS, "<|end|>", _ANALYSIS),
+)
 """Known marks; a template names the closing one where it can."""
 
 
@@ -224,6 +236,8 @@ def _typed(text: str, schema: Any) -> Any:
     kinds = _kinds(schema)
     if kinds == {"string"} or (isinstance(schema, Mapping) and text in (schema.get("enum") or ())):
         return text
+    if kinds == {"boolean"} and text in ("True", "False"):  # as Qwen 3.5's template spells them
+        return text == "True"
     try:
         value = parse_json(text)
     except ValueError:
@@ -279,35 +293,55 @@ def _literal_value(node: ast.expr) -> Any:
     return ast.literal_eval(Named().visit(node))
 
 
+def _channel_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    """Of the arguments as JSON; the name stands in the mark."""
+    try:
+        return [(groups["name"], parse_json(body.removesuffix("<|call|>")))]
+    except ValueError:
+        return None
+
+
+def _bare_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    """Of ``call:name{key:<|"|>text<|"|>,…}``: JSON, but for the quotes."""
+    match = regex.fullmatch(r"\s*call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})\s*", body, regex.DOTALL)
+    parts = (match["arguments"] if match else "").split('<|"|>')
+    parts[::2] = (regex.sub(r"(?<=[{,])\s*([\w.-]+)\s*:", r'"\1":', part) for part in parts[::2])
+    parts[1::2] = (json.dumps(part) for part in parts[1::2])
+    try:
+        return [(match["name"], parse_json("".join(parts)))] if match else None
+    except ValueError:
+        return None
+
+
 def _marks(open: str, close: str | None) -> tuple[Pattern, Pattern | None]:
     return regex.compile(open), None if close is None else regex.compile(close)
 
 
 _JSON_CALL: Spelling = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
 _DEEPSEEK = _marks(r"<｜tool▁call▁begin｜>|(?P<no>\s*<｜tool▁calls▁(?:begin|end)｜>)", "<｜tool▁call▁end｜>")
-_HERMES = Dialect(
-    "<tool_call>",
+HERMES = Dialect(
+    "hermes",
     *_marks("<tool_call>", "</tool_call>"),
     _json_calls,
     ("<tool_call>", SPACE, *_JSON_CALL, SPACE, "</tool_call>"),
 )
 DIALECTS = (
     Dialect(  # GLM 4.5 and later
-        "<arg_key>",
+        "glm",
         *_marks("<tool_call>", "</tool_call>"),
         _tagged(r"(?P<name>[^\s<]+)", r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>"),
         ("<tool_call>", NAME, SPACE, ARGUMENTS, "</tool_call>"),
         ("<arg_key>", KEY, "</arg_key>", SPACE, "<arg_value>", VALUE, "</arg_value>", SPACE),
     ),
     Dialect(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
-        "<function=",
+        "qwen-coder",
         *_marks(r"(?:<tool_call>\s*)?<function=|(?P<no>\s*</tool_call>)", "</function>"),
         _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
         ("<tool_call>", SPACE, "<function=", NAME, ">", SPACE, ARGUMENTS, "</function>", SPACE, "</tool_call>"),
         ("<parameter=", KEY, ">", SPACE, VALUE, SPACE, "</parameter>", SPACE),
     ),
     Dialect(  # DeepSeek V3 and R1
-        "<｜tool▁sep｜>(?s:.*)```json",
+        "deepseek",
         *_DEEPSEEK,
         _named(r"\w+<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n", "\n```"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", NAME, "\n```json\n", ARGUMENTS, "\n```<｜tool▁call▁end｜>"),
@@ -315,7 +349,7 @@ DIALECTS = (
         end=("<｜tool▁calls▁end｜>",),
     ),
     Dialect(  # DeepSeek V3.1
-        "<｜tool▁sep｜>",
+        "deepseek-3.1",
         *_DEEPSEEK,
         _named("(?P<name>[^<]+)<｜tool▁sep｜>"),
         ("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", ARGUMENTS, "<｜tool▁call▁end｜>"),
@@ -324,14 +358,14 @@ DIALECTS = (
         end=("<｜tool▁calls▁end｜>",),
     ),
     Dialect(  # Mistral from its tokenizer v11 on
-        r"\[ARGS\]",
+        "mistral-11",
         *_marks(r"\[TOOL_CALLS\]", None),
         _named(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]", between="[TOOL_CALLS]"),
         ("[TOOL_CALLS]", NAME, "[ARGS]", ARGUMENTS),
         between=(),
     ),
     Dialect(  # Mistral before
-        r"\[TOOL_CALLS\]",
+        "mistral",
         *_marks(r"\[TOOL_CALLS\]", None),
         _json_calls,
         _JSON_CALL,
@@ -340,7 +374,7 @@ DIALECTS = (
         end=("]",),
     ),
     Dialect(  # LFM2
-        r"<\|tool_call_start\|>",
+        "lfm2",
         *_marks(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
         _python_calls,
         (NAME, "(", ARGUMENTS, ")"),
@@ -351,7 +385,7 @@ DIALECTS = (
         end=("]<|tool_call_end|>",),
     ),
     Dialect(  # Llama 3.2 (small) and 4
-        r"func_name1\(",
+        "pythonic",
         *_marks(r"\s*(?:<\|python_start\|>\s*)?(?P<lead>\[\s*[\w.]+\()", None),
         _python_calls,
         (NAME, "(", ARGUMENTS, ")"),
@@ -361,27 +395,58 @@ DIALECTS = (
         between=(", ",),
         end=("]",),
         is_first=True,
+        asked="func_name1(",
     ),
     Dialect(  # Llama 3.1 to 3.3
-        r'<\|python_tag\|>|"parameters": dictionary',
+        "llama",
         *_marks(r'\s*(?:<\|python_tag\|>\s*)?(?P<lead>\{\s*"(?:name|type)")', None),
         _json_sequence,
         ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
         between=("; ",),
         is_first=True,
     ),
-    _HERMES,  # Hermes, Qwen 2.5 and 3, ERNIE 4.5, our own
+    Dialect(
+        "gpt-oss",
+        *_marks(
+            r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)\s*"
+            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
+            r"|(?P<no><\|end\|>|(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>)",
+            None,
+        ),
+        _channel_call,
+        (" to=functions.", NAME, "<|channel|>commentary json<|message|>", ARGUMENTS, "<|call|>"),  # which ends the turn
+        between=(),
+        frames=True,
+    ),
+    Dialect(
+        "gemma-4",
+        *_marks(r"<\|tool_call>", r"<tool_call\|>"),
+        _bare_call,
+        (),  # not forced: quotes that are marks stand within values, too
+        argument=(KEY, ':<|"|>', VALUE, '<|"|>'),
+    ),
+    HERMES,  # Hermes, Qwen 2.5 and 3, ERNIE 4.5, our own
 )
-"""The first whose sign a template has; a template that says nothing of calls is taken for the last."""
+"""In which a template's calls are looked for, in turn. What a template does not write itself is written in the last."""
 
 
-def dialect_of(template: str, response_template: Mapping[str, Any] | None = None) -> Dialect:
-    """The dialect of a chat template. Raises `UserError` for a ``response_template`` that transformers refuses."""
-    known = next((each for each in DIALECTS if regex.search(each.sign, template)), _HERMES)
+def dialect_of(template: str, response_template: Mapping[str, Any] | None = None) -> Dialect | None:
+    """The dialect in which a chat template writes calls, which is the first that can read one of them; None: none can. Raises
+    `UserError` for a template that is not valid, or a ``response_template`` that transformers refuses."""
+    form = tool_form(template)
+    if not form.shows_calls:
+        return HERMES
+    known = next((each for each in DIALECTS if each.asked and each.asked in template), None)
+    known = known or next((each for each in DIALECTS if _reads(each, form.call)), None)
     return known if response_template is None else _declared(response_template, known)
 
 
-def _declared(response_template: Mapping[str, Any], known: Dialect) -> Dialect:
+def _reads(dialect: Dialect, call: str) -> bool:
+    calls = read_answer(AnswerReader(dialect, {"calledname": {}}), call).calls
+    return [(each.name, each.arguments) for each in calls] == [("calledname", '{"calledkey": "calledvalue"}')]
+
+
+def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Dialect | None:
     """As the checkpoint declares it; ``known`` spells forced calls, if what it spells can be read."""
     # Half a second, for the few that have one.
     from transformers.utils.chat_parsing.content_parsers import process_field
@@ -401,6 +466,8 @@ def _declared(response_template: Mapping[str, Any], known: Dialect) -> Dialect:
             return None
         return None if found is None else [(name, _all_typed(tree, schemas.get(name, {}))) for name, tree in found]
 
+    if known is None:
+        return Dialect("declared", field.open_re, field.close_re, read, ())
     declared = replace(known, open=field.open_re, close=field.close_re, read=read, is_first=False)
     reader = AnswerReader(declared)
     pieces = [*reader.push(_example(known)), *reader.finish()]
@@ -434,12 +501,12 @@ def think_of(template: str, response_template: Mapping[str, Any] | None = None) 
     match declared:
         case {"open": str(open), "close": str(close)}:
             return Think(open.strip(), close.strip())
-    return next((each for each in THINKS if each.close in template), None)
+    return next((each for each in THINKS if (each.sign or each.close) in template), None)
 
 
-def marks(added: Mapping[str, int], dialect: Dialect, think: Think | None) -> dict[str, int]:
+def marks(added: Mapping[str, int], dialect: Dialect | None, think: Think | None) -> dict[str, int]:
     """The ``added`` tokens of a tokenizer, ids by spelling, that are marks."""
-    spelt = dialect.spelt + ("" if think is None else f"\n{think.open}\n{think.close}")
+    spelt = (dialect.spelt if dialect else "") + ("" if think is None else f"\n{think.open}\n{think.close}")
     return {text: token for text, token in added.items() if text in spelt and text.strip()}
 
 
@@ -452,14 +519,16 @@ class AnswerReader:
         schemas: Schemas | None = None,
         think: Think | None = None,
         is_thinking: bool = False,
+        max_calls: int | None = None,
     ) -> None:
         """
         Args:
             dialect: None: no calls are read.
             think: None: no reasoning is read.
             is_thinking: the prompt has opened the reasoning already.
+            max_calls: later ones are left out, with their marks.
         """
-        self._dialect, self._schemas = dialect, schemas or {}
+        self._dialect, self._schemas, self._calls_left = dialect, schemas or {}, max_calls
         self._think = None if think is None else (think.opening(), think.closing())
         self._is_thinking = is_thinking and think is not None
         self._may_think = not self._is_thinking  # nothing but white space was written so far
@@ -573,7 +642,9 @@ class AnswerReader:
                 return False
             calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)
             if calls:
-                found += [_call(*each) for each in calls]
+                found += [_call(*each) for each in calls[: self._calls_left]]
+                if self._calls_left is not None:
+                    self._calls_left -= len(calls[: self._calls_left])
                 self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
                 return True
             if close is None:

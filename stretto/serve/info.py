@@ -19,7 +19,7 @@ from stretto.serve.elastic import Size
 from stretto.serve.generate import Backend
 from stretto.serve.limits import parse_body
 from stretto.serve.messages import Body, FieldError, Message, Tool
-from stretto.text.chat import named_tokens
+from stretto.text.chat import named_tokens, tool_form
 
 _STATS_S = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -118,10 +118,22 @@ class Info:
                 **{name: getattr(config, name) for name in same},
                 "has_chat_template": has_template,
                 "is_chat_tuned": has_template and model.is_chat_tuned,
+                "tools": self._tools() if has_template else None,
                 "kernels": {} if stats is None else stats.kernels,
                 "is_batch_invariant": None if stats is None else stats.is_batch_invariant,
             }
         )
+
+    def _tools(self) -> dict[str, Any]:
+        """How they are shown and called."""
+        prompts = self._backend.prompts
+        form, dialect = tool_form(prompts.tokenizer.chat_template or ""), prompts.dialect
+        shown = {"tools": form.variable is not None, "calls": form.shows_calls, "results": form.shows_results}
+        return {
+            "shown_by_template": [what for what, is_shown in shown.items() if is_shown],
+            "dialect": None if dialect is None else dialect.name,
+            "can_be_forced": dialect is not None and bool(dialect.call),
+        }
 
     async def cost(self, http: HttpRequest) -> Response:
         """Sizes of any Subnet: ``?layers=…&experts=…&top_k=…``; an axis left out is full."""

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from stretto.base.errors import UserError
 from stretto.engine.request import Grammar
 from stretto.serve.dialects import (
+    HERMES,
     AnswerReader,
     Schemas,
     answer_rules,
@@ -29,7 +29,7 @@ from stretto.serve.dialects import (
     parse_json,
     think_of,
 )
-from stretto.text.chat import OWN_NAMES, Arguments, named_tokens, render
+from stretto.text.chat import OWN_NAMES, Arguments, check_shown, named_tokens, render
 from stretto.text.tokenizer import Tokenizer
 
 _TURN_ENDS = (
@@ -39,6 +39,8 @@ _TURN_ENDS = (
     "<end_of_turn>",
     "<|end_of_sentence|>",
     "<|observation|>",
+    "<|call|>",
+    "<|return|>",
     "<|user|>",
 )
 """Special tokens that end an assistant's turn in the templates of the families we read (and of their relatives)."""
@@ -161,6 +163,7 @@ class Prompts:
         self.tokenizer = tokenizer
         template, declared = tokenizer.chat_template or "", tokenizer.config.get("response_template")
         self.dialect, self.think = dialect_of(template, declared), think_of(template, declared)
+        """How calls are read; None: they cannot be."""
         added = tokenizer.rust.get_added_tokens_decoder()
         ids = {token.content: token_id for token_id, token in added.items() if token.special}
         special = sorted(ids, key=len, reverse=True)
@@ -185,13 +188,20 @@ class Prompts:
             variables: for the template, beside what every template is given (``chat_template_kwargs``).
 
         Raises:
-            UserError: the checkpoint has no chat template, it refuses these messages, or a content is not text.
-            FieldError: a variable that is not the client's to set, or tools that the template leaves out.
+            UserError: the template refuses these messages, or leaves out tools or calls of theirs, or a content is not text.
+            FieldError: the checkpoint has no chat template, tools have calls that could not be read, or a variable is not the
+                client's to set.
         """
         template = self.tokenizer.chat_template
         if template is None:
-            way = "use /v1/completions, or put a chat_template.jinja beside its tokenizer.json"
-            raise UserError(f"messages: this checkpoint has no chat template; {way}")
+            way = "leave them out" if tools else "use /v1/completions"
+            problem = (
+                f"this checkpoint has no chat template; {way}, or put a chat_template.jinja beside its tokenizer.json"
+            )
+            raise FieldError("tools" if tools else "messages", problem)
+        if tools and self.dialect is None:
+            way = "declare it as response_template in its tokenizer_config.json, or leave them out"
+            raise FieldError("tools", f"no dialect is known in which this model's chat template writes calls; {way}")
         swapped: list[str] = []
         turns = [self._swap(_turn(message, f"messages.{place}"), swapped) for place, message in enumerate(messages)]
         offered = [self._swap(tool.model_dump(exclude_none=True), swapped) for tool in tools]
@@ -199,11 +209,8 @@ class Prompts:
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
             raise FieldError("chat_template_kwargs", f"{taken[0]} is the server's own; leave it out")
         given = self._swap(dict(variables or {}), swapped)
-        rendered = partial(render, template, turns, add_generation_prompt=generation_prompt, variables=named | given)
-        text = rendered(offered)
-        if offered and text == rendered():
-            way = "leave them out, or put a chat_template.jinja that renders them beside its tokenizer.json"
-            raise FieldError("tools", f"this model's chat template shows none, it would never see them; {way}")
+        check_shown(lambda messages, tools: render(template, messages, tools, variables=named | given), turns, offered)
+        text = render(template, turns, offered, generation_prompt, named | given)
         ids: list[int] = []
         for number, piece in enumerate(_MARKED.split(text)):
             if number % 2:
@@ -221,10 +228,13 @@ class Prompts:
         end = self.tokenizer.decode(ids[-_SEEN:]).rstrip()
         return self.think is not None and end.endswith(self.think.open)
 
-    def reader(self, schemas: Schemas | None, reads_thoughts: bool, is_thinking: bool = False) -> AnswerReader:
+    def reader(
+        self, schemas: Schemas | None, reads_thoughts: bool, is_thinking: bool = False, max_calls: int | None = None
+    ) -> AnswerReader:
         """A reader of one answer. ``schemas``: of the tools on offer; None: no calls are read."""
-        dialect = None if schemas is None else self.dialect
-        return AnswerReader(dialect, schemas, self.think if reads_thoughts else None, is_thinking)
+        is_read = schemas is not None or (self.dialect is not None and self.dialect.frames)
+        dialect, think = self.dialect if is_read else None, self.think if reads_thoughts else None
+        return AnswerReader(dialect, schemas, think, is_thinking, max_calls)
 
     def grammar(
         self, use: ToolUse, form: ResponseFormat | None, parallel: bool, is_thinking: bool = False
@@ -239,11 +249,11 @@ class Prompts:
             if not use.offered and not is_thinking:
                 kind = "json_object" if form.json_schema is None else "json_schema"
                 return Grammar(kind=kind, text=json.dumps(schema) if kind == "json_schema" else "")
-        if use.offered and not self.dialect.call:
-            problem = "calls cannot be forced: no grammar is known for this checkpoint's response_template"
+        if use.offered and not (self.dialect and self.dialect.call):
+            problem = "calls cannot be forced: no grammar is known for the dialect of this checkpoint"
             raise FieldError("tool_choice" if use.forced else "response_format", problem)
         thinks = self.think if is_thinking else None
-        text = answer_rules(self.dialect, use.schemas(), self.marks, parallel, schema, thinks)
+        text = answer_rules(self.dialect or HERMES, use.schemas(), self.marks, parallel, schema, thinks)
         return Grammar(kind="lark", text=text)
 
     def _swap(self, value: Any, swapped: list[str]) -> Any:

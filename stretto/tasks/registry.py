@@ -18,6 +18,8 @@ from stretto.tasks.strings import StringsSource
 from stretto.tasks.task import TaskSource
 from stretto.tasks.tools import ToolsSource
 from stretto.tasks.verifiers import VerifiersSource
+from stretto.tasks.worlds.search import SearchSource
+from stretto.tasks.worlds.service import ServiceSource
 
 KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
@@ -26,6 +28,8 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "gym": GymSource,
     "judged": JudgedSource,
     "math": MathSource,
+    "search": SearchSource,
+    "service": ServiceSource,
     "strings": StringsSource,
     "tools": ToolsSource,
     "verifiers": VerifiersSource,

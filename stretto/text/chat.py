@@ -3,6 +3,10 @@
 Templates are Jinja sources as in a checkpoint's ``chat_template.jinja``, rendered in Jinja's sandbox with the helpers that
 transformers offers them (without loading it, which takes seconds), so that it is what other software renders.
 
+Many templates know no tools, or leave out the calls of earlier turns, or what they gave. `tool_form` finds that out by
+rendering a conversation and looking for what was put into it, as llama.cpp's minja does; what is missing is written in one form
+of ours into turns that the template does know, wherever conversations are rendered.
+
 What the assistant wrote is what the template itself marks (``{% generation %}``), else what a turn adds to the conversation
 before it. Each turn is encoded apart from what precedes it, as it is when a model is sampled: a token never spans the border
 between a prompt and an answer.
@@ -17,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -97,7 +102,7 @@ def render(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Text of ``messages`` under a chat template.
+    """Text of ``messages`` under a chat template, with all that it does not show of tools in the form of ours.
 
     Args:
         template: Jinja source.
@@ -111,12 +116,130 @@ def render(
     """
     if not messages:
         raise UserError("messages: the conversation is empty; give at least one message")
-    offered = list(tools) or None
+    is_plain = not tools and all(not each.get("tool_calls") and each.get("role") != "tool" for each in messages)
+    form = None if is_plain else tool_form(template)
+    offered: dict[str, Any] = {"tools": None}
+    if tools and form is not None and form.variable is not None:
+        offered[form.variable] = list(tools)
     try:
-        given = {"messages": messages, "tools": offered, "add_generation_prompt": add_generation_prompt}
-        return _compile(template).render({**(variables or {}), **given})
-    except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
+        messages = messages if form is None else form.told(messages, tools)
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return _compile(template).render({**(variables or {}), **given, **offered})
+    except _REFUSED as error:
         raise UserError(f"chat_template: cannot render these messages: {error}; check roles and contents") from None
+
+
+_REFUSED = (jinja2.TemplateError, TypeError, ValueError, OverflowError)
+_BLOCK = """\
+You can call these functions, one JSON object each:
+{tools}
+To call one, write {call}
+If none of them helps, answer without a call."""
+_CALL = "<tool_call>{}</tool_call>"
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a chat template puts tools. Written by `tool_form`."""
+
+    variable: str | None
+    """The name that it takes them under; None: it shows none, or not all that is said of one."""
+    shows_calls: bool
+    """Where it does not, it is given no tools either, whatever it says of them: calls have one form."""
+    shows_results: bool
+    has_system: bool
+    call: str
+    """How a turn calls the function ``calledname`` with ``{"calledkey": "calledvalue"}``."""
+
+    def note(self) -> str:
+        """A line for users where something is in our form; else empty."""
+        shown = {"tools": self.variable, "calls of tools": self.shows_calls, "results of tools": self.shows_results}
+        missing = [what for what, is_shown in shown.items() if not is_shown]
+        return f"tools: the chat template shows no {', no '.join(missing)}; our own form stands in" if missing else ""
+
+    def told(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+        """``messages`` with what the template does not show in their contents."""
+        turns: list[dict[str, Any]] = []
+        for number, message in enumerate(messages):
+            turn = dict(message)
+            if turn.get("tool_calls") and not self.shows_calls:
+                calls = [_CALL.format(_json(call.get("function", call))) for call in turn.pop("tool_calls")]
+                turn["content"] = "\n".join(filter(None, [turn.get("content"), *calls]))
+            elif turn.get("role") == "tool" and not self.shows_results:
+                turn = {"role": "user", "content": _RESULT.format(turn["content"])}
+                if number and messages[number - 1].get("role") == "tool":  # users seldom speak twice
+                    turn["content"] = f"{turns.pop()['content']}\n{turn['content']}"
+            turns.append(turn)
+        if tools and self.variable is None:
+            told = "\n".join(_json(tool.get("function", tool)) for tool in tools)
+            words = {"calledname": "NAME", "calledkey": "ARGUMENT", "calledvalue": "VALUE"}
+            call = re.sub("|".join(words), lambda match: words[match.group()], self.call).strip()
+            block, roles = _BLOCK.format(tools=told, call=call), [turn.get("role") for turn in turns]
+            if self.has_system and roles[:1] == ["system"]:
+                turns[0]["content"] = f"{turns[0]['content']}\n\n{block}"
+            elif not self.has_system and "user" in roles:
+                first = turns[roles.index("user")]
+                first["content"] = f"{block}\n\n{first['content']}"
+            else:
+                turns.insert(0, {"role": "system" if self.has_system else "user", "content": block})
+        return list(turns)
+
+
+@lru_cache(maxsize=8)
+def tool_form(template: str) -> ToolForm:
+    """How ``template`` puts tools, calls and results, by what it makes of some. Raises `UserError`: it is not valid."""
+    try:
+        names = meta.find_undeclared_variables(_environment().parse(template))
+    except jinja2.TemplateError as error:
+        raise UserError(f"chat_template: {error}; mend it") from None
+    blank = {name: "" for name in names if name.endswith("_token")}
+
+    def shows(words: Sequence[str], *turns: Message, header: bool = False, **given: Any) -> str:
+        """The text, if ``words`` are in it; else nothing."""
+        told = {"messages": turns, "tools": None, "add_generation_prompt": header}
+        try:
+            text = _compile(template).render({**blank, **told, **given})
+        except _REFUSED:
+            return ""
+        return text if all(word in text for word in words) else ""
+
+    system, asked = {"role": "system", "content": "systemsaid"}, {"role": "user", "content": "usersaid"}
+    has_system = bool(shows(["systemsaid", "usersaid"], system, asked))
+    starts = [[asked], [system, asked]] if has_system else [[asked]]
+    schema = {"type": "object", "properties": {"offeredkey": {"type": "string", "description": "keymeaning"}}}
+    function = {"name": "offeredname", "description": "offeredmeaning", "parameters": schema}
+    tools: Any = [{"type": "function", "function": function}]
+    words = ["offeredname", "offeredmeaning", "offeredkey", "keymeaning"]
+    variable = next(
+        (
+            name
+            for name in ["tools", *sorted(name for name in names if "tools" in name)]
+            if all(shows(words, *start, header=True, **{name: tools}) for start in starts)
+        ),
+        None,
+    )
+    offered: dict[str, Any] = {} if variable is None else {variable: tools}
+    called = {"name": "calledname", "arguments": Arguments({"calledkey": "calledvalue"})}
+    calling = {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": called}]}
+    words, answered = ["calledname", "calledkey", "calledvalue"], {"role": "assistant", "content": "answered"}
+    text = shows(words, asked, {**calling, "content": ""}, **offered)
+    shows_calls = bool(text and shows(words, asked, {**calling, **answered}, **offered))  # some: beside no content
+    if shows_calls:
+        prompt, plain = shows([], asked, header=True, **offered), shows([], asked, answered, **offered)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False))
+        head = "".join(letter for letter, _ in same)
+        head = head if head == prompt else re.sub(r"<\w*$", "", head)  # the prompt opens reasoning, in another mark
+        call = text.removeprefix(head).removesuffix(plain.rpartition("answered")[2])
+    else:
+        variable, call = None, _CALL.format(_json(called))
+    before = {**calling, "content": ""} if shows_calls else answered
+    result = {"role": "tool", "tool_call_id": "call00001", "name": "calledname", "content": "resultsaid"}
+    return ToolForm(variable, shows_calls, bool(shows(["resultsaid"], asked, before, result)), has_system, call)
+
+
+def _json(function: Mapping[str, Any]) -> str:
+    return json.dumps(function, ensure_ascii=False)
 
 
 def tokenise_chat(
@@ -135,13 +258,13 @@ def tokenise_chat(
 
     Raises:
         UserError: no template; or one that marks no answers and rewrites earlier turns when later ones arrive (some drop
-            old reasoning): train such conversations one answer at a time. Or one that leaves out tools or their calls.
+            old reasoning): train such conversations one answer at a time. Or one that leaves out tools or calls of these.
     """
     template = tokenizer.chat_template
     if template is None:
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
     rendered = partial(render, template, tools=tools, variables={**named_tokens(tokenizer), **(variables or {})})
-    _check_shown(rendered, messages, tools)
+    check_shown(rendered, messages, tools)
     turns = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
     learnt = [turn for turn in turns if is_learnt is None or is_learnt[turn]]
     is_marked = _MARKED.search(template) is not None
@@ -176,18 +299,30 @@ Rendered = Callable[..., str]
 """`render`, which needs messages alone."""
 
 
-def _check_shown(rendered: Rendered, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-    """Raises `UserError`: what the template says is the same without tools or without their calls."""
-    without: dict[str, tuple[Sequence[Message], Sequence[Message]]] = {"tools": (messages, ())} if tools else {}
-    if any(message.get("tool_calls") for message in messages):
-        bare = [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
-        without["tool_calls"] = (bare, tools)
-    for what, (others, offered) in without.items():
-        if rendered(messages) == rendered(others, tools=offered):
-            way = (
-                "write them into the messages, or put a chat_template.jinja that renders them beside its tokenizer.json"
-            )
-            raise UserError(f"{what}: this model's chat template shows none, it would never see them; {way}")
+def check_shown(rendered: Rendered, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+    """Raises `UserError`: what the template makes of this conversation is the same without its tools, its calls, or the last of
+    several calls."""
+    less: dict[str, tuple[Sequence[Message], Sequence[Message]]] = {"tools": (messages, ())} if tools else {}
+    for what, are_several in (("tool_calls", False), ("several tool_calls of a turn", True)):
+        fewer = [_without_last_call(message, are_several) for message in messages]
+        if fewer != list(messages):
+            less[what] = fewer, tools
+    full = rendered(messages, tools=tools) if less else ""
+    for what, (others, offered) in less.items():
+        try:
+            is_same = rendered(others, tools=offered) == full
+        except UserError:  # refused without them: so they are seen
+            continue
+        if is_same:
+            way = "leave them out, or put a chat_template.jinja that renders them beside its tokenizer.json"
+            raise UserError(f"{what}: this model's chat template does not show them, it would never see them; {way}")
+
+
+def _without_last_call(message: Message, are_several: bool) -> Message:
+    calls = message.get("tool_calls") or ()
+    if not calls or (len(calls) > 1) != are_several:
+        return message
+    return {**message, "tool_calls": calls[:-1]} if are_several else {**message, "tool_calls": None}
 
 
 def _marked_pieces(rendered: Rendered, messages: Sequence[Message]) -> list[str]:
@@ -298,6 +433,11 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # As transformers does it: Jinja's own filter would escape HTML.
@@ -305,7 +445,7 @@ def _compile(template: str) -> jinja2.Template:
         value, ensure_ascii=ensure_ascii, **layout
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
-    return environment.from_string(template)
+    return environment
 
 
 def _refuse(message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,12 +22,13 @@ from stretto.post.sft import Example, example, examples, fill_rows, learn_tokeni
 from stretto.rl.agent import AgentRole, Dialogue
 from stretto.rl.clients import Clients
 from stretto.rl.plain import run_synchronously
-from stretto.rl.recipe import Prompts, RlRecipe, StartConfig, plan_prompts
+from stretto.rl.recipe import Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source
+from stretto.tasks.session import schemas
 from stretto.tasks.task import TaskSource
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -77,18 +79,17 @@ def test_an_example_is_the_agents_prompt_and_a_turn_that_ends(
     assert dialogue.text(made.tokens[len(prompt) :]) == problem.gold
 
 
-def test_a_plain_tool_turn_is_not_learnt(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
+def test_a_plain_turn_of_the_user_is_not_learnt(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
     plain = Tokenizer(tokenizer.rust, tokenizer.eos_token)
     turns = [
         {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "7"},
-        {"role": "tool", "content": "8"},
+        {"role": "user", "content": "7"},
         {"role": "assistant", "content": "15"},
     ]
     made = example(Dialogue(plain), sources["flip"].problem(0), turns)
     written = [plain.decode([token]) for token in made.tokens[made.is_written]]
     assert "".join(written) == f"call{plain.eos_token}15{plain.eos_token}"
-    assert "\n7\n8\n" in plain.decode(made.tokens.tolist())
+    assert "\n7\n" in plain.decode(made.tokens.tolist())
 
 
 def test_a_share_of_answers_is_anothers(sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer) -> None:
@@ -227,3 +228,15 @@ def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path
     assert any(
         not torch.equal(tensor, read_checkpoint(start).model.state_dict()[name]) for name, tensor in weights.items()
     )
+
+
+def test_the_tokenizer_knows_the_tools_that_every_prompt_offers() -> None:
+    source = SourceConfig(kind="search", args={"documents": 6, "hops": [1]})
+    opened = {"s": open_source("s", source)}
+    told = recipe().replace(sources={"s": source})
+    tokenizer = learn_tokenizer(opened, plan_prompts(told, {"s": None}), 600)
+    problem = opened["s"].problem(0)
+    offered = json.dumps(schemas(opened["s"], problem)[0])
+    assert len(tokenizer.encode(offered)) < len(offered) / 3
+    call = opened["s"].demonstration(problem)[0]["tool_calls"][0]["function"]
+    assert len(tokenizer.encode(json.dumps({**call, "arguments": {}}))) < 16

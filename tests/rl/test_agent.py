@@ -48,6 +48,7 @@ from tests.rl.agents import (
     tokens_of,
     with_engines,
 )
+from tests.text.test_chat import BARE, STRICT
 
 ONE_SAMPLE = replace(TASK, group=1)
 
@@ -362,17 +363,23 @@ def test_a_message_cannot_spell_its_own_end() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2])
-def test_a_tool_turn_is_what_the_template_says(num: int) -> None:
-    """Prompt, the model's own turn as the template would have it, and the tool turn together are the conversation."""
-    made = tokenizer()
+@pytest.mark.parametrize(("template", "between"), [(CHATML, ""), (BARE, "\n"), (STRICT, "\n")])
+def test_a_tool_turn_is_what_the_template_says(template: str, between: str, num: int) -> None:
+    """Prompt, the model's own turn as the template would have it, and the tool turn together are the conversation, in our
+    form, too; SFT learns the same tokens."""
+    made = tokenizer(template)
+    asked = [{"role": "user", "content": "the cat sat"}]
     dialogue = Dialogue(made)
-    written = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>' * num + "<|im_end|>"
-    told = dialogue.tool_turn(ASKED, OFFERS, [ADD] * num, ["3", " 3\n"][:num])
-    text = made.decode(dialogue.prompt(ASKED, OFFERS).tolist()) + written + made.decode(told.tolist())
+    written = (
+        between.join(['<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'] * num) + "<|im_end|>"
+    )
+    told = dialogue.tool_turn(asked, OFFERS, [ADD] * num, ["3", " 3\n"][:num])
+    text = made.decode(dialogue.prompt(asked, OFFERS).tolist()) + written + made.decode(told.tolist())
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}] * num
     turns = [{"role": "tool", "content": content} for content in ("3", " 3\n")[:num]]
-    whole = [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
-    assert text == render(CHATML, whole, OFFERS, add_generation_prompt=True)
+    whole = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]
+    assert text == render(template, whole, OFFERS, add_generation_prompt=True)
+    assert text.startswith(made.decode(tokenise_chat(made, whole, OFFERS).tokens))
 
 
 def test_a_template_that_rewrites_is_refused() -> None:
@@ -387,7 +394,8 @@ def test_the_plain_form() -> None:
     made = tokenizer(None)
     dialogue = Dialogue(made)
     assert made.decode(dialogue.prompt(ASKED).tolist()) == "be brief\nthe cat <|im_end|> sat\n"
-    assert made.decode(dialogue.tool_turn(ASKED, (), [ADD, ADD], ["3", "4"]).tolist()) == "\n3\n4\n"
+    with pytest.raises(UserError, match=r"^tools: this checkpoint has no chat template"):
+        dialogue.prompt(ASKED, [{"type": "function", "function": {"name": "add"}}])
     assert made.eos_id in dialogue.stop_ids
     with pytest.raises(UserError, match="messages: the problem has none"):
         dialogue.prompt(())

@@ -48,7 +48,7 @@ TEMPLATES = {
         )
         + "</function>{{ '\\n' }}</tool_call>"
     ),
-    "deepseek-r1": _template(
+    "deepseek": _template(
         "{{ '\\n' if not loop.first }}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.name }}"
         "{{ '\\n```json\\n' + call.arguments + '\\n```<｜tool▁call▁end｜>' }}",
         "<｜tool▁calls▁begin｜>",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from stretto.serve.dialects import (
     think_of,
 )
 from stretto.serve.messages import Message, Prompts, ResponseFormat, Tool, tool_use
-from stretto.text.chat import CHATML, render
+from stretto.text.chat import CHATML, Arguments, render, tool_form
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 from tests.serve.templates import MARKS, TEMPLATES
 
@@ -86,7 +87,10 @@ def test_what_a_template_writes_is_read(name: str) -> None:
 
 
 def test_each_template_has_a_dialect_of_its_own() -> None:
-    assert len({dialect_of(template).sign for template in TEMPLATES.values()}) == len(TEMPLATES) == len(DIALECTS)
+    assert {name: dialect_of(template).name for name, template in TEMPLATES.items()} == {
+        name: name for name in TEMPLATES
+    }
+    assert {each.name for each in DIALECTS} == {*TEMPLATES, "gpt-oss", "gemma-4"}
     assert dialect_of(CHATML) is dialect_of("") is DIALECTS[-1]
 
 
@@ -291,3 +295,98 @@ def test_a_format_without_tools_is_a_schema() -> None:
     grammar = prompts.grammar(none, shape, True)
     assert grammar is not None and json.loads(grammar.text) == {"type": "integer"}
     assert prompts.grammar(none, ResponseFormat(type="text"), True) is None
+
+
+# Templates as they are on the hub: those that TRL ships, where it is installed
+
+REAL = (
+    *(
+        "cohere2",
+        "deepseek_r1_distill",
+        "deepseekv3",
+        "gemma",
+        "gemma3",
+        "gemma4",
+        "glm4moe",
+        "gptoss",
+        "lfm2",
+        "lfm2_v2",
+    ),
+    *("llama3", "llama3_1", "llama3_2", "nemotron_3_nano", "phi3", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6"),
+)
+VALUES = st.recursive(
+    st.integers(-99, 10**6) | st.booleans() | st.text('aé1 "{,:\\', min_size=1).map(lambda text: f"x{text}x"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def real_template(name: str) -> str:
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=8, deadline=None)
+@given(arguments=st.dictionaries(st.sampled_from(["city", "days", "at_once"]), VALUES, min_size=1))
+def test_what_real_templates_write_is_read(name: str, arguments: dict[str, Any]) -> None:
+    """Their own form, or ours where they have none: offered, called, answered and read back."""
+    template, blank = real_template(name), {"bos_token": "", "eos_token": ""}
+    tree = [
+        {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": Arguments(arguments)}}
+    ]
+    asked = {"role": "user", "content": "Well?"}
+    turn = {"role": "assistant", "content": "", "tool_calls": tree}
+    told = {"role": "tool", "tool_call_id": "call00001", "name": "get_weather", "content": "it rains"}
+    offered = [{"type": "function", "function": {"name": "get_weather", "description": "w", "parameters": WEATHER}}]
+    prompt = render(template, [asked], offered, True, blank)
+    assert "get_weather" in prompt and "city" in prompt
+    text = render(template, [asked, turn], offered, variables=blank)
+    plain = render(template, [asked, {"role": "assistant", "content": "answered"}], offered, variables=blank)
+    assert "it rains" in render(template, [asked, turn, told], offered, True, blank)
+    said_before = next(prompt[:num] for num in range(len(prompt), 0, -1) if text.startswith(prompt[:num]))
+    text = text.removeprefix(re.sub(r"<\w*$", "", said_before)).removesuffix(plain.rpartition("answered")[2])
+    dialect = dialect_of(template)
+    assert dialect is not None and "".join(text.split()) not in prompt
+    kinds = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
+    schema = {"properties": {key: {"type": kinds[type(value)]} for key, value in arguments.items()}}
+    said = read_answer(AnswerReader(dialect, {"get_weather": schema}), text)
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [("get_weather", arguments)]
+
+
+def test_every_real_template_has_its_dialect_or_is_refused() -> None:
+    found = {name: dialect_of(real_template(name)) for name in (*REAL, "muse_glimmer")}
+    names = {name: dialect.name if dialect else None for name, dialect in found.items()}
+    ours = {"cohere2", "deepseek_r1_distill", "gemma", "gemma3", "lfm2", "llama3", "phi3"}
+    assert {name for name in names if not tool_form(real_template(name)).shows_calls} == ours
+    assert names == {
+        **dict.fromkeys([*ours, "qwen2_5", "qwen3"], "hermes"),
+        **dict.fromkeys(["nemotron_3_nano", "qwen3_5_think", "qwen3_6"], "qwen-coder"),
+        **dict.fromkeys(["llama3_1", "llama3_2"], "llama"),
+        "deepseekv3": "deepseek",
+        "gemma4": "gemma-4",
+        "glm4moe": "glm",
+        "gptoss": "gpt-oss",
+        "lfm2_v2": "lfm2",
+        "muse_glimmer": None,
+    }
+
+
+def test_channels_of_gpt_oss_are_reasoning_content_and_calls() -> None:
+    template = real_template("gptoss")
+    dialect, think = dialect_of(template), think_of(template)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for call in (
+        ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": 1}',
+    ):
+        said = read_answer(AnswerReader(dialect, {"now": {}}, think), thought + call)
+        assert (said.reasoning, said.content, told(said)) == ("Hm.", "", [("now", {"a": 1})])
+    for text in (thought + "<|channel|>final<|message|>Yes.", "<|channel|>final<|message|>Yes."):
+        for size in (1, 5, 100):
+            reader = AnswerReader(dialect, None, think)
+            pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
+            assert "".join(each for each in [*pieces, *reader.finish()] if isinstance(each, str)) == "Yes."
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|message|>{}"
+    said = read_answer(AnswerReader(dialect, {"now": {}}, think), preamble)
+    assert (said.content, told(said)) == ("I look.", [("now", {})])

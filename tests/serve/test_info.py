@@ -99,6 +99,8 @@ def test_info(ask: Ask, served: ServedModel, config: ModelConfig) -> None:
         assert ask("GET", f"/api/cost?{wrong}").status_code == 400
     assert (info["max_len"], info["vocab_size"]) == (served.max_len, config.vocab_size)
     assert info["has_chat_template"] and info["kernels"] and info["is_batch_invariant"] is False
+    shown = {"shown_by_template": ["tools", "calls", "results"], "dialect": "hermes", "can_be_forced": True}
+    assert info["tools"] == shown
     assert ask("GET", "/health").json() == {"status": "ok", "model": "x", "max_model_len": served.max_len}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.model.gguf_read import GgufFile, packaged
-from stretto.text.chat import CHATML, ChatEncoder, render, tokenise_chat
+from stretto.text.chat import CHATML, ChatEncoder, render, tokenise_chat, tool_form
 from stretto.text.tokenizer import Tokenizer, train_tokenizer
 
 TALK = [
@@ -251,15 +251,63 @@ def test_a_plain_prompt_and_its_completion(tokenizer: Tokenizer) -> None:
     assert learnt == [*tokenizer.encode("Four <b>&c</b>."), tokenizer.eos_id]
 
 
-def test_tools_that_the_template_leaves_out_are_refused(tokenizer: Tokenizer) -> None:
-    bare = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    shows = replace(tokenizer, chat_template="{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + bare)
-    asked = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    called = [*asked[:1], {**asked[1], "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}]
-    assert tokenise_chat(shows, asked, TOOLS).mask.count(True) > 0
-    for template, messages, tools, field in (
-        (bare, asked, TOOLS, "tools"),
-        (shows.chat_template, called, TOOLS, "tool_calls"),
-    ):
-        with pytest.raises(UserError, match=f"^{field}: this model's chat template shows none"):
-            tokenise_chat(replace(tokenizer, chat_template=template), messages, tools)
+BARE = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+"""Knows no tools, as SmolLM2's."""
+NAMES = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + BARE
+RAISES = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + BARE
+STRICT = BARE.replace(
+    "{{- '<|im_start|>'",
+    "{%- if message.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}{{- '<|im_start|>'",
+)
+"""As Gemma's: no system turn, and no tools' turns."""
+DROPS = CHATML.replace("message.tool_calls or []", "([] if message.content else message.tool_calls or [])")
+"""As DeepSeek R1's distilled ones: calls beside a content are lost."""
+OTHER = CHATML.replace("tools", "xml_tools")
+"""As SmolLM3's: tools under another name."""
+AT_WORK = [
+    TALK[1],
+    {"role": "assistant", "content": "I add.", "tool_calls": [
+        {"function": {"name": "add", "arguments": {"a": 2}}}, {"function": {"name": "add", "arguments": {"a": 3}}}]},
+    {"role": "tool", "content": "five"},
+    {"role": "tool", "content": "six"},
+    TALK[2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("talk", [AT_WORK, [TALK[0], *AT_WORK]])
+@pytest.mark.parametrize("template", [BARE, NAMES, RAISES, STRICT, DROPS, OTHER])
+def test_tools_are_not_lost(tokenizer: Tokenizer, template: str, talk: list) -> None:
+    """Whatever the template knows of them: all is there, once, before what follows it, and only calls are learnt."""
+    if template == STRICT:
+        talk = AT_WORK
+    chat = tokenise_chat(replace(tokenizer, chat_template=template), talk, TOOLS)
+    text = tokenizer.decode(chat.tokens)
+    for word in ("sum <of> é", '"parameters": {"type": "object"}', "five", "six", "I add.", "Two and two?"):
+        assert text.count(word) == 1, (word, text)
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', '{"a": 3}}</tool_call><|im_end|>'
+    written = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert all(call in written for call in calls) and "five" not in written and "of" not in written
+    assert text.index("sum <of>") < text.index("I add.") < text.index("five") < text.index("six") < text.index("Four")
+    for num in range(1, len(talk)):  # what came before stands, whatever follows
+        if talk[num]["role"] != "tool":
+            assert render(template, talk, TOOLS).startswith(render(template, talk[:num], TOOLS))
+    assert ("Be brief." in text) == (talk[0]["role"] == "system")
+    assert bool(tool_form(template).note()) == (template != OTHER)
+
+
+def test_without_tools_nothing_is_added() -> None:
+    for template in (BARE, NAMES, STRICT, CHATML):
+        text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TALK[1:])
+        assert render(template, TALK[1:]) == text
+
+
+def test_what_a_template_leaves_out_of_a_conversation_is_refused(tokenizer: Tokenizer) -> None:
+    first = CHATML.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")  # as gpt-oss's
+    late = CHATML.replace("{%- if tools %}", "{%- if tools and messages | length < 3 %}")
+    for template, talk, field in ((first, AT_WORK, "several tool_calls"), (late, TALK[1:], "tools")):
+        with pytest.raises(UserError, match=f"^{field}.*: this model's chat template does not show them"):
+            tokenise_chat(replace(tokenizer, chat_template=template), talk, TOOLS)
+    with pytest.raises(UserError, match=r"^chat_template: .*mend it"):
+        render("{% for %}", TALK, TOOLS)

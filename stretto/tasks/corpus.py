@@ -1,0 +1,211 @@
+"""Documents that are searched by their words and opened one by one, and what an answer cites of them. No torch.
+
+Ranked by BM25 as SQLite's FTS5 has it, with its two constants; every word of a query counts by itself, so that there is no
+query language in which a model could write nonsense.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import UserError
+from stretto.base.track import progress
+from stretto.base.trajectory import Outcome
+from stretto.data.files import COMPRESSIONS, JSON_LINES, TEXT, kind_of
+from stretto.data.sources import cut_before
+from stretto.sandbox.outcome import ToolResult
+from stretto.sandbox.tools import shorten
+from stretto.tasks.task import Range, Tool, read_records
+
+MAX_QUERY = 32
+"""Words of a query that are looked for."""
+_TITLE_WEIGHT = 2.0
+"""Of a word in a title, against one in the text."""
+_PART_CHARS = 3000
+"""Longer texts are several documents: one is read whole, and the model pays for it."""
+_CITED = re.compile(r"\s*\[([^\[\]\n]+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    id: str
+    """By which it is opened and cited; no brackets in it."""
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Written by `Corpus.search`."""
+
+    document: Document
+    snippet: str
+    """Of its text, around words of the query."""
+
+
+class Corpus:
+    """Documents and their index, in memory. Threads may share one."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        """Raises `UserError`: two have the same id, or this Python's SQLite has no FTS5."""
+        self.documents: Mapping[str, Document] = {each.id: each for each in documents}
+        if len(self.documents) < len(documents):
+            ids = [each.id for each in documents]
+            raise UserError(
+                f"documents: two have the id {next(one for one in ids if ids.count(one) > 1)!r}; rename one"
+            )
+        self._ids = list(self.documents)
+        self._lock = threading.Lock()
+        self._base = sqlite3.connect(":memory:", check_same_thread=False)
+        try:
+            self._base.execute("CREATE VIRTUAL TABLE words USING fts5(title, text)")
+        except sqlite3.OperationalError as error:
+            raise UserError(f"documents: cannot be searched: {error}; use a Python whose SQLite has FTS5") from None
+        rows = ((place, each.title, each.text) for place, each in enumerate(documents))
+        self._base.executemany("INSERT INTO words (rowid, title, text) VALUES (?, ?, ?)", rows)
+
+    def search(self, query: str, most: int, words: int = 8) -> list[Hit]:
+        """The best ``most``, equal ones in their order; each with ``words`` words of its text."""
+        looked_for = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", query)[:MAX_QUERY])
+        if not looked_for:
+            return []
+        wanted = (
+            "SELECT rowid, snippet(words, 1, '', '', '…', ?) FROM words WHERE words MATCH ? "
+            "ORDER BY bm25(words, ?, 1.0), rowid LIMIT ?"
+        )
+        with self._lock:
+            rows = self._base.execute(wanted, (max(1, words), looked_for, _TITLE_WEIGHT, most)).fetchall()
+        return [Hit(self.documents[self._ids[place]], found if words else "") for place, found in rows]
+
+
+class Reader:
+    """A corpus in one session: the tools ``search`` and ``open``, and which documents were opened."""
+
+    def __init__(self, corpus: Corpus, most: int, words: int) -> None:
+        """``most``, ``words``: as of `Corpus.search`."""
+        self.corpus, self._most, self._words = corpus, most, words
+        self.opened: list[str] = []
+        """Ids in order, each once."""
+        self.tools = (
+            _tool("search", "query", "Finds documents by their words.", self._search),
+            _tool("open", "id", "Gives a document that was found.", self._open),
+        )
+
+    def _search(self, query: str) -> tuple[str, Outcome]:
+        lines = []
+        for hit in self.corpus.search(query, self._most, self._words):
+            snippet = f": {' '.join(hit.snippet.split())}" if hit.snippet else ""
+            lines.append(f"{hit.document.title} [{hit.document.id}]{snippet}")
+        return "\n".join(lines) or "nothing found", Outcome.OK
+
+    def _open(self, document_id: str) -> tuple[str, Outcome]:
+        document = self.corpus.documents.get(document_id.strip(" []"))
+        if document is None:
+            return f"error: there is no document {document_id!r}", Outcome.WRONG
+        if document.id not in self.opened:
+            self.opened.append(document.id)
+        return f"{document.title} [{document.id}]\n{document.text}", Outcome.OK
+
+
+def _tool(name: str, field: str, what: str, run: Callable[[str], tuple[str, Outcome]]) -> Tool:
+    def call(arguments: Mapping[str, Any]) -> ToolResult:
+        value, start = arguments.get(field), time.perf_counter()
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)  # an id that is a number is as good
+        if not isinstance(value, str) or len(arguments) != 1:
+            return ToolResult(f"error: {name} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
+        text, outcome = run(value)
+        return ToolResult(shorten(text), outcome, time.perf_counter() - start)
+
+    schema = {"type": "object", "properties": {field: {"type": "string"}}, "required": [field]}
+    return Tool(name, what, schema, call)
+
+
+# What an answer cites
+
+
+def citations(text: str) -> tuple[str, ...]:
+    """Ids in brackets, ``[7]``, in order, each once."""
+    return tuple(dict.fromkeys(match[1] for match in _CITED.finditer(text)))
+
+
+def without_citations(text: str) -> str:
+    return _CITED.sub("", text).strip()
+
+
+def supporting(cited: Sequence[Document], answer: str) -> set[str]:
+    """Ids of the ``cited`` that name the answer, or the title of another one that supports it: the steps on the way to it."""
+    named, found = [answer], set[str]()
+    while named:
+        name = named.pop()
+        for each in cited:
+            if each.id not in found and _names(each.text, name):
+                found.add(each.id)
+                named.append(each.title)
+    return found
+
+
+def _names(text: str, name: str) -> bool:
+    words, wanted = (" ".join(re.findall(r"\w+", each.casefold())) for each in (text, name))
+    return bool(wanted) and f" {wanted} " in f" {words} "
+
+
+# Documents of the user's
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Documents of a file or of a folder with its sub-folders, hidden ones left out: of text, whose id is its path, cut where it is
+    long; of JSONL, with ``text`` or ``contents``, and perhaps ``id`` and ``title``.
+
+    Raises:
+        UserError: nothing is there, or nothing that can be read.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; check the path")
+    names = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [each for each in names if each.is_file() and _is_read(each.relative_to(path.parent))]
+    found: list[Document] = []
+    with progress("documents", len(files)) as advance:
+        for file in files:
+            found += _records(file) if kind_of(file) in JSON_LINES else _parts(file, path)
+            advance(1)
+    if not found:
+        raise UserError(f"{path}: holds nothing to search; give text files (.txt, .md, source code) or JSONL")
+    return found
+
+
+def _is_read(file: Path) -> bool:
+    is_hidden = any(part.startswith(".") for part in file.parts[1:])
+    return not is_hidden and file.suffix not in COMPRESSIONS and kind_of(file) in (*JSON_LINES, *TEXT)
+
+
+def _records(file: Path) -> Iterator[Document]:
+    for number, record in enumerate(read_records(file, Range(), [("text", "contents")]), start=1):
+        told = str(record.get("id", number))
+        yield Document(
+            told.strip(" []"), str(record.get("title", told)), str(record.get("text", record.get("contents")))
+        )
+
+
+def _parts(file: Path, root: Path) -> Iterator[Document]:
+    name = (file.relative_to(root) if root.is_dir() else Path(file.name)).as_posix()
+    name = name.replace("[", "(").replace("]", ")")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}; check its permissions") from None
+    start, number = 0, 1
+    while start < len(text):
+        end = len(text) if len(text) - start <= _PART_CHARS else cut_before(text, start + _PART_CHARS, start)
+        if part := text[start:end].strip():
+            place = f"{name}#{number}" if number > 1 else name
+            yield Document(place, place, part)
+            number += 1
+        start = end

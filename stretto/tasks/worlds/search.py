@@ -1,0 +1,321 @@
+"""Questions whose answers lie in documents that have to be found, read and cited: generated corpora without end, or the user's own.
+
+A generated corpus is a small world of invented names. Its kinds of things, and what is told of each kind, are drawn for each
+corpus; a document tells of one name. Questions follow one relation or several, one document each: the rival of the founder
+of X. Of some no document tells, and to say so is the right answer. The held-out split has no syllable, relation and kind
+in common with the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting, without_citations
+from stretto.tasks.session import SessionSource, recorded
+from stretto.tasks.task import (
+    Answer,
+    AnswerFormat,
+    Problem,
+    Range,
+    Score,
+    Session,
+    Tool,
+    find_answer,
+    read_records,
+)
+
+Split = Literal["train", "held_out"]
+UNKNOWN = "unknown"
+"""The right answer where no document tells."""
+_RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
+_CLOSED_RULES = f"If you do not know, answer {UNKNOWN}."
+_CORPORA = 64
+"""Kept at once: an index takes a millisecond to make and some 100 KB."""
+_TRIES, _REDRAW = 2000, 50
+
+_KINDS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("town", "ship", "poet", "song", "tower", "guild", "river", "tribe", "school", "play", "knight", "mine"),
+    "held_out": ("abbey", "painter", "comet", "vineyard"),
+}
+_LINKS: Mapping[Split, tuple[str, ...]] = {
+    "train": (
+        "founder", "rival", "patron", "heir", "teacher", "guardian", "neighbour", "ally", "successor", "owner", "builder",
+        "sponsor", "herald", "captain", "twin", "cousin", "partner", "keeper", "critic", "host", "mentor", "model", "source",
+        "home",
+    ),
+    "held_out": ("translator", "envoy", "namesake", "landlord", "rescuer", "birthplace", "jeweller", "squire"),
+}  # fmt: skip
+_NUMBERS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("age", "height", "weight", "price", "depth", "length", "debt", "rank"),
+    "held_out": ("width", "speed", "volume", "tonnage"),
+}
+_SYLLABLES = ["".join(parts) for parts in product("bdfghklmnprstvz", "aeiou", "lmnrstxkd")]
+
+
+class SearchArgs(Config):
+    """Of kind ``search``."""
+
+    path: Path | None = None
+    """A folder or a JSONL file of documents, instead of generated ones; goes with ``questions``."""
+    questions: Path | None = None
+    """JSONL: ``question``, ``answer`` (empty: no document tells), ``documents`` (ids that have to be cited)."""
+    part: Range = Range()
+    """Of the questions."""
+    split: Split = "train"
+    documents: int = Field(default=60, ge=4, le=2000)
+    """Of a generated corpus."""
+    facts: int = Field(default=4, ge=2, le=8)
+    """That are told of a kind of thing, one of them a number."""
+    untold: float = Field(default=0.15, ge=0, lt=1)
+    """Share of them that documents leave out."""
+    syllables: int = Field(default=2, ge=1, le=4)
+    """Of each of a name's two words."""
+    likeness: float = Field(default=0.5, ge=0, le=1)
+    """Share of names that have a word in common with an earlier one."""
+    hops: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
+    """Documents that an answer takes; one of these for each question."""
+    unanswerable: float = Field(default=0.15, ge=0, lt=1)
+    """Share of questions of which no document tells."""
+    per_corpus: int = Field(default=8, gt=0)
+    """Questions about one corpus."""
+    hits: int = Field(default=5, gt=0, le=20)
+    """Of one search."""
+    snippet: int = Field(default=10, ge=0, le=64)
+    """Words of a hit's text that are shown; 0: its title alone."""
+    closed_book: bool = False
+    """No tools, and nothing to cite: what is known without the documents."""
+    seed: int = 0
+    format: AnswerFormat = "tags"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) != (self.questions is None):
+            raise ValueError("path and questions go together: documents, and what is asked of them; give both or none")
+        if not set(self.hops) <= set(range(1, 7)):
+            raise ValueError("hops: an answer takes 1 to 6 documents")
+        return self
+
+
+class _World(NamedTuple):
+    """A generated corpus."""
+
+    corpus: Corpus
+    kinds: Mapping[str, str]
+    """By name, those included that have no document."""
+    schema: Mapping[str, Sequence[str]]
+    """By kind: what may be told of it."""
+    facts: Mapping[str, Mapping[str, str]]
+    """By name and relation: what its document tells."""
+    ids: Mapping[str, str]
+    """By name: its document."""
+
+
+class SearchSource(SessionSource):
+    args_kind = SearchArgs
+    args: SearchArgs
+
+    def __init__(self, name: str, args: SearchArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        self._world = lru_cache(_CORPORA)(lambda number: _make_world(args, number))
+        self._corpus: Corpus | None = None
+        self._asked: list[dict[str, Any]] = []
+        if args.path is not None and args.questions is not None:
+            self._corpus = Corpus(read_documents(args.path))
+            self._asked = read_records(args.questions, args.part, [("question",), ("answer",), ("documents",)])
+            for place, each in enumerate(self._asked, start=args.part.first + 1):
+                if missing := [one for one in map(str, each["documents"]) if one not in self._corpus.documents]:
+                    raise UserError(
+                        f"{args.questions}: question {place}: no document {missing[0]!r} in {args.path}; correct it"
+                    )
+
+    @property
+    def num_items(self) -> int | None:
+        return None if self._corpus is None else len(self._asked)
+
+    def problem(self, item: int) -> Problem:
+        if self._corpus is None:
+            number = item // self.args.per_corpus
+            draw = random.Random(f"search/{self.args.split}/{self.args.seed}/question/{item}")
+            question = _question(self._world(number), self.args, draw)
+        else:
+            told = self._asked[item]
+            documents = tuple(map(str, told["documents"]))
+            question = _Question(
+                str(told["question"]), str(told["answer"] or UNKNOWN), documents, (str(told["question"]),)
+            )
+        rules = _CLOSED_RULES if self.args.closed_book else _RULES
+        cited = [] if self.args.closed_book else [f"[{each}]" for each in question.documents]
+        return Problem.of(
+            item,
+            f"{question.text} {rules}",
+            " ".join([question.answer, *(cited if question.answer != UNKNOWN else [])]),
+            self.args.format,
+            answer=question.answer,
+            documents=list(question.documents),
+            queries=list(question.queries),
+        )
+
+    def open(self, problem: Problem, seed: int | None = None) -> SearchSession:
+        corpus = self._corpus or self._world(problem.item // self.args.per_corpus).corpus
+        return SearchSession(problem, corpus, self.args)
+
+    def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+        """For each name on the way: it is searched, and its document opened; then the answer."""
+        turns: list[Mapping[str, Any]] = []
+        queries, documents = (
+            [] if self.args.closed_book else problem.payload[each] for each in ("queries", "documents")
+        )
+        for place in range(max(len(queries), len(documents))):
+            turns += [_call("search", query=query) for query in queries[place : place + 1]]
+            turns += [_call("open", id=each) for each in documents[place : place + 1]]
+        turns.append({"role": "assistant", "content": problem.gold})
+        with closing(self.open(problem)) as session:
+            return recorded(session, turns)
+
+
+class SearchSession(Session):
+    """The documents of one problem. Its state: which were opened, in order."""
+
+    def __init__(self, problem: Problem, corpus: Corpus, args: SearchArgs) -> None:
+        self._problem, self._args = problem, args
+        self.reader = Reader(corpus, args.hits, args.snippet)
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return () if self._args.closed_book else self.reader.tools
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        return None
+
+    def digest(self) -> str:
+        return " ".join(self.reader.opened)
+
+    def score(self, answer: Answer) -> Score:
+        """Right: the answer is, all documents of its chain are cited, and nothing that was not opened. A citation counts as
+        unsupported that was not opened, or that names neither the answer nor a step on the way to it."""
+        gold, opened = self._problem.payload, self.reader.opened
+        found = find_answer(answer.text, self._args.format)
+        said = _plain(without_citations(found.text))
+        cited = citations(answer.text.rpartition("</think>")[2])
+        read = [self.reader.corpus.documents[each] for each in cited if each in opened]
+        bearing = supporting(read, said) | (set(gold["documents"]) & set(opened))
+        unsupported = [each for each in cited if each not in bearing]
+        parts = {
+            "marked": float(found.is_marked),
+            "abstained": float(said == UNKNOWN),
+            "opened": float(len(opened)),
+            "cited": float(len(cited)),
+            "unsupported": float(len(unsupported)),
+            "astray": float(len(set(cited) - set(gold["documents"]))),
+        }
+        unread = [each for each in cited if each not in opened]
+        needed = () if self._args.closed_book or gold["answer"] == UNKNOWN else gold["documents"]
+        uncited = [each for each in needed if each not in cited]
+        why = ""
+        if said != _plain(gold["answer"]):
+            why = f"the answer is {gold['answer']!r}"
+        elif unread or uncited:
+            why = f"cited and never opened: {unread[0]}" if unread else f"not cited: {uncited[0]}"
+        return Score.of(not why, parts, why)
+
+
+def _plain(answer: str) -> str:
+    return " ".join(answer.split()).strip("\"'. ").casefold()
+
+
+def _call(name: str, **arguments: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+# Worlds and questions
+
+
+class _Question(NamedTuple):
+    text: str
+    answer: str
+    documents: tuple[str, ...]
+    """That tell it, in the order in which they are needed; those that lead nowhere, where none tells it."""
+    queries: tuple[str, ...]
+    """That find them; one more where the next has none."""
+
+
+def _make_world(args: SearchArgs, number: int) -> _World:
+    """Corpus ``number`` of the split and seed."""
+    draw, split = random.Random(f"search/{args.split}/{args.seed}/corpus/{number}"), args.split
+    kinds = draw.sample(_KINDS[split], 3)
+    schema = {kind: [*draw.sample(_LINKS[split], args.facts - 1), draw.choice(_NUMBERS[split])] for kind in kinds}
+    names = _names(args, args.documents + max(1, args.documents // 8), draw)
+    kind_of = {name: draw.choice(kinds) for name in names}
+    facts: dict[str, dict[str, str]] = {}
+    documents: list[Document] = []
+    for place, name in enumerate(names[: args.documents], start=1):
+        told = [each for each in schema[kind_of[name]] if draw.random() >= args.untold] or schema[kind_of[name]][:1]
+        others = [other for other in names if other != name]
+        facts[name] = {
+            relation: str(draw.randrange(10, 1000)) if relation in _NUMBERS[split] else draw.choice(others)
+            for relation in draw.sample(told, len(told))
+        }
+        said = " ".join(f"Its {relation} is {_quoted(value)}." for relation, value in facts[name].items())
+        documents.append(Document(str(place), _quoted(name), f"A {kind_of[name]}. {said}"))
+    ids = {name: each.id for name, each in zip(names, documents, strict=False)}
+    return _World(Corpus(documents), kind_of, schema, facts, ids)
+
+
+def _quoted(name: str) -> str:
+    """Between marks, where it is one: it is then the same tokens wherever it stands, as text and in the JSON of a call."""
+    return name if name.isdecimal() else f'"{name}"'
+
+
+def _names(args: SearchArgs, num: int, draw: random.Random) -> list[str]:
+    """Different ones, some alike."""
+    known = [each for place, each in enumerate(_shuffled()) if (place % 4 == 0) == (args.split == "held_out")]
+    words: list[tuple[str, str]] = []
+    while len(words) < num:
+        first, last = ("".join(draw.choices(known, k=args.syllables)).capitalize() for _ in range(2))
+        if words and draw.random() < args.likeness:
+            other = draw.choice(words)
+            first, last = draw.choice([(other[0], last), (first, other[1])])
+        if (first, last) not in words:
+            words.append((first, last))
+    return [" ".join(each) for each in words]
+
+
+@lru_cache(1)
+def _shuffled() -> list[str]:
+    return random.Random("search/syllables").sample(_SYLLABLES, len(_SYLLABLES))
+
+
+def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question:
+    is_known, wanted = draw.random() >= args.unanswerable, draw.choice(args.hops)
+    for tries in range(_TRIES):
+        if tries and tries % _REDRAW == 0:
+            wanted = draw.choice(args.hops)  # this corpus may have no chain of that length
+        name = draw.choice(list(world.kinds))
+        text, way, documents = _quoted(name), [name], list[str]()
+        while len(way) <= wanted and name in world.kinds:  # of a number nothing is told
+            relation = draw.choice(world.schema[world.kinds[name]])
+            text = f"the {relation} of {text}"
+            documents += [world.ids[name]] if name in world.ids else []
+            name = world.facts.get(name, {}).get(relation, "")
+            way.append(name)
+        can_be_found = all(
+            each in [hit.document.id for hit in world.corpus.search(query, args.hits, 0)]
+            for query, each in zip(way, documents, strict=False)
+        )
+        is_told = "" not in way
+        if len(way) == wanted + 1 and is_told is is_known and len(set(way)) == len(way) and can_be_found:
+            queries = tuple(way[:-1]) if is_told else tuple(filter(None, way))
+            return _Question(f"What is {text}?", name or UNKNOWN, tuple(documents), queries)
+    raise AssertionError(f"no question about a corpus of {args}")

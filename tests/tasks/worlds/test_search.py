@@ -1,0 +1,174 @@
+"""Questions about documents: generated and given ones, what is right, and what a citation is worth."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.sandbox.outcome import Outcome
+from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting
+from stretto.tasks.session import Diverged
+from stretto.tasks.task import Answer, Problem
+from stretto.tasks.worlds.search import UNKNOWN, SearchArgs, SearchSource
+
+TINY = {"documents": 12, "facts": 3, "syllables": 1, "hops": (1, 2), "per_corpus": 4, "hits": 3, "snippet": 0}
+
+
+def source(**args: Any) -> SearchSource:
+    return SearchSource("s", SearchArgs(**args))
+
+
+def answered(problem: Problem, demonstration: Any, text: str) -> Answer:
+    """The demonstration's calls, and another last turn."""
+    return Answer(text, (*demonstration[:-1], {"role": "assistant", "content": text}))
+
+
+@pytest.mark.parametrize(
+    "args", [TINY, {}, {**TINY, "split": "held_out", "format": "plain"}, {**TINY, "closed_book": True}]
+)
+def test_it_validates(args: dict[str, Any]) -> None:
+    source(**args).validate()
+
+
+@pytest.mark.parametrize("args", [TINY, {}])
+def test_a_demonstration_is_right_and_cites_nothing_in_vain(args: dict[str, Any]) -> None:
+    asked = source(**args)
+    hops, num_unknown = set(), 0
+    for item in range(60):
+        problem = asked.problem(item)
+        turns = asked.demonstration(problem)
+        score = asked.score(problem, Answer(problem.gold, turns))
+        assert score.ok and score.parts["unsupported"] == score.parts["astray"] == 0.0
+        is_unknown = problem.payload["answer"] == UNKNOWN
+        num_unknown += is_unknown
+        hops |= set() if is_unknown else {len(problem.payload["documents"])}
+        last_read = next((turn["content"] for turn in reversed(turns) if turn.get("name") == "open"), "")
+        gold = problem.payload["answer"]
+        assert is_unknown or f" is {gold}." in last_read or f' is "{gold}".' in last_read
+    assert hops == set(SearchArgs(**args).hops) and 2 <= num_unknown <= 20
+
+
+def test_an_answer_without_its_documents_is_not_right() -> None:
+    asked = source(**TINY, unanswerable=0.0)
+    item = next(item for item in range(40) if len(asked.problem(item).payload["documents"]) == 2)
+    problem = asked.problem(item)
+    turns, gold = asked.demonstration(problem), problem.payload["answer"]
+    first, second = problem.payload["documents"]
+
+    def score(text: str, calls: Any = turns) -> Any:
+        return asked.score(problem, answered(problem, calls, f"<answer>{text}</answer>"))
+
+    assert score(f"{gold} [{second}] [{first}]").ok
+    assert f"not cited: {first}" in score(f"{gold} [{second}]").detail
+    assert "never opened" in score(f"{gold} [{first}] [{second}] [99]").detail
+    assert score(f"{gold} [{first}] [{second}] [99]").parts["unsupported"] == 1.0
+    unread = asked.score(problem, Answer(problem.gold))
+    assert not unread.ok and unread.parts["unsupported"] == 2.0
+    assert not score(f"Somebody [{first}] [{second}]").ok and not score(UNKNOWN).ok
+
+
+def test_abstaining_is_right_where_no_document_tells() -> None:
+    asked = source(**TINY, unanswerable=0.9)
+    item = next(item for item in range(40) if asked.problem(item).payload["answer"] == UNKNOWN)
+    problem = asked.problem(item)
+    assert asked.score(problem, Answer(f"I looked.\n<answer>{UNKNOWN.capitalize()}</answer>")).ok
+    assert not asked.score(problem, Answer("<answer>Nobody</answer>")).ok
+
+
+def test_results_that_were_others_are_not_judged() -> None:
+    asked = source(**TINY, unanswerable=0.0)
+    problem = asked.problem(0)
+    told = [
+        {**turn, "content": "nothing found"} if turn["role"] == "tool" else turn
+        for turn in asked.demonstration(problem)
+    ]
+    with pytest.raises(Diverged, match="search"):
+        asked.score(problem, Answer(problem.gold, tuple(told)))
+
+
+def test_the_held_out_split_has_other_words() -> None:
+    def words(split: str) -> set[str]:
+        asked, found = source(**TINY, split=split), set[str]()
+        for item in range(0, 400, 4):
+            session = asked.open(asked.problem(item))
+            texts = (f"{each.title} {each.text}" for each in session.reader.corpus.documents.values())
+            found |= {word.casefold() for text in texts for word in re.findall(r"[^\W\d]+", text)}
+        return found
+
+    assert words("train") & words("held_out") == {"a", "its", "is"}
+
+
+def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/bridge.md").write_text("The bridge at Ens was built by Ada Holm in 1912.")
+    (tmp_path / "corpus/holm.txt").write_text("Ada Holm was born in Vik.\n" * 200)
+    told = [
+        {
+            "question": "Where was the builder of the bridge at Ens born?",
+            "answer": "Vik",
+            "documents": ["bridge.md", "holm.txt"],
+        },
+        {"question": "Who painted the bridge?", "answer": "", "documents": []},
+    ]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(map(json.dumps, told)))
+    asked = source(path=tmp_path / "corpus", questions=questions)
+    asked.validate()
+    assert asked.num_items == 2 and asked.problem(1).payload["answer"] == UNKNOWN
+    questions.write_text(json.dumps({**told[0], "documents": ["tower.md"]}))
+    with pytest.raises(UserError, match=r"no document 'tower\.md'"):
+        source(path=tmp_path / "corpus", questions=questions)
+    with pytest.raises(UserError, match="go together"):
+        validate(SearchArgs, {"path": str(tmp_path)}, "sources.s.args")
+    with pytest.raises(UserError, match="nothing to search"):
+        read_documents(_empty(tmp_path))
+    with pytest.raises(UserError, match="no such file"):
+        read_documents(tmp_path / "nowhere")
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "empty/.hidden").mkdir(parents=True)
+    (folder / "empty/.hidden/a.txt").write_text("hidden")
+    (folder / "empty/picture.png").write_bytes(b"\x89")
+    return folder / "empty"
+
+
+def test_long_texts_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
+    text = "\n".join(f"line {number} of the long text" for number in range(600))
+    (tmp_path / "long.txt").write_text(text)
+    (tmp_path / "few.jsonl").write_text('{"id": "[x 1]", "title": "X", "contents": "one"}\n{"text": "two"}\n')
+    found = read_documents(tmp_path)
+    assert [each.id for each in found] == [
+        "x 1",
+        "2",
+        "long.txt",
+        *(f"long.txt#{number}" for number in range(2, len(found) - 1)),
+    ]
+    assert "\n".join(each.text for each in found[2:]) == text and len(found) > 6
+
+
+def test_bad_calls_are_answered_not_raised() -> None:
+    reader = Reader(Corpus([Document("1", "Ada Holm", 'Born in Vik. AND NEAR( * "')]), most=3, words=4)
+    search, read = reader.tools
+    assert search.call({"query": 'vik AND NEAR( "* title:x'}).text == 'Ada Holm [1]: …in Vik. AND NEAR( * "'
+    assert search.call({"query": "\"'"}).text == search.call({"query": "Oslo " * 500}).text == "nothing found"
+    for arguments in ({}, {"query": ["a"]}, {"query": "a", "more": 1}, {"id": "1"}):
+        assert search.call(arguments).outcome is Outcome.WRONG
+    assert read.call({"id": "7"}).outcome is Outcome.WRONG and reader.opened == []
+    assert read.call({"id": 1}).text == read.call({"id": "[1]"}).text and reader.opened == ["1"]
+    with pytest.raises(UserError, match="two have the id '1'"):
+        Corpus([Document("1", "a", ""), Document("1", "b", "")])
+
+
+def test_a_citation_supports_the_answer_or_a_step_to_it() -> None:
+    first, second = Document("1", "Ens", "Built by Ada Holm."), Document("2", "Ada Holm", "Born in Vik.")
+    other = Document("3", "Vikings", "Ada Holmes sailed to Viken.")
+    assert supporting([first, second, other], "vik") == {"1", "2"}
+    assert supporting([first, other], "Vik") == set() == supporting([second], "")
+    assert citations("Vik [2], as [1] and [2] say") == ("2", "1")

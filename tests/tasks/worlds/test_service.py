@@ -1,0 +1,215 @@
+"""The service desk: gold agents are right, and what breaks its policy, or reads none, is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from stretto.base.trajectory import Outcome
+from stretto.tasks.session import recorded, use
+from stretto.tasks.task import Answer, Problem, Score
+from stretto.tasks.worlds.service import LEVELS, YES, Part, ServiceArgs, ServiceSource
+
+Turns = Sequence[Mapping[str, Any]]
+NUM = 60
+
+
+def source(level: str = "small", part: Part = "train") -> ServiceSource:
+    return ServiceSource("desk", ServiceArgs.model_validate({"level": level, "part": part}))
+
+
+def judged(desk: ServiceSource, problem: Problem, turns: Turns) -> Score:
+    """Of an agent's turns and the customer's; what tools give is added."""
+    with closing(desk.open(problem)) as session:
+        return desk.score(problem, Answer("", recorded(session, turns)))
+
+
+def call(name: str, **arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def names(turns: Turns) -> list[str]:
+    return [each["function"]["name"] for turn in turns for each in turn.get("tool_calls", ())]
+
+
+def cases(level: str = "small", gold: str | None = None) -> Iterator[tuple[ServiceSource, Problem, Turns]]:
+    """Problems, those with one gold answer only, and their demonstrations without what tools gave."""
+    desk = source(level)
+    for problem in map(desk.problem, range(NUM)):
+        if gold in (None, problem.gold):
+            yield desk, problem, [turn for turn in desk.demonstration(problem) if turn["role"] != "tool"]
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_it_demonstrates_is_right(level: str, part: Part) -> None:
+    desk = source(level, part)
+    desk.validate()
+    problems = [desk.problem(item) for item in range(NUM)]
+    assert all(judged(desk, problem, desk.demonstration(problem)).ok for problem in problems)
+    # neither is rare, and most do not end by a transfer
+    shares = {
+        gold: sum(problem.gold == gold for problem in problems) / NUM for gold in ("Done.", "decline", "transfer")
+    }
+    assert shares["Done."] > 0.3 and shares["decline"] > 0.1 and 0.1 < shares["transfer"] < 0.45
+
+
+def words(desk: ServiceSource) -> set[str]:
+    """Names of kinds, fields and states."""
+    found: set[str] = set()
+    for item in range(NUM):
+        policy = desk.problem(item).messages[0]["content"]
+        found |= {
+            *re.findall(r"_(\w+) where", policy),
+            *re.findall(r'where "(\w+)"', policy),
+            *re.findall(r'is "(\w+)"', policy),
+        }
+    return found - {"price"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_schemas_that_are_held_out_share_no_name_with_others(level: str) -> None:
+    train, held_out = words(source(level)), words(source(level, "held_out"))
+    assert len(train) > 20 and len(held_out) > 10 and not train & held_out
+
+
+def test_held_out_names_are_made_of_known_syllables() -> None:
+    def syllables(part: Part) -> set[str]:
+        desk = source("tiny", part)
+        return {word[place : place + 2] for word in words(desk) for place in (0, 2)}
+
+    assert len(syllables("held_out") & syllables("train")) > 0.9 * len(syllables("held_out"))
+
+
+def test_doing_nothing_is_never_right() -> None:
+    for desk, problem, _ in cases():
+        assert not judged(desk, problem, []).ok
+        assert not judged(desk, problem, [say("Done.")]).ok
+
+
+def test_an_agent_that_hands_over_is_right_only_where_it_has_to() -> None:
+    right = [judged(desk, problem, desk.baselines(problem)["always transfer"]).ok for desk, problem, _ in cases()]
+    wanted = [problem.gold == "transfer" for _, problem, _ in cases()]
+    assert any(right) and not any(one and not other for one, other in zip(right, wanted, strict=True))
+
+
+def test_an_agent_that_obliges_breaks_the_policy() -> None:
+    for desk, problem, _ in cases():
+        assert judged(desk, problem, desk.baselines(problem)["always obliging"]).ok == (problem.gold == "Done.")
+
+
+def test_an_agent_that_calls_every_tool_is_never_right() -> None:
+    for desk, problem, _ in cases():
+        calls = [each for turn in desk.baselines(problem)["always obliging"] for each in turn.get("tool_calls", ())]
+        known = {each["function"]["name"]: each["function"]["arguments"] for each in calls}
+        with closing(desk.open(problem)) as session:
+            every = [call(tool.name, **known.get(tool.name, {})) for tool in session.tools]
+        assert not judged(desk, problem, [*every, say("Done.")]).ok
+
+
+def test_an_agent_that_does_not_ask_fails_where_the_policy_wants_a_yes() -> None:
+    fates = set()
+    for desk, problem, turns in cases(gold="Done."):
+        needed = any("Shall I" in turn["content"] for turn in turns)
+        silent = [turn for turn in turns if turn["role"] == "assistant" and "Shall I" not in turn["content"]]
+        score = judged(desk, problem, silent)
+        assert score.ok is (not needed)
+        assert not needed or score.parts["asked"] == 0.0 or score.parts["heard"] == 0.0
+        fates.add(needed)
+    assert fates == {True, False}
+
+
+def test_a_yes_to_something_else_is_none() -> None:
+    for desk, problem, turns in cases("tiny", "Done."):
+        unnamed = [
+            say("Shall I do it?") if "?" in turn["content"] else turn for turn in turns if turn["role"] == "assistant"
+        ]
+        with closing(desk.open(problem)) as session:
+            told: list[Mapping[str, Any]] = []
+            for turn in unnamed:
+                told.append(turn)
+                if not turn.get("tool_calls") and (reply := session.reply(told)):
+                    told.append({"role": "user", "content": reply})
+        assert YES not in [turn["content"] for turn in told]
+        assert not judged(desk, problem, told).ok
+
+
+def test_nothing_else_may_change() -> None:
+    desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
+    assert judged(desk, problem, turns).ok
+    with closing(desk.open(problem)) as session:
+        ids = (first + second for first in "bcdfghjkmnpqrstvwxz" for second in "0123456789")
+        done = names(turns)[-1]
+        others = [key for key in ids if use(session, done, {"id": key}).outcome is Outcome.OK and key not in str(turns)]
+    assert len(others) == 2
+    assert not judged(desk, problem, [*turns[:-1], call(done, id=others[0]), turns[-1]]).ok
+
+
+def test_customers_change_their_minds_when_they_are_asked() -> None:
+    seen = set()
+    for desk, problem, turns in cases():
+        place = next((place for place, turn in enumerate(turns) if turn["content"].startswith("No")), None)
+        if place is None:
+            continue
+        seen.add(turns[place]["content"].startswith("No, leave"))
+        operation, key = re.findall(r'Shall I (\w+) "?(\w+)', turns[place - 1]["content"])[0]
+        if operation == "cancel":  # what was asked first is done all the same, with a yes that is made up
+            forged = {"role": "user", "content": YES}
+            stubborn = [*turns[:place], forged, call(names(turns)[0].replace("get", "cancel"), id=key), say("Done.")]
+            assert not judged(desk, problem, stubborn).ok
+    assert seen == {True, False}
+
+
+def test_customers_say_what_they_know_when_they_are_asked() -> None:
+    replies = []
+    for _, problem, turns in cases("medium"):
+        if turns[0]["content"] == "Which one?":
+            first, reply = problem.messages[1]["content"], turns[1]["content"]
+            assert first.split()[3] == reply.split()[3] and len(reply) > len(first)
+            replies.append(reply)
+    assert any(re.search(r'"\w+" "\w\d\w\d"', reply) for reply in replies), "some know the id"
+    assert any(re.search(r'"\w+" with "\w+" "\w+"', reply) for reply in replies), "others a field"
+
+
+def test_a_customer_does_not_stay_for_ever() -> None:
+    desk = source()
+    with closing(desk.open(desk.problem(0))) as session:
+        told: list[Mapping[str, Any]] = []
+        for _ in range(100):
+            told.append(say("Pardon?"))
+            if (reply := session.reply(told)) is None:
+                break
+            told.append({"role": "user", "content": reply})
+        assert reply is None
+
+
+def test_bad_calls_are_answered_and_change_nothing() -> None:
+    desk = source()
+    with closing(desk.open(desk.problem(0))) as session:
+        before = session.digest()
+        for tool in session.tools[:-2]:
+            wants = tool.parameters["required"]
+            bad: list[dict[str, Any]] = [{}, dict.fromkeys(wants, 3), {**dict.fromkeys(wants, "x"), "more": "x"}]
+            assert all("takes" in use(session, tool.name, told).text for told in bad)
+            if not tool.name.startswith("list"):
+                assert use(session, tool.name, dict.fromkeys(wants, "x")).outcome is Outcome.WRONG
+        assert session.digest() == before and not session.is_over
+        assert use(session, "transfer", {}).outcome is Outcome.OK
+        assert session.digest() != before and session.is_over
+
+
+def test_the_longest_has_ten_tools_and_two_thousand_words() -> None:
+    desk = source("long")
+    problem = desk.problem(0)
+    with closing(desk.open(problem)) as session:
+        assert len(session.tools) == 10
+    assert len(problem.messages[0]["content"].split()) > 2000
