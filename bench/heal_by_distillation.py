@@ -32,20 +32,18 @@ from statistics import mean
 from typing import Any
 
 from bench.common.measure import half_width, table, wide_console
+from bench.common.post_runs import Asked, learn
 from bench.common.studies import Run, Study
 from stretto.apps.search import extract_command
 from stretto.base.config import read_recipe
 from stretto.base.numbers import si
 from stretto.base.paths import remove
-from stretto.base.records import read_lineage
-from stretto.model.checkpoint import read_checkpoint, read_config
+from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
-from stretto.model.spec import count
 from stretto.optim.schedule import OptimConfig
 from stretto.post.sft import Demonstrations, examples, sft
 from stretto.post.suite import EvalOptions, SuiteConfig, evaluate
 from stretto.rl.launch import SourceTables
-from stretto.rl.log import StepReport
 from stretto.rl.plain import run_plainly
 from stretto.rl.recipe import RlRecipe, plan_prompts
 from stretto.text.tokenizer import load_tokenizer
@@ -54,6 +52,10 @@ from stretto.train.recipe import HealRecipe, TrainConfig
 
 RECIPE = Path(__file__).with_suffix(".toml")
 OURS, BROKEN = "on-policy distillation", "on-policy distillation by the corner"
+GREEDY = "on-policy distillation, greedy at last"
+"""Half of its steps see the corner's likeliest answers: a sample drawn leaves the right path early, and all behind that place is
+spent on what no greedy answer comes to."""
+GREEDY_SHARE = 0.5
 DATA = {"cross-entropy on the data": 1.0, "KL to the whole on the data": 0.0}
 """The controls, and their weight of cross-entropy."""
 SELECTION = 100
@@ -102,6 +104,7 @@ def main() -> None:
     bench = Bench(recipe, options.out, options.device, options.corner, not options.no_rl, options.problems)
     study, mark = Study(options.out, options.jobs, options.minutes), {"settings": bench.fingerprint()}
     seeds, ours = options.seeds, BROKEN if options.break_ else OURS
+    others = () if options.break_ else (GREEDY,)
     networks = study.run(
         "networks", partial(grow, bench), {f"network-{seed}": {"seed": seed, **mark} for seed in (SELECTION, *seeds)}
     )
@@ -110,7 +113,7 @@ def main() -> None:
         """By the name of a way: what it is told but for its rate."""
         costs = networks[f"network-{seed}"]["step"]
         budgets = {kind: options.steps * costs[kind] for kind in ("flops", "tokens")}
-        found: dict[str, dict[str, Any]] = {ours: {"method": ours, "steps": options.steps}}
+        found: dict[str, dict[str, Any]] = {name: {"method": name, "steps": options.steps} for name in (ours, *others)}
         for method in DATA:
             found |= {f"{method}, equal {kind}": {"method": method, kind: budgets[kind]} for kind in budgets}
         return {name: {"seed": seed, **mark, **told} for name, told in found.items()}
@@ -211,7 +214,7 @@ def healed(bench: Bench, told: Run) -> Run:
     """The corner of a seed, healed: its scores, and what that cost."""
     seed, method, lr = told["seed"], told["method"], told["lr"]
     name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-    if method in (OURS, BROKEN):
+    if method not in DATA:
         steps = told["steps"]
         cost = _distilled(bench, seed, method, steps, lr, name)
     else:
@@ -239,22 +242,15 @@ def _distilled(bench: Bench, seed: int, method: str, steps: int, lr: float, name
         "optim": _optim(lr).model_dump(),
         "rollout": {**recipe.rollout.model_dump(), "group": 1},
         "distill": {"teachers": {"whole": teacher}, "kl_floor": 0.0},
+        "loss": {"drop_uniform": False},
+        "replay": "off",
     }
     prompts = recipe.train.prompts * recipe.rollout.group
     tree["train"] |= {"steps": steps, "prompts": prompts}
-    counts, generated = count(config := read_config(start), config.full()), 0
-
-    def stepped(report: StepReport) -> None:
-        nonlocal generated
-        # what the engine read and wrote, each token once: no two samples of a step have a prompt in common
-        num = round(report.scalars["batch/positions"] * (1 - report.scalars["batch/padding"]))
-        generated += counts.forward_flops(num, num / report.num_samples / 2)
-
-    plan, checkpoint = RlRecipe.model_validate(tree), folder / "checkpoint"
-    asyncio.run(run_plainly(plan, folder / "run", start, checkpoint, stepped, device=bench.device))
-    remove(folder / "run")
-    receipt = read_lineage(checkpoint).receipt
-    return {"flops": receipt.flops + generated, "tokens": receipt.tokens, "generated": generated}
+    share = GREEDY_SHARE if method == GREEDY else 0.0
+    plan = RlRecipe.model_validate(tree)
+    spent = learn(plan, start, plan.sources, (), Asked(0, 1), 1, True, bench.device, folder, share)
+    return {"flops": spent["flops"], "tokens": spent["tokens"], "generated": spent["generated"]}
 
 
 def _trained(bench: Bench, seed: int, steps: int, lr: float, ce_weight: float, name: str) -> dict[str, float]:
@@ -330,7 +326,7 @@ def show(
 ) -> int:
     """Print tables; the exit code."""
     console = wide_console()
-    names = [ours_name, *(f"{method}, equal {kind}" for kind in ("flops", "tokens") for method in DATA)]
+    names = [*searched]
     tried = sorted({rate for by_rate in searched.values() for rate in by_rate})
     shown = table("search of learning rates, sampled", "", *(f"{rate:g}" for rate in tried))
     for name in names:
@@ -374,7 +370,7 @@ def show(
             f"{costs['generated'] / costs['flops']:.0%}",
         )
         kind = name.rpartition("equal ")[2]
-        if name != ours_name:
+        if name not in (ours_name, GREEDY):
             relative = costs[kind] / mean(each[kind] for each in ours) - 1
             is_good &= relative >= -EQUAL
             if abs(relative) > EQUAL:

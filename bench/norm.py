@@ -3,8 +3,9 @@
     python -m bench.norm OUT --jobs 14 --seeds 0 1 2 3 4 5 --minutes 9      again: goes on; --report: prints what there is
     python -m bench.norm OUT --mutant wrong-teachers                        after that: must end in FAILED
 
-The recipe is the pipeline's (recipes/pipeline.toml): a mixture of experts that learns the form of the answers from partly wrong
-examples (SFT), then an expert for each domain by reinforcement learning. Of these one network is made, with each seed anew:
+A mixture of experts learns three skills that have nothing in common, and a wrong way beside each, from examples (SFT;
+`bench/norm.toml`, `bench.common.skills`); then there is an expert for each domain, by reinforcement learning until its curve is
+flat. Of these one network is made, with each seed anew:
 
 distil      the experts teach the student what it samples, by the full reverse KL: ours
 mixed       reinforcement learning on all domains at once, with the samples and the FLOPs of experts and distillation together
@@ -43,12 +44,14 @@ from stretto.post.pipeline import PipelineRecipe, plan
 from stretto.post.pipeline import merged as over
 from stretto.rl.recipe import RlRecipe
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "pipeline.toml"
+RECIPE = Path(__file__).with_suffix(".toml")
 SELECTION, REPORT = 1 << 23, 3 << 22
 """First items of the held-out problems: of the seed that is searched, and of the others. Runs train below."""
-MIXED_MORE = 1.1
+MIXED_MORE = 1.2
 """Samples of mixed reinforcement learning over those of experts and distillation: so that it has their FLOPs, too, as a sample costs
 it less without a teacher."""
+DENSER = 5
+"""Points of a curve of distillation, to as many samples, over those of reinforcement learning: it needs fewer."""
 NO_RATE = 1e-6
 """What the mutant multiplies the rate by."""
 AIM, WORST_AIM, LEAD_AIM, FEWER_AIM = 0.95, 0.90, 0.15, 1 / 7
@@ -73,6 +76,7 @@ class Setting:
 
     factor: float = 1.0
     """Of the recipe's rate."""
+    optim: str = "adamw"
     epochs: int = 1
     merge: MergeOptions | None = None
 
@@ -80,17 +84,21 @@ class Setting:
         if self.merge is not None:
             density = f", density {self.merge.density:g}" if self.merge.method == "ties" else ""
             return "" if self.merge.method == "average" else f"λ {self.merge.scale:g}{density}"
-        return f"rate x{self.factor:.2g}" + (f", {self.epochs} epochs" if self.epochs > 1 else "")
+        name = "" if self.optim == "adamw" else f"{self.optim} "
+        return f"{name}rate x{self.factor:.2g}" + (f", {self.epochs} epochs" if self.epochs > 1 else "")
 
 
+AS_IT_IS = Setting()
 RATES = tuple(Setting(factor) for factor in (0.5, 1.0, 2.0))
+LARGE = tuple(Setting(factor) for factor in (1.0, 2.0, 4.0))
+MUON = tuple(Setting(factor, "muon") for factor in (1.0, 2.0))
 SCALES, DENSITIES = (0.2, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0), (0.2, 0.5, 0.8)
 CANDIDATES: Mapping[str, Sequence[Setting]] = {
-    "expert": RATES,
-    "distil": RATES,
-    "mixed": RATES,
-    "cascade": RATES,
-    "offline": tuple(Setting(each.factor, epochs) for epochs in (1, 4) for each in RATES),
+    "expert": (*LARGE, *MUON),
+    "distil": (*RATES, *MUON),
+    "mixed": (*LARGE, *MUON),
+    "cascade": LARGE[:2],
+    "offline": tuple(Setting(each.factor, epochs=epochs) for epochs in (1, 4) for each in RATES),
     "average": (Setting(merge=MergeOptions(method="average")),),
     "task arithmetic": tuple(Setting(merge=MergeOptions(method="task-arithmetic", scale=scale)) for scale in SCALES),
     "TIES": tuple(
@@ -225,7 +233,7 @@ class Study:
         if arm in ("expert", "cascade"):
             found, before = [], begin
             for domain, name in zip(self.domains, self.parts(arm, seed, setting), strict=True):
-                recipe = told(self.recipes[f"experts/{domain}"], seed, setting.factor)
+                recipe = told(self.recipes[f"experts/{domain}"], seed, setting)
                 scored = [domain] if name.partition("/")[2].startswith("expert") else []
                 found.append(self._learn(name, recipe, before, scored, keeps=True))
                 before = begin if arm == "expert" else name
@@ -234,7 +242,7 @@ class Study:
         if arm == "mixed":
             return [self._learn(name, self._mixed(seed, setting), begin, [])]
         places = {domain: self.folder(each) for domain, each in teachers.items()}
-        recipe = told(self.recipes["distill"], seed, setting.factor)
+        recipe = told(self.recipes["distill"], seed, setting)
         rest, needs = (self.asked(seed), self.device), (begin, *teachers.values())
         if setting.merge is not None:
             work = partial(merged, recipe, self.folder(begin), tuple(places.values()), setting.merge, *rest)
@@ -242,18 +250,18 @@ class Study:
         if arm == "offline":
             num = num_samples(recipe)
             return [Run(name, partial(imitate, recipe, self.folder(begin), places, num, setting.epochs, *rest), needs)]
-        recipe = told(recipe, seed, NO_RATE if arm == "no-rate" else 1.0)
         shift = int(arm == "wrong-teachers")
         owners = [self.domains[(place + shift) % len(self.domains)] for place in range(len(self.domains))]
         table = {
             domain: {"checkpoint": str(places[owner]), "domains": [domain]}
             for domain, owner in zip(self.domains, owners, strict=True)
         }
-        recipe = told(recipe, seed, 1.0, {"distill": {"teachers": table}})
+        lr = recipe.optim.lr * (NO_RATE if arm == "no-rate" else 1.0)
+        recipe = told(recipe, seed, Setting(optim=setting.optim), {"optim": {"lr": lr}, "distill": {"teachers": table}})
         return [self._learn(name, recipe, begin, self.domains, tuple(teachers.values()))]
 
     def _mixed(self, seed: int, setting: Setting) -> RlRecipe:
-        recipe = told(self.recipes[f"experts/{self.domains[0]}"], seed, setting.factor)
+        recipe = told(self.recipes[f"experts/{self.domains[0]}"], seed, setting)
         steps = MIXED_MORE * self.budget / (recipe.train.prompts * recipe.rollout.group)
         train = recipe.train.replace(steps=round(steps))
         return recipe.replace(sources=self.recipes["distill"].sources, train=train)
@@ -268,7 +276,7 @@ class Study:
         keeps: bool = False,
     ) -> Run:
         asked, judged = self.asked(recipe.train.seed), self.recipes["distill"].sources
-        every = max(1, round(self.every / (recipe.train.prompts * recipe.rollout.group)))
+        every = max(1, round(self.every / (DENSER if teachers else 1) / (recipe.train.prompts * recipe.rollout.group)))
         work = partial(learn, recipe, self.folder(begin), judged, tuple(scored), asked, every, keeps, self.device)
         return Run(name, work, (begin, *teachers))
 
@@ -296,13 +304,13 @@ def num_samples(recipe: RlRecipe) -> int:
     return recipe.train.steps * recipe.train.prompts * recipe.rollout.group
 
 
-def told(recipe: RlRecipe, seed: int, factor: float = 1.0, *others: Mapping[str, Any]) -> RlRecipe:
-    """The pipeline's recipe as the synchronous loop takes it, with a seed, a factor on its rate, and what else is said."""
+def told(recipe: RlRecipe, seed: int, setting: Setting = AS_IT_IS, *others: Mapping[str, Any]) -> RlRecipe:
+    """The pipeline's recipe as the synchronous loop takes it, with a seed, a rate and an optimiser, and what else is said."""
     ours = {
         "staleness": 0,
         "replay": "off",
         "loss": {"drop_uniform": False},
-        "optim": {"lr": recipe.optim.lr * factor},
+        "optim": {"name": setting.optim, "lr": recipe.optim.lr * setting.factor},
         "train": {"seed": seed},
     }
     return validate(RlRecipe, over(recipe.model_dump(mode="json"), ours, *others), "norm")
@@ -447,7 +455,8 @@ def _caveats(study: Study, results: Results, by_arm: Mapping[str, Row]) -> list[
     return [
         f"Greedy, SFT scores {sft.greedy:.3f} and experts {expert.greedy:.3f}: what is beyond that of a lead at temperature 1 is "
         "answers that were known and drawn too seldom.",
-        "Experts end where their budget ends. Whoever draws on all their samples at once, as mixed does, may pass them: a Norm above 1.",
+        f"Experts are at their plateau as far as this goes: the last quarter of their curves lies {_rise(study, results)} above the "
+        "quarter before it.",
         "Distillation's samples and FLOPs leave out those of its teachers, which must be there first.",
         *([f"Held-out problems that SFT saw word for word: {seen}."] if seen else []),
         f"The intervals are of {len(study.reported)} seeds and know nothing of other domains, networks or lengths.",
@@ -457,6 +466,21 @@ def _caveats(study: Study, results: Results, by_arm: Mapping[str, Row]) -> list[
             else []
         ),
     ]
+
+
+def _rise(study: Study, results: Results) -> str:
+    """How much an expert's score still rose from the third to the last quarter of its samples: by domain, mean over seeds."""
+    winner, found = study.chosen("expert", results), list[str]()
+    assert winner is not None, "there are experts"
+    for place, domain in enumerate(study.domains):
+        rises = []
+        for seed in study.reported:
+            points = results[study.parts("expert", seed, winner)[place]]["curve"]
+            scores_P = np.array([point["scores"][domain] for point in points[1:]])
+            size = len(scores_P) // 4
+            rises.append(scores_P[-size:].mean() - scores_P[-2 * size : -size].mean())
+        found.append(f"{np.mean(rises):+.3f} ({domain})")
+    return ", ".join(found)
 
 
 def _is_shared(study: Study, results: Results) -> bool:
@@ -569,7 +593,12 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one key of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], help="the first is searched")
     parser.add_argument("--problems", type=int, default=400, help="held-out ones of each domain")
-    parser.add_argument("--every", type=int, default=1280, help="samples between two points of a learning curve")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=640,
+        help="samples between two points of an expert's curve; of distillation's a fifth",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; all processes share it")
     parser.add_argument("--start-device", help="of SFT alone, whose large steps a GPU is faster at; default: --device")
     parser.add_argument("--arms", nargs="+", choices=CANDIDATES, default=list(CANDIDATES), help="beside the experts")

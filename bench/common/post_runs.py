@@ -95,11 +95,11 @@ class Sampler:
         self.num_samples += sum(task.group for task in tasks)
         return drawn
 
-    def groups(self, tasks: Sequence[Task]) -> list[Group]:
+    def groups(self, tasks: Sequence[Task], temperature: float = 1.0) -> list[Group]:
         """The samples as a trainer takes them."""
         return [
             Group(task, tuple(_trajectory(task, number, *each[::2]) for number, each in enumerate(samples)))
-            for task, samples in zip(tasks, self.answers(tasks, 1.0), strict=True)
+            for task, samples in zip(tasks, self.answers(tasks, temperature), strict=True)
         ]
 
     def score(self, names: Sequence[str], asked: Asked, temperature: float, seed: int) -> dict[str, float]:
@@ -183,6 +183,7 @@ def learn(
     keeps: bool,
     device: str,
     folder: Path,
+    greedy_share: float = 0.0,
 ) -> dict[str, Any]:
     """Reinforcement learning or distillation by ``recipe``, from the checkpoint ``begin``.
 
@@ -190,7 +191,10 @@ def learn(
         judged: sources whose scores are measured at the end, the recipe's own among them.
         scored: those whose are ``every`` so many steps, too; none: there is no curve.
         keeps: the checkpoint, for runs that begin with it.
+        greedy_share: of the steps, the last ones, whose samples are the likeliest tokens: for distillation by its full form, which
+            compares whole distributions wherever the samples lead.
     """
+    assert not greedy_share or (recipe.distill is not None and recipe.distill.form == "full"), "needs what was drawn"
     assert recipe.staleness == 0 and recipe.replay == "off" and not recipe.loss.drop_uniform, "the loop has neither"
     with SourceTables(dict(judged), recipe.sandbox).opened() as sources, TemporaryDirectory() as passing:
         sampler = Sampler(recipe, begin, device, sources)
@@ -205,7 +209,8 @@ def learn(
             if step == train.steps:
                 break
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
-            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks)]
+            temperature = 1.0 if step < round((1 - greedy_share) * train.steps) else 0.0
+            refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks, temperature)]
             trainer.step(refs, step)
             discard(ref.location for ref in refs)
             trainer.copy_weights()
@@ -214,7 +219,8 @@ def learn(
             sampler.engine.load_weights(version.number, fetch(version))
         result: dict[str, Any] = {"scores": sampler.all_scores(asked, train.seed), "curve": curve}
         receipt = trainer.receipt
-        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "flops": receipt.flops + sampler.flops}
+        result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "generated": sampler.flops}
+        result["flops"] = receipt.flops + sampler.flops
         if keeps:
             trainer.write(folder / CHECKPOINT)
     return result
