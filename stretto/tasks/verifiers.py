@@ -1,14 +1,20 @@
-"""Task sets of the `verifiers` package (its v1 stack), single-turn ones that need no container: an optional extra.
+"""Task sets of the `verifiers` package (its v1 stack), those that need no container: an optional extra.
 
 There a `Taskset` yields `Task`s: frozen data with a prompt, and methods marked as rewards that judge a `Trace`, the
-graph of the messages. This builds the trace of one conversation and runs the task's own metrics and rewards on it.
+graph of the messages. This builds the trace of one conversation and runs the task's own metrics and rewards on it. Tools of a task,
+which there are served from a process of their own, are methods of objects of the sample's session here, and share its state with the rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -17,7 +23,9 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.sandbox.outcome import ToolResult
+from stretto.tasks.session import SessionSource
+from stretto.tasks.task import Answer, Problem, Score, Session, Tool
 
 
 class VerifiersArgs(Config):
@@ -37,8 +45,8 @@ class VerifiersArgs(Config):
     """Tasks read at the start, at most."""
 
 
-class VerifiersSource(TaskSource):
-    """Prompt, system prompt and rewards are the task's own."""
+class VerifiersSource(SessionSource):
+    """Prompt, system prompt, tools and rewards are the task's own."""
 
     args_kind = VerifiersArgs
     args: VerifiersArgs
@@ -70,37 +78,113 @@ class VerifiersSource(TaskSource):
             raise self._refused(item, f"its data has no answer in {self.args.gold_field!r}", "set gold_field")
         return Problem(item, tuple(messages), self.args.gold_template.replace("{}", str(answer)))
 
-    def score(self, problem: Problem, answer: Answer) -> Score:
-        task = self._tasks[problem.item]
-        trace = self._trace(task, problem, answer)
-        asyncio.run(task.score(trace))
+    def open(self, problem: Problem, seed: int | None = None) -> Session:
+        return _VerifiersSession(self._vf, self.args, self._tasks[problem.item], problem)
+
+    def _refused(self, item: int, problem: str, remedy: str) -> UserError:
+        return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
+
+
+class _VerifiersSession(Session):
+    def __init__(self, vf: Any, args: VerifiersArgs, task: Any, problem: Problem) -> None:
+        self._vf, self._args, self._task, self._problem = vf, args, task, problem
+        self._loop = asyncio.new_event_loop()  # what a tool server opens in its setup belongs to one loop
+        kind = type(task)
+        self._state = vf.state.state_cls(kind)()
+        self._tools: tuple[Tool, ...] = ()
+        try:
+            for toolset in kind.toolsets(task.config):
+                if isinstance(self._state, toolset._state_cls):
+                    toolset._inert_state = (
+                        self._state
+                    )  # what its methods see as ``self.state`` where nobody serves them
+                self._loop.run_until_complete(toolset.setup())
+                self._loop.run_until_complete(toolset.setup_task(task.data))
+                self._tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return self._tools
+
+    def _tool(self, server: str, function: Callable[..., Any]) -> Tool:
+        from mcp.server.mcpserver.tools.base import Tool as Served  # comes with verifiers
+
+        name = getattr(function, "tool_name", None) or function.__name__
+        served = Served.from_function(function, f"{server}_{name}" if server else name)
+
+        def call(arguments: Mapping[str, Any]) -> ToolResult:
+            start = time.perf_counter()
+            try:
+                result = self._loop.run_until_complete(served.run(dict(arguments), None))
+                text, outcome = result if isinstance(result, str) else json.dumps(result, default=str), Outcome.OK
+            except Exception as error:  # there, too, a model is told what a tool raises
+                text, outcome = f"error: {error}", Outcome.WRONG
+            return ToolResult(text, outcome, time.perf_counter() - start)
+
+        return Tool(served.name, (served.description or "").strip(), served.parameters, call)
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._state.model_dump_json().encode()).hexdigest() if self._tools else ""
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        return None
+
+    def score(self, answer: Answer) -> Score:
+        args, trace = self._args, self._trace(answer)
+        self._loop.run_until_complete(self._task.score(trace))
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
-            raise RuntimeError(f"reward {unscored[0]!r} of {self.args.id} gave nothing")
+            raise RuntimeError(f"reward {unscored[0]!r} of {args.id} gave nothing")
         parts = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         parts |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        right = trace.reward >= self.args.right_at
+        right = trace.reward >= args.right_at
         return Score(trace.reward, Outcome.OK if right else Outcome.WRONG, parts)
 
-    def _trace(self, task: Any, problem: Problem, answer: Answer) -> Any:
+    def _trace(self, answer: Answer) -> Any:
         """The conversation as one path of nodes, the model's turns marked as sampled."""
-        vf = self._vf
+        vf, task, prompt = self._vf, self._task, self._problem.messages
         turns = answer.messages or ({"role": "assistant", "content": answer.text},)
         nodes = [
             vf.MessageNode(
                 parent=index - 1 if index else None,
-                # As its message types want it: tool calls look different there, and there are none without tools.
-                message={"role": message["role"], "content": message["content"]},
-                sampled=index >= len(problem.messages) and message["role"] == "assistant",
+                message=message,
+                sampled=index >= len(prompt) and message["role"] == "assistant",
             )
-            for index, message in enumerate((*problem.messages, *turns))
+            for index, message in enumerate(_numbered([*prompt, *turns]))
         ]
         data = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = vf.AgentInfo(config=vf.AgentConfig())
         ended = {"is_completed": True, "ok": True, "stop_condition": "agent_completed"}
-        return vf.Trace(task=data, agent=agent, nodes=nodes, **ended)
+        return vf.Trace(task=data, agent=agent, nodes=nodes, state=self._state, **ended)
 
-    def _refused(self, item: int, problem: str, remedy: str) -> UserError:
-        return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
+    def close(self) -> None:
+        self._loop.close()
+
+
+def _marked(toolset: Any) -> list[Callable[..., Any]]:
+    """Methods of a tool server that a model may call."""
+    found = (getattr(toolset, name) for name in dir(type(toolset)) if not name.startswith("_"))
+    return [each for each in found if callable(each) and getattr(each, "tool", False)]
+
+
+def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As its message types want them: calls have numbers, which their answers repeat, and arguments as text."""
+    told, open_ids = list[dict[str, Any]](), list[str]()
+    for number, message in enumerate(messages):
+        turn: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+        if calls := message.get("tool_calls"):
+            open_ids = [f"{number}.{place}" for place in range(len(calls))]
+            functions = [call["function"] for call in calls]
+            turn["tool_calls"] = [
+                {"id": name, "name": each["name"], "arguments": json.dumps(each["arguments"])}
+                for name, each in zip(open_ids, functions, strict=True)
+            ]
+        elif message["role"] == "tool":
+            turn["tool_call_id"] = open_ids.pop(0) if open_ids else "0"
+        told.append(turn)
+    return told
 
 
 def _load(vf: Any, name: str, args: VerifiersArgs) -> list[Any]:
@@ -128,8 +212,9 @@ def _needs(vf: Any, task: Any) -> str:
     kind = type(task)
     if kind.NEEDS_CONTAINER:
         return "a container"
-    if kind.toolsets.__func__ is not vf.Task.toolsets.__func__ and kind.toolsets(task.config):
-        return "tool servers"
+    for toolset in kind.toolsets(task.config):
+        if toolset.config.url or getattr(toolset.config, "colocated", False):
+            return f"the tool server {type(toolset).__name__} elsewhere"
     if kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
         return "a runtime in setup() or finalize()"
     for hook in (*task.hooks("reward"), *task.hooks("metric")):

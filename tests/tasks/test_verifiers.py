@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
+from stretto.tasks.session import tool_turn
 from stretto.tasks.task import Answer
 from stretto.tasks.verifiers import VerifiersArgs, VerifiersSource
 
@@ -118,3 +120,77 @@ def test_a_reward_that_raises_is_no_score(tmp_path: Path, monkeypatch: pytest.Mo
     source = VerifiersSource("v", VerifiersArgs(id="sums_c"))
     with pytest.raises(UserError, match=r"item 0: score\(\) raised"):
         source.validate()
+
+
+SHELF = """
+import verifiers.v1 as vf
+
+class ShelfState(vf.State):
+    things: list[str] = []
+
+class Shelf(vf.Toolset[vf.ToolsetConfig, ShelfState]):
+    async def setup_task(self, task):
+        self.most = task.most
+
+    @vf.tool
+    async def put(self, thing: str, times: int = 1) -> str:
+        "Put a thing on the shelf."
+        if len(self.state.things) + times > self.most:
+            raise ValueError("the shelf is full")
+        self.state.things += [thing] * times
+        return f"{len(self.state.things)} things"
+
+class ShelfData(vf.TaskData):
+    answer: str
+    most: int = 3
+
+class ShelfTask(vf.Task[ShelfData, ShelfState, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Shelf(vf.ToolsetConfig(CONFIG))]
+
+    @vf.reward
+    async def stands(self, trace) -> float:
+        said = trace.last_message.content == self.data.answer
+        calls = sum(len(node.message.tool_calls or ()) for node in trace.nodes if node.message.role == "assistant")
+        return float(said and trace.state.things == ["cup"] * calls)
+
+class ShelfTaskset(vf.Taskset[ShelfTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(8):
+            yield ShelfTask(ShelfData(prompt=f"Put a cup there, then say {number}.", answer=str(number)), self.config.task)
+
+__all__ = ["ShelfTaskset"]
+"""
+
+
+@needs_package
+def test_tools_share_their_state_with_the_rewards_and_are_judged_by_repeating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shelf_a.py").write_text(SHELF.replace("CONFIG", ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    source = VerifiersSource("v", VerifiersArgs(id="shelf_a"))
+    source.validate()
+    problem = source.problem(4)
+    with closing(source.open(problem)) as session, closing(source.open(problem)) as other:
+        [tool] = session.tools
+        assert tool.name == "shelf_put" and tool.schema()["function"]["parameters"]["required"] == ["thing"]
+        call = {"name": "shelf_put", "arguments": {"thing": "cup"}}
+        turns = [{"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, tool_turn(session, call)]
+        assert turns[1]["content"] == "1 things" and session.digest() != other.digest()
+        full = {"name": "shelf_put", "arguments": {"thing": "cup", "times": 9}}
+        assert "the shelf is full" in tool_turn(session, full)["content"]
+        assert tool.call({"times": 1}).outcome is Outcome.WRONG
+    last = {"role": "assistant", "content": "4"}
+    assert source.score(problem, Answer("4", (*turns, last))).ok
+    ball = {"role": "assistant", "content": "", "tool_calls": [{"function": call | {"arguments": {"thing": "ball"}}}]}
+    assert not source.score(problem, Answer("4", (ball, {"role": "tool", "name": "shelf_put"}, last))).ok
+
+
+@needs_package
+def test_a_tool_server_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shelf_b.py").write_text(SHELF.replace("CONFIG", "url='http://127.0.0.1:9'"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="needs the tool server Shelf elsewhere"):
+        VerifiersSource("v", VerifiersArgs(id="shelf_b"))

@@ -1,0 +1,5 @@
+"""What `vf-eval` finds by the name of a package: see `stretto.harness.vf`."""
+
+from stretto.harness.vf import SessionLoop, SourceTaskset
+
+__all__ = ["SessionLoop", "SourceTaskset"]

@@ -1,0 +1,78 @@
+"""Needs the package verifiers: the loop against a server whose model is a rule, and the reward of the trace it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verifiers", reason="the package verifiers is not installed")
+
+import uvicorn
+import verifiers.v1 as vf
+
+from bench.common.scripted import app
+from stretto.harness.vf import SessionLoop, SourceData, SourceTask, SourceTaskset, SourceTasksetConfig, _turn
+from stretto.serve.server import open_socket
+from stretto.tasks.task import Problem
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Any:
+    listening = open_socket("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app("empty-call"), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join(30)
+
+
+def first(kind: str) -> SourceTask:
+    return next(iter(SourceTaskset(SourceTasksetConfig(id="stretto_vf", kind=kind)).load()))
+
+
+def trace_of(task: SourceTask, turns: list[dict[str, Any]]) -> Any:
+    messages = [*task.data.model_dump()["prompt"], *turns]
+    nodes = [
+        vf.MessageNode(parent=index - 1 if index else None, message=message, sampled=message["role"] == "assistant")
+        for index, message in enumerate(messages)
+    ]
+    data = vf.TraceTask(type="SourceTask", data=task.data, key=task.key, hash=task.hash)
+    ended = {"is_completed": True, "ok": True, "stop_condition": "agent_completed"}
+    return vf.Trace(task=data, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, **ended)
+
+
+def test_the_reward_is_that_of_the_source() -> None:
+    from stretto.harness.vf import opened
+
+    task = first("tools")
+    problem: Problem = opened("tools", "{}").problem(task.data.item)
+    right = trace_of(task, [{"role": "assistant", "content": problem.gold}])
+    wrong = trace_of(task, [{"role": "assistant", "content": "no"}])
+    for trace, reward in ((right, 1.0), (wrong, 0.0)):
+        asyncio.run(task.score(trace))
+        assert trace.reward == reward
+
+
+def test_the_loop_calls_tools_and_ends(endpoint: str) -> None:
+    data = SourceData(**first("tools").data.model_dump())
+    context: Any = SimpleNamespace(model="empty-call")
+    done = asyncio.run(SessionLoop(vf.HarnessConfig(id="x")).launch(context, None, None, endpoint, "key", {}, data))
+    assert done.exit_code == 0
+    bad = asyncio.run(
+        SessionLoop(vf.HarnessConfig(id="x")).launch(context, None, None, f"{endpoint}/no", "key", {}, data)
+    )
+    assert bad.exit_code == 1 and "404" in bad.stderr
+
+
+def test_calls_of_a_trace_are_read_back() -> None:
+    call = {"id": "a", "name": "f", "arguments": "{broken"}
+    turn = _turn(vf.AssistantMessage(content=None, tool_calls=[call]))
+    assert turn == {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}
