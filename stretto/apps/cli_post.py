@@ -143,6 +143,9 @@ def evaluate(
     samples: Samples = 4,
     limit: Limit = None,
     subnet: Annotated[str | None, typer.Option(help="A preset, best, or layers=…,experts=…,top_k=….")] = None,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Every named size beside all of it: score over size, as stretto compare.")
+    ] = False,
     temperature: Annotated[float | None, typer.Option(help="Instead of the suite's; 0 is greedy.")] = None,
     baselines: Annotated[bool, typer.Option(help="Score answers that know nothing of the problem, too.")] = True,
     embed: Annotated[
@@ -157,11 +160,15 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
-    from stretto.apps.evaluate import eval_command, options
+    from stretto.apps.evaluate import eval_command, options, presets_command
     from stretto.apps.harness import harness_command, harness_names
     from stretto.post.suite import parse_suites
 
     theirs, ours = harness_names(suite)
+    if presets and (unused := [flag for flag, value in (("--subnet", subnet), ("--right", right)) if value is not None]):
+        raise UserError(f"{unused[0]}: is of one size; leave out --presets")
+    if presets and theirs:
+        raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")
     told = options(
         samples=samples,
         limit=limit,
@@ -171,6 +178,9 @@ def evaluate(
         embed=embed,
         max_batch=max_batch,
     )
+    if presets:
+        presets_command(source, ours, out, told, device)
+        return
     if ours:
         eval_command(source, parse_suites(ours), out, told, subnet, device)
     if theirs:

@@ -30,6 +30,7 @@ from stretto.post.suite import (
 )
 from stretto.report.evals import (
     Comparison,
+    asked_table,
     compare,
     comparison_page,
     comparison_table,
@@ -67,11 +68,22 @@ def eval_command(
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
     console = rich.get_console()
-    for table in (score_table(found), cost_table(found), place_table(found)):
+    for table in (score_table(found), asked_table(found), cost_table(found), place_table(found)):
         if table.rows:
             console.print(table)
     console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
     return found
+
+
+def presets_command(
+    source: Path, named: Sequence[str], out: Path, options: EvalOptions, device: str = "auto"
+) -> Comparison:
+    """Evaluate every named size of ``source``, and compare them with all of it: score over size. Raises `UserError`: as
+    `compare_command`, or it has no named sizes."""
+    names = [name for name in read_presets(checkpoint_folder(source)) if name != "full"]
+    if not names:
+        raise UserError(f"{source}: --presets: names no sizes; leave it out, or give --subnet")
+    return compare_command([str(source), *(f"{source}:{name}" for name in names)], [], named, out, options, device)
 
 
 def _name(source: Path) -> str:

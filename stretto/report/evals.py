@@ -17,7 +17,7 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
 from stretto.evals.diversity import MEASURES
-from stretto.evals.scores import LEVEL, Interval, Norm, interval, norm, resampled, share_interval
+from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, interval, norm, resampled, share_interval
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import DomainResult, Evaluation
 from stretto.report import style
@@ -33,6 +33,7 @@ _WORDS = {
     "calls": "empty calls",
 }
 """Of what knows nothing; a source's own kinds have names that can be printed."""
+_STAR = "✱"
 _MEASURES = {name: name.replace("_", "-") for name in MEASURES} | {"entropy": "entropy, nats", "num_tokens": "tokens"}
 """What is told of answers, and how columns are headed."""
 
@@ -80,15 +81,26 @@ def score_table(found: Evaluation) -> Table:
             cells.append(_share(of.get(max(result.pass_at, default=0))))
         best = _ignorant(result)
         cells.append(_share(best[1], _WORDS.get(best[0], best[0])) if best else NOTHING)
-        cells.append(Cell(si(result.flops, "FLOPs"), result.flops))
-        unread = f"{result.num_unread} answers unreadable" if result.num_unread else ""
-        cells.append(Cell(f"{len(result.items)}", len(result.items), unread))
-        unjudged = f"{result.num_infra} samples unjudged" if result.num_infra else ""
-        cells.append(Cell(f"{result.num_infra}", result.num_infra, unjudged))
+        cells.append(Cell(f"{result.num_infra}", result.num_infra))
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
-    columns = ("Domain", "Score", *several, "Knowing nothing", "A task", "Problems", "Infra errors")
+    columns = ("Domain", "Score", *several, "Knowing nothing", "Infra errors")
     total = (Cell("Mean of domains"), _share(found.mean), *[NOTHING] * (len(columns) - 2))
     return Table("Scores", columns, tuple(rows), (total,) if len(rows) > 1 else (), _READ)
+
+
+def asked_table(found: Evaluation) -> Table:
+    """What an answer of each domain took, and how many nobody could read."""
+    rows = [
+        (
+            Cell(name),
+            Cell(f"{len(result.items)}", len(result.items)),
+            Cell(si(result.flops, "FLOPs"), result.flops, "computed"),
+            _number(result.num_tokens),
+            Cell(f"{result.num_unread}", result.num_unread),
+        )
+        for name, result in found.domains.items()
+    ]
+    return Table("What was asked", ("Domain", "Problems", "A task", "Tokens an answer", "Unreadable"), tuple(rows))
 
 
 def baseline_table(found: Evaluation) -> Table:
@@ -183,7 +195,7 @@ def evaluation_page(found: Evaluation) -> Page:
         headline += f" Not clearly above answers that know nothing of the problem: {', '.join(idle)}."
     total, active = params(found.cost.total_params), params(found.cost.active_params)
     facts = f"{total} parameters, {active} of them active", f"{found.asked['samples']} samples a problem"
-    tables = [score_table(found), baseline_table(found)]
+    tables = [score_table(found), asked_table(found), baseline_table(found)]
     if any(result.places for result in found.domains.values()):
         tables.append(place_table(found))
     sections = (
@@ -208,8 +220,12 @@ class Comparison:
     """By domain, of each model."""
     differences: dict[str, list[Interval]]
     """To the reference, paired."""
+    p_values: dict[str, list[float]]
+    """Of these differences, by flipping signs, after Holm for all of them; 1 for the reference."""
     means: list[Interval]
     """Over domains."""
+    mean_differences: list[Interval]
+    """To the reference's, paired."""
     kept: list[Interval]
     """Of the reference's score, the mean over domains; undetermined where that is 0."""
     answers: dict[str, list[float | None]]
@@ -223,6 +239,14 @@ class Comparison:
     refusal: str
     """Why there is none; empty: there is."""
     flops_per_token: list[float]
+    flops_per_task: list[float]
+    """Mean over domains."""
+    num_infra: list[int]
+    """Samples that could not be judged."""
+
+    def significant(self, place: int) -> list[str]:
+        """Domains in which a model differs from the reference beyond chance."""
+        return [name for name, each in self.p_values.items() if each[place] < 1 - LEVEL]
 
     @property
     def worst(self) -> list[str]:
@@ -254,6 +278,12 @@ def compare(
         items = [item for item in known[0] if all(item in each for each in known)]
         values[name] = np.array([[each[item] for item in items] for each in known], np.float64)
     means = resampled(values, seed=seed)
+    others = [place for place in range(len(models)) if place != reference]
+    tests = [(name, place) for name in names for place in others]
+    raw = [flip_p(values[name][place] - values[name][reference], seed=seed) for name, place in tests]
+    p_values = {name: [1.0] * len(models) for name in names}
+    for (name, place), p in zip(tests, holm(raw), strict=True):
+        p_values[name][place] = p
     nums = {name: int((~np.isnan(values[name]).any(0)).sum()) for name in names}
     scores = {name: [share_interval(column, nums[name]) for column in means[name].T] for name in names}
     places, refusal = range(len(models)), ""
@@ -274,7 +304,9 @@ def compare(
         differences={
             name: [interval(means[name][:, place] - means[name][:, reference]) for place in places] for name in names
         },
+        p_values=p_values,
         means=over_domains(lambda means_RM, place: means_RM[:, place]),
+        mean_differences=over_domains(lambda means_RM, place: means_RM[:, place] - means_RM[:, reference]),
         kept=over_domains(lambda means_RM, place: _ratio(means_RM, place, reference)),
         answers={measure: _answers(measure, models, names) for measure in _MEASURES},
         baselines={name: best for name in names if (best := _best_baseline(models[reference].domains[name]))},
@@ -282,6 +314,8 @@ def compare(
         norms=norms,
         refusal=refusal,
         flops_per_token=[model.cost.flops_per_token for model in models],
+        flops_per_task=[float(np.mean([model.domains[name].flops for name in names])) for model in models],
+        num_infra=[sum(model.domains[name].num_infra for name in names) for model in models],
     )
 
 
@@ -347,7 +381,7 @@ def comparison_table(found: Comparison) -> Table:
     rest = [NOTHING] * len(beside)
     rows = []
     for name, scores in found.scores.items():
-        notes = ["" if place == reference else _signed(gain) for place, gain in enumerate(found.differences[name])]
+        notes = _gains(found, found.differences[name], found.p_values[name])
         last = [_share(told[name][1], told[name][0]) if name in told else NOTHING for told in beside.values()]
         rows.append((Cell(name), *map(_share, scores, notes), *last))
 
@@ -357,16 +391,24 @@ def comparison_table(found: Comparison) -> Table:
         return (Cell(label, note=note), *later, *rest)
 
     totals = [
-        (Cell("Mean of domains"), *map(_share, found.means), *rest),
+        (Cell("Mean of domains"), *map(_share, found.means, _gains(found, found.mean_differences)), *rest),
         total("Kept", f"of {whole}'s, mean of domains", map(_share, found.kept)),
         total("Worst domain", "by its difference", map(Cell, found.worst)),
     ]
     if any(found.norms):
         totals.append(total("Norm", "of the teachers' lead", map(_lead, found.norms)))
         totals.append(total("Least norm", "and its domain", map(_least_lead, found.norms)))
+    totals.append((Cell("A task"), *[Cell(si(each, "FLOPs"), each) for each in found.flops_per_task], *rest))
+    totals.append((Cell("Infra errors"), *[Cell(f"{num}", num) for num in found.num_infra], *rest))
     columns = ("Domain", *found.models, *beside)
-    note = f"{_READ} Differences, in points, are to {whole} on the same problems."
+    note = f"{_READ} Differences, in points, are to {whole} on the same problems; {_STAR}: beyond chance by flipping signs, after Holm."
     return Table("Every domain, every stage", columns, tuple(rows), tuple(totals), f"{note} {found.refusal}".strip())
+
+
+def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[float] = ()) -> list[str]:
+    stars = [f" {_STAR}" if p < 1 - LEVEL else "" for p in p_values] or [""] * len(gains)
+    told = [f"{_signed(gain)}{star}" for gain, star in zip(gains, stars, strict=True)]
+    return ["" if place == found.reference else text for place, text in enumerate(told)]
 
 
 def _lead(found: Norm | None) -> Cell:
@@ -412,14 +454,21 @@ def seesaw(found: Comparison) -> Figure:
 
 
 def score_by_cost(found: Comparison) -> Figure:
-    """The mean score of each model against the FLOPs of a token."""
-    figure = style.blank(8.0, 5.0)
-    axes = style.dress(figure.subplots(), "Score and cost", "FLOPs a token", "mean of domains, %")
+    """Each domain's score, and the mean of all, against the FLOPs of a token."""
+    figure = style.blank(9.0, 5.4)
+    axes = style.dress(figure.subplots(), "Score over size", "FLOPs a token", "score, %")
     x, y = found.flops_per_token, [100 * mean.value for mean in found.means]
+    order, ends = np.argsort(x), []
+    for place, (name, scores) in enumerate(found.scores.items()) if len(found.scores) > 1 else ():
+        each, colour = [100 * scores[model].value for model in order], SERIES[place % len(SERIES)]
+        axes.plot([x[model] for model in order], each, color=colour, marker=".", linewidth=1.2, alpha=0.7)
+        ends.append(Label(max(x), each[-1], name, colour))
     spread = [[100 * (mean.value - mean.low), 100 * (mean.high - mean.value)] for mean in found.means]
     axes.errorbar(x, y, np.transpose(spread), color=BLUE, ecolor=MUTED, fmt="o", markersize=8, capsize=3)
     style.log_ticks(axes, min(x), max(x))
+    style.subtitle(axes, [f"points: mean of domains, {LEVEL:.0%} ranges"])
     style.place_labels(axes, [Label(*each) for each in zip(x, y, found.models, strict=True)])
+    style.name_ends((axes, ends))
     return figure
 
 
@@ -428,6 +477,8 @@ def comparison_headline(found: Comparison) -> str:
     worst = found.differences[found.worst[last]][last]
     was, now = (percent(found.means[place].value) for place in (found.reference, last))
     headline = f"{found.models[last]} scores {now}, {found.models[found.reference]} {was}; its worst domain is {found.worst[last]}, {_signed(worst)} points."
+    if last != found.reference:
+        headline += f" Beyond chance: {', '.join(found.significant(last)) or 'no domain'}, of {counted(len(found.scores), 'domain')}."
     if (mean := found.norms[last]) is not None:
         headline += f" It has {rounded(mean.mean.value)} of its teachers' lead, {rounded(mean.domains[mean.worst].value)} in {mean.worst}."
     idle = [name for name, (_, best) in found.baselines.items() if found.scores[name][last].low <= best.value]
@@ -450,5 +501,5 @@ def seesaw_section(found: Comparison) -> Section:
 def comparison_page(found: Comparison) -> Page:
     headline, sections = comparison_headline(found), [seesaw_section(found)]
     if len(set(found.flops_per_token)) > 1:
-        sections.append(Section("cost", "Score and cost", "", lambda: score_by_cost(found), "points"))
+        sections.append(Section("cost", "Score over size", "", lambda: score_by_cost(found), "points"))
     return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")

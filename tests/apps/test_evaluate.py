@@ -65,6 +65,18 @@ def test_eval_then_compare(served_run: Path, suite: Path, tmp_path: Path, strett
     assert list(json.loads((folder / "eval.json").read_text())["domains"]) == ["sort"]
 
 
+def test_score_over_size(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
+    done = stretto("eval", served_run, "--suite", suite, "--samples", 1, "--presets", "-o", tmp_path / "all")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "all/comparison.json").read_text())
+    assert found["models"][0] == "tiny" and "tiny:corner" in found["models"]
+    assert len(set(found["flops_per_task"])) == len(found["models"]) > 1
+    assert (tmp_path / "all/report/cost.png").stat().st_size > 5000
+    refused(
+        stretto("eval", served_run, "--suite", suite, "--presets", "--subnet", "corner", "-o", tmp_path), "--subnet"
+    )
+
+
 def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -> None:
     arguments = ("--suite", suite, "-o", tmp_path / "out")
     refused(stretto("eval", tmp_path / "nobody", *arguments), "nobody", "config.json")

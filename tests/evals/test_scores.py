@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -10,6 +10,8 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.evals.scores import (
     Interval,
+    flip_p,
+    holm,
     interval,
     majority_at_k,
     norm,
@@ -75,6 +77,22 @@ def test_differences_are_paired() -> None:
     assert difference.low == pytest.approx(0.05)
     assert difference.high == pytest.approx(0.05)
     assert difference.low > 0
+
+
+def test_flipping_signs_is_exact_where_all_ways_can_be_told() -> None:
+    differences_P = np.array([0.5, 0.25, 0.25, 0.0, -0.25, 0.75, NAN])
+    kept_P = differences_P[[0, 1, 2, 4, 5]]
+    ways = np.array(list(product((-1, 1), repeat=5))) @ kept_P
+    exact = (np.abs(ways) >= kept_P.sum() - 1e-9).mean()
+    assert flip_p(differences_P) == pytest.approx(exact, abs=5 * np.sqrt(exact * (1 - exact) / 20_000) + 1e-4)
+    assert flip_p(np.zeros(9)) == flip_p(np.array([0.5])) == 1
+    assert flip_p(np.ones(50)) == pytest.approx(1 / 20_001)
+
+
+def test_holms_raised_p_values() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])  # 4·.01; max(3·.03, 2·.04); .5
+    assert holm([0.6, 0.4]) == pytest.approx([0.8, 0.8])
+    assert holm([]) == []
 
 
 def test_draws_depend_on_seed_and_domain_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from stretto.base.errors import UserError
-from stretto.evals.scores import Interval
+from stretto.evals.scores import Interval, flip_p, holm
 from stretto.post.suite import Cost, DomainResult, Evaluation
 from stretto.report.evals import (
     Comparison,
@@ -80,7 +80,7 @@ def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
         "25 %",
         "75 %",
         "38 %",
-        "2 samples unjudged",
+        "Infra",
         "nothing",
         "maj@4",
         "pass@4",
@@ -89,6 +89,7 @@ def test_scores_stand_beside_what_knows_nothing_and_their_cost() -> None:
     ):
         assert words in scores, words
     assert "12 … 50 %" in scores
+    assert score_table(found).rows[0][-1].text == "2"
     known = printed(baseline_table(found))
     assert "most frequent" in known
     assert "25 %" in known
@@ -128,6 +129,25 @@ def test_differences_are_to_the_first_and_paired() -> None:
     assert found.answers["num_tokens"] == [31.0, 31.0]
 
 
+def test_what_is_beyond_chance_is_told_after_several_domains() -> None:
+    rng = np.random.default_rng(0)
+    base = {name: rng.integers(0, 5, 60) / 4 for name in ("a", "b", "c")}
+    other = {name: np.clip(each + rng.integers(-1, 2, 60) / 4, 0, 1) for name, each in base.items()}
+    other["b"] = np.minimum(1.0, base["b"] + (rng.random(60) < 0.5) / 4)
+    models = [
+        evaluation(name, {key: each.tolist() for key, each in told.items()})
+        for name, told in (("x", base), ("y", other))
+    ]
+    found = compare(models, {})
+    assert found.significant(0) == [] and found.significant(1) == ["b"]
+    raw = [flip_p(other[name] - base[name]) for name in "abc"]
+    assert [found.p_values[name][1] for name in "abc"] == pytest.approx(holm(raw))
+    assert "Beyond chance: b, of 3 domains." in comparison_page(found).headline
+    rows = {row[0].text: row for row in comparison_table(found).rows + comparison_table(found).totals}
+    assert ["✱" in rows[name][2].note for name in "abc"] == [False, True, False]
+    assert rows["Mean of domains"][2].note.startswith("+") and rows["Infra errors"][1].text == "6"
+
+
 def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> None:
     raw = {**TEACHER, "words": [0.0, 0.5] * 10}
     models = [evaluation("raw", raw), evaluation("sft", START), evaluation("rl", BETTER)]
@@ -136,7 +156,7 @@ def test_another_model_than_the_first_can_be_the_reference(tmp_path: Path) -> No
     assert found.norms[1:] == alone.norms and found.kept[1:] == alone.kept
     assert found.differences["sums"][0].value == pytest.approx(0.75) and found.differences["sums"][1].value == 0
     table = comparison_table(found)
-    assert [row[1].text for row in table.totals[1:]] == ["–"] * 4  # of what came before nothing was to be kept
+    assert [row[1].text for row in table.totals[1:5]] == ["–"] * 4  # of what came before nothing was to be kept
     assert "to sft" in table.note and comparison_page(found).headline.startswith("rl scores 62 %, sft 50 %;")
 
 
@@ -197,7 +217,7 @@ def test_the_share_of_a_lead_that_may_be_none_is_undetermined() -> None:
     start, student = evaluation("a", {"sums": [0.0, 1.0] * 4}), evaluation("b", {"sums": [1.0, 1.0] * 4})
     lead = {"sums": evaluation("t", {"sums": [1.0, 0.0] * 3 + [1.0, 1.0]})}
     found = compare([start, student], lead)
-    assert [row[2].note for row in comparison_table(found).totals[-2:]] == ["undetermined", "sums"]
+    assert [row[2].note for row in comparison_table(found).totals[-4:-2]] == ["undetermined", "sums"]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
