@@ -206,6 +206,12 @@ def compare(
     reference: Annotated[
         str | None, typer.Option(help="The model that the others are compared with; the first if left out.")
     ] = None,
+    battle: Annotated[
+        bool,
+        typer.Option(
+            "--battle", help="Also let their answers meet, two at a time, before the judge of a judged suite."
+        ),
+    ] = False,
     suite: Suites = [],  # noqa: B006
     samples: Samples = 4,
     limit: Limit = None,
@@ -216,7 +222,7 @@ def compare(
     from stretto.apps.evaluate import compare_command, options
 
     told = options(samples=samples, limit=limit, max_batch=max_batch)
-    compare_command(models, teacher, suite, out, told, device, reference)
+    compare_command(models, teacher, suite, out, told, device, reference, battle)
 
 
 def online(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_text
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
+from stretto.post.battle import battle
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
     RESULT_FILE,
@@ -31,6 +32,7 @@ from stretto.post.suite import (
 from stretto.report.evals import (
     Comparison,
     asked_table,
+    battle_table,
     compare,
     comparison_page,
     comparison_table,
@@ -99,10 +101,14 @@ def compare_command(
     options: EvalOptions,
     device: str = "auto",
     reference: str | None = None,
+    is_battle: bool = False,
 ) -> Comparison:
     """Compare evaluations, runs or checkpoints (``PATH`` or ``PATH:SUBNET``); of what was not evaluated, the evaluation by the suites
-    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each; ``reference``: one of ``models``, None: the first.
-    Raises `UserError`: as `eval_command` and `compare`."""
+    ``named`` is made, in a folder of ``out``. ``teachers``: ``DOMAIN=PATH`` each; ``reference``: one of ``models``, None: the first;
+    ``is_battle``: a judge compares their answers, too.
+    Raises `UserError`: as `eval_command`, `compare` and `battle`."""
+    if is_battle and len(models) < 2:
+        raise UserError(f"--battle: {models[0]} alone has no opponent; name two models or more")
     if reference is not None and reference not in models:
         raise UserError(f"--reference {reference}: none of the models; name one as it is named there")
     taught = {}
@@ -114,19 +120,24 @@ def compare_command(
     suites = parse_suites(named)
     if unknown := [domain for domain in taught if suites and not _only(suites, {domain})]:
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
-    found: dict[str, Evaluation] = {}
+    places: dict[str, Path] = {}
     for text in dict.fromkeys([*models, *taught.values()]):
         own = {
             domain for domain, path in taught.items() if path == text
         }  # of a teacher that is no model beside, what it teaches
         asked = suites if text in models else _only(suites, own)
-        found[text] = _found(text, asked, out / "evals", options, device)
+        places[text] = _evaluated(text, asked, out / "evals", options, device)
+    found = {text: read_evaluation(place) for text, place in places.items()}
     guides = {domain: found[path] for domain, path in taught.items()}
-    place = 0 if reference is None else list(models).index(reference)
-    done = compare([found[text] for text in models], guides, options.seed, place)
+    place, compared = 0 if reference is None else list(models).index(reference), [found[text] for text in models]
+    done = compare(compared, guides, options.seed, place)
+    if is_battle:
+        done = replace(done, battles=battle(compared, [places[text] for text in models], place, options.seed))
     write_text(out / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(asdict(done)), indent=1).decode() + "\n")
     console = rich.get_console()
     console.print(comparison_table(done))
+    if done.battles is not None:
+        console.print(battle_table(done.battles))
     console.print(f"{out / COMPARISON_FILE}; report: {write_page(comparison_page(done), out)}", soft_wrap=True)
     return done
 
@@ -138,14 +149,15 @@ def _only(suites: Mapping[str, SuiteConfig], domains: Collection[str]) -> dict[s
     return {name: suites[name].replace(sources=sources) for name, sources in kept.items() if sources}
 
 
-def _found(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Evaluation:
-    """What ``text`` names, if need be made."""
+def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, options: EvalOptions, device: str) -> Path:
+    """Where the evaluation lies that ``text`` names, if need be made."""
     if (Path(text) / RESULT_FILE).is_file():
-        return read_evaluation(Path(text))
+        return Path(text)
     path, _, subnet = (text, "", "") if Path(text).exists() else text.rpartition(":")
     if not suites:
         raise UserError(
             f"{text}: holds no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
         )
     place = "-".join(part for part in (*Path(path).parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
-    return eval_command(Path(path), suites, folder / place, options, subnet or None, device)
+    eval_command(Path(path), suites, folder / place, options, subnet or None, device)
+    return folder / place

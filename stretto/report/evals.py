@@ -16,6 +16,7 @@ from stretto.base.config import differences
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
+from stretto.evals.battles import Battles
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, interval, norm, resampled, share_interval
 from stretto.post.pipeline import COMPARISON_FILE
@@ -243,6 +244,7 @@ class Comparison:
     """Mean over domains."""
     num_infra: list[int]
     """Samples that could not be judged."""
+    battles: Battles | None = None
 
     def significant(self, place: int) -> list[str]:
         """Domains in which a model differs from the reference beyond chance."""
@@ -411,6 +413,33 @@ def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[floa
     return ["" if place == found.reference else text for place, text in enumerate(told)]
 
 
+def battle_table(found: Battles) -> Table:
+    """A row for each model: how strong it is, and its share of battles against each other one."""
+    rows = [
+        (Cell(name), Cell(_points(strength), strength.value, _points_range(strength)), *map(_share, rates))
+        for name, strength, rates in zip(found.models, found.strengths, found.rates, strict=True)
+    ]
+    told = found.verdicts
+    itself = (
+        f"against itself the first one wins {percent(found.itself.value)} ({_range(found.itself)})"
+        if found.itself
+        else ""
+    )
+    judge = f"the judge contradicts itself, shown the other order, in {percent(told.contradicted)}: ties"
+    note = "; ".join(part for part in (f"{told.num} battles over {found.num_problems} problems", judge, itself) if part)
+    note += f"; {told.num_infra} not judged. Strength: Bradley and Terry, 400 points are ten wins for each loss."
+    return Table("Battles", ("Model", "Strength", *(f"against {name}" for name in found.models)), tuple(rows), (), note)
+
+
+def _points(strength: Interval) -> str:
+    return f"{strength.value:+.0f}".replace("-", "−") if math.isfinite(strength.value) else "undetermined"
+
+
+def _points_range(strength: Interval) -> str:
+    ends = strength.low, strength.high
+    return f"{ends[0]:+.0f} … {ends[1]:+.0f}".replace("-", "−") if all(map(math.isfinite, ends)) else "undetermined"
+
+
 def _lead(found: Norm | None) -> Cell:
     if found is None:
         return NOTHING
@@ -502,4 +531,6 @@ def comparison_page(found: Comparison) -> Page:
     headline, sections = comparison_headline(found), [seesaw_section(found)]
     if len(set(found.flops_per_token)) > 1:
         sections.append(Section("cost", "Score over size", "", lambda: score_by_cost(found), "points"))
+    if found.battles is not None:
+        sections.append(Section("battles", "Battles", tables=(battle_table(found.battles),)))
     return Page("comparison", headline, tuple(found.models), tuple(sections), f"commit {git_commit() or 'unknown'}", "")

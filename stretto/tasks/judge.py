@@ -315,6 +315,25 @@ class JudgedSource(TaskSource):
         rates = win_rates(num, pairs, self._duels(problem, texts, pairs))
         return list(map(self._graded, rates, texts))
 
+    def duels(
+        self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]
+    ) -> list[tuple[float, float]]:
+        """What the first of each pair gets, 1, ½ or 0, shown first and shown second. Only those that differ and have words are shown to
+        the judge. Raises JudgeFailed."""
+        stop_s = self._stop_s()
+
+        def ask(pair: tuple[int, int]) -> float:
+            first, second = texts[pair[0]], texts[pair[1]]
+            has_words = bool(words(first)), bool(words(second))
+            if not all(has_words) or first == second:
+                return (1.0 + has_words[0] - has_words[1]) / 2
+            return self._judge.prefer(problem, first, second, stop_s)
+
+        swapped = [(second, first) for first, second in pairs]
+        with ThreadPoolExecutor(self.at_once) as pool:
+            said = list(pool.map(ask, [*pairs, *swapped]))
+        return [(one, 1.0 - other) for one, other in zip(said[: len(pairs)], said[len(pairs) :], strict=True)]
+
     def close(self) -> None:
         self._judge.close()
 
@@ -337,21 +356,8 @@ class JudgedSource(TaskSource):
         return Score(quality, Outcome.OK if quality >= self.args.good_at else Outcome.WRONG)
 
     def _duels(self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """What the first of each pair gets: 1, ½ or 0. Only those that differ and have words are shown to the judge."""
-        stop_s = self._stop_s()
-
-        def ask(pair: tuple[int, int]) -> float:
-            first, second = texts[pair[0]], texts[pair[1]]
-            has_words = bool(words(first)), bool(words(second))
-            if not all(has_words) or first == second:
-                return (1.0 + has_words[0] - has_words[1]) / 2
-            return self._judge.prefer(problem, first, second, stop_s)
-
-        swapped = [(second, first) for first, second in pairs]
-        with ThreadPoolExecutor(self.at_once) as pool:
-            said = list(pool.map(ask, [*pairs, *swapped]))
-        halves = zip(said[: len(pairs)], said[len(pairs) :], strict=True)
-        return [one if one == 1.0 - other else 0.5 for one, other in halves]
+        """What the first of each pair gets; a judge that contradicts itself has said tie."""
+        return [one if one == other else 0.5 for one, other in self.duels(problem, texts, pairs)]
 
     def _stop_s(self) -> float:
         return time.monotonic() + (self.verdict_s or math.inf)

@@ -86,6 +86,7 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     refused(stretto("eval", served_run, *arguments, "--temperature", "0"), "--samples 4")
     refused(stretto("eval", served_run, *arguments, "--embed", tmp_path), "config.json")
     refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
+    refused(stretto("compare", served_run, "--battle", "-o", tmp_path / "out"), "alone has no opponent")
     refused(
         stretto("compare", served_run, "-o", tmp_path / "out", "--suite", suite, "--teacher", "x"),
         "--teacher x",

@@ -1,0 +1,94 @@
+"""Evaluations against each other: a judge compares what models answered to the same prompts, each pair in both orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.base.track import progress
+from stretto.evals.battles import Battles, Verdicts, fight
+from stretto.post.suite import MOST_INFRA, SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
+from stretto.rl.launch import SourceTables
+from stretto.tasks.judge import JudgedSource, JudgeFailed
+from stretto.text.similar import spoken
+
+
+def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int = 0, seed: int = 0) -> Battles:
+    """Let the answers of ``models``, finished in ``folders``, meet in all domains that a judge scores, sample by sample; and the
+    reference's those of its own that came next, which half of them should win.
+
+    Raises:
+        UserError: no such domain, or more than `MOST_INFRA` of the battles could not be judged.
+    """
+    assert len(models) > 1, "one model alone has no opponent"
+    names = [name for name in models[0].domains if all(name in model.domains for model in models)]
+    samples = [read_samples(folder / SAMPLES_FILE) for folder in folders]
+    num_models, won, itself, asked, contradicted, infra = len(models), [], [], 0, 0, 0
+    with ExitStack() as held:
+        judged = {name: source for name, source in _sources(models[0], held).items() if name in names}
+        if not judged:
+            raise UserError(
+                "--battle: no domain with a judge in all evaluations; evaluate --suite writing, or one of yours"
+            )
+        work = [(name, item) for name in judged for item in _common(name, models)]
+        with progress("battles", len(work)) as advance:
+            for name, item in work:
+                texts = [
+                    {key[2]: spoken(each.text) for key, each in own.items() if key[:2] == (name, item)}
+                    for own in samples
+                ]
+                duels = list(_meetings(texts, reference))
+                flat = [text for _, _, pair in duels for text in pair]
+                pairs = [(2 * at, 2 * at + 1) for at in range(len(duels))]
+                asked += len(duels)
+                advance(1)
+                try:
+                    said = judged[name].duels(judged[name].problem(item), flat, pairs)
+                except JudgeFailed as failed:
+                    infra += len(duels)
+                    if infra > MOST_INFRA * len(work) * len(duels):
+                        raise UserError(
+                            f"--battle: {infra} battles could not be judged: {failed}; mend that and call again"
+                        ) from failed
+                    continue
+                got = [one if one == other else 0.5 for one, other in said]
+                contradicted += sum(one != other for one, other in said)
+                wins_MM = np.full((num_models, num_models), np.nan)
+                for i, j in {(i, j) for i, j, _ in duels if i != j}:
+                    wins_MM[i, j] = np.mean([each for each, duel in zip(got, duels, strict=True) if duel[:2] == (i, j)])
+                    wins_MM[j, i] = 1 - wins_MM[i, j]
+                own = [each for each, (i, j, _) in zip(got, duels, strict=True) if i == j]
+                won.append(wins_MM)
+                itself.append(np.mean(own) if own else np.nan)
+    told = Verdicts(asked, contradicted / max(1, asked - infra), infra)
+    return fight([model.name for model in models], np.array(won), np.array(itself), reference, told, seed)
+
+
+def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tuple[int, int, tuple[str, str]]]:
+    """Who meets whom with which answers, each model's by number: equal numbers, and of the reference each second one's next."""
+    for i, first in enumerate(texts):
+        for j, second in enumerate(texts[i + 1 :], i + 1):
+            yield from ((i, j, (first[number], second[number])) for number in sorted(first.keys() & second.keys()))
+    own = texts[reference]
+    yield from ((reference, reference, (own[at], own[at + 1])) for at in sorted(own)[::2] if at + 1 in own)
+
+
+def _sources(model: Evaluation, held: ExitStack) -> dict[str, JudgedSource]:
+    """Those that judge, open."""
+    found: dict[str, JudgedSource] = {}
+    for told in model.asked["suites"].values():
+        suite = validate(SuiteConfig, told, model.name)
+        sources = {name: each for name, each in suite.sources.items() if each.kind == "judged" or ":" in each.kind}
+        opened = held.enter_context(SourceTables(sources, suite.sandbox).opened())
+        found |= {name: source for name, source in opened.items() if isinstance(source, JudgedSource)}
+    return found
+
+
+def _common(name: str, models: Sequence[Evaluation]) -> list[int]:
+    rest = [set(model.domains[name].items) for model in models[1:]]
+    return [item for item in models[0].domains[name].items if all(item in each for each in rest)]
