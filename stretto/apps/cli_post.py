@@ -165,7 +165,9 @@ def evaluate(
     from stretto.post.suite import parse_suites
 
     theirs, ours = harness_names(suite)
-    if presets and (unused := [flag for flag, value in (("--subnet", subnet), ("--right", right)) if value is not None]):
+    if presets and (
+        unused := [flag for flag, value in (("--subnet", subnet), ("--right", right)) if value is not None]
+    ):
         raise UserError(f"{unused[0]}: is of one size; leave out --presets")
     if presets and theirs:
         raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")

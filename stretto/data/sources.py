@@ -208,24 +208,13 @@ def read_files(
             raise UserError(f"{file}: empty; remove it or fill it")
 
 
-def read_rows(file: Path) -> list[tuple[dict[str, Any], str]]:
-    """The records of a JSONL, CSV or Parquet file, each with the place where it stands. Raises `UserError`: as `read_files`."""
-    rows = _Rows()
-    for _ in read_files([file], rows):
-        pass
-    return rows.found
-
-
-class _Rows:
-    """The `Form` that keeps records as they are."""
+class Rows(list[tuple[dict[str, Any], str]]):
+    """Records as they are, each with the place where it stands: a `Form` that keeps what is read through it."""
 
     columns, blank = None, "records"
 
-    def __init__(self) -> None:
-        self.found: list[tuple[dict[str, Any], str]] = []
-
     def document(self, record: dict[str, Any], place: str) -> Document:
-        self.found.append((record, place))
+        self.append((record, place))
         return Document("a record")
 
 

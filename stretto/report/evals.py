@@ -124,14 +124,10 @@ def place_table(found: Evaluation) -> Table:
                 (Cell(name), Cell(place), *shares, NOTHING if each.recall is None else Cell(percent(each.recall)))
             )
         if result.places:
-            biases.append(f"{name}: {percent(place_bias(result))}")
+            moved = sum(abs(each.chosen - each.right) for each in result.places.values()) / 2
+            biases.append(f"{name} {percent(moved)}")
     note = "Answers that would have to move for every place to be chosen as often as it is right: " + ", ".join(biases)
     return Table("Places", ("Domain", "Place", "Chosen", "Right", "Chosen where right"), tuple(rows), (), note)
-
-
-def place_bias(result: DomainResult) -> float:
-    """Half the sum of |chosen − right| over places: the share of answers that would have to move."""
-    return sum(abs(each.chosen - each.right) for each in result.places.values()) / 2
 
 
 def answers_table(found: Evaluation) -> Table:
@@ -416,7 +412,7 @@ def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[floa
 def battle_table(found: Battles) -> Table:
     """A row for each model: how strong it is, and its share of battles against each other one."""
     rows = [
-        (Cell(name), Cell(_points(strength), strength.value, _points_range(strength)), *map(_share, rates))
+        (Cell(name), _elo(strength), *map(_share, rates))
         for name, strength, rates in zip(found.models, found.strengths, found.rates, strict=True)
     ]
     told = found.verdicts
@@ -431,13 +427,11 @@ def battle_table(found: Battles) -> Table:
     return Table("Battles", ("Model", "Strength", *(f"against {name}" for name in found.models)), tuple(rows), (), note)
 
 
-def _points(strength: Interval) -> str:
-    return f"{strength.value:+.0f}".replace("-", "−") if math.isfinite(strength.value) else "undetermined"
-
-
-def _points_range(strength: Interval) -> str:
-    ends = strength.low, strength.high
-    return f"{ends[0]:+.0f} … {ends[1]:+.0f}".replace("-", "−") if all(map(math.isfinite, ends)) else "undetermined"
+def _elo(found: Interval) -> Cell:
+    value, low, high = (f"{each:+.0f}".replace("-", "−") for each in (found.value, found.low, found.high))
+    if not math.isfinite(found.low + found.high):
+        value = low = high = "undetermined"
+    return Cell(value, found.value, f"{low} … {high}" if low != high else "")
 
 
 def _lead(found: Norm | None) -> Cell:
