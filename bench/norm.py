@@ -108,11 +108,14 @@ CANDIDATES: Mapping[str, Sequence[Setting]] = {
     ),
 }
 SETTLED: Mapping[str, Sequence[Setting]] = {
-    **{arm: (Setting(),) for arm in ("expert", "distil", "mixed", "cascade", "average")},
-    "offline": (Setting(epochs=4),),
+    "expert": (Setting(2.0),),
+    "distil": (Setting(0.5),),
+    "mixed": (Setting(),),
+    "cascade": (Setting(),),
+    "offline": (Setting(2.0, epochs=4),),
     "average": CANDIDATES["average"],
     "task arithmetic": (Setting(merge=MergeOptions(method="task-arithmetic", scale=0.5)),),
-    "TIES": (Setting(merge=MergeOptions(method="ties", scale=1.0, density=0.8)),),
+    "TIES": (Setting(merge=MergeOptions(method="ties", scale=0.7, density=0.8)),),
 }
 """What a search has chosen before, for studies that cannot afford one."""
 REINFORCED = ("expert", "mixed", "cascade")

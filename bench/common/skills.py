@@ -1,7 +1,7 @@
 """Three skills on digits that have nothing in common but the form of their answers, each beside a wrong way to go about it.
 
-Examples take the wrong way in most of their pairs of digits, so that a start answers few problems rightly, drawn or greedy, and what
-an expert finds out, which way is right, says nothing of the other skills. Of six digits there are a million problems: none comes up twice.
+Examples take the wrong way in half of their pairs of digits, so that a start answers few problems rightly, drawn or greedy, and what an
+expert finds out, which way is right, says nothing of the other skills. Of six digits there are a million problems: few come up twice.
 """
 
 from __future__ import annotations
