@@ -76,7 +76,7 @@ class _Level:
 
 _ALL: tuple[Operation, ...] = ("cancel", "change", "refund", "create")
 LEVELS: Final[Mapping[str, _Level]] = {
-    "tiny": _Level(True, 1, 1, 3, 3, ("cancel",), 1, asks=1.0, withheld=0.0, wavers=0.2, id_length=2),
+    "tiny": _Level(True, 1, 0, 3, 3, ("cancel",), 1, asks=1.0, withheld=0.0, wavers=0.2, id_length=2),
     "small": _Level(True, 1, 2, 3, 4, ("cancel", "change"), 2, asks=0.7, withheld=0.3, wavers=0.3),
     "medium": _Level(False, 1, 4, 4, 8, _ALL, 3, asks=0.7, withheld=0.5, wavers=0.3),
     "long": _Level(False, 2, 5, 5, 16, _ALL, 2, asks=0.7, withheld=0.5, wavers=0.3, num_words=2000),
@@ -423,17 +423,25 @@ def _verdict(rows: Rows, request: _Request | None) -> Verdict:
     return "transfer" if verdict == "do" and is_dear else verdict
 
 
+def _rule(kind: _Kind, operation: Operation, state: str) -> str:
+    verdict = kind.rules[operation][state]
+    allowed = "allowed after a yes" if operation in kind.asks else "allowed"
+    return f'"{state}": {allowed if verdict == "do" else f"call {verdict}"}.'
+
+
+def _dear(kind: _Kind) -> str:
+    return f'"{PRICE}" is above {kind.limit}: call transfer.'
+
+
 def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
     """All that decides, in any order, and at least so many words of what does not."""
     lines = []
     for kind in case.kinds:
         for operation, rules in kind.rules.items():
-            allowed = "allowed after a yes" if operation in kind.asks else "allowed"
-            for state, verdict in rules.items():
-                said = allowed if verdict == "do" else f"call {verdict}"
-                lines.append(f'{operation}_{kind.name} where "{kind.state}" is "{state}": {said}.')
+            for state in rules:
+                lines.append(f'{operation}_{kind.name} where "{kind.state}" is {_rule(kind, operation, state)}')
         if "refund" in kind.rules:
-            lines.append(f'refund_{kind.name} that is allowed, where "{PRICE}" is above {kind.limit}: call transfer.')
+            lines.append(f"refund_{kind.name} that is allowed, where {_dear(kind)}")
     draw.shuffle(lines)
     left = num_words - sum(len(line.split()) for line in lines)
     while left > 0:
@@ -441,7 +449,7 @@ def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
         note = draw.choice(_NOTES).format(kind=kind.name, field=draw.choice(kind.fields))
         lines.insert(draw.randrange(len(lines) + 1), note)
         left -= len(note.split())
-    last = 'For a yes ask a question with the "id" and all new values. What is no question ends the conversation.'
+    last = 'For a yes ask with the "id" and all new values. A turn without "?" ends it.'
     return "\n".join([*lines, last])
 
 
@@ -493,11 +501,12 @@ def _acts_unasked(case: _Case, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any]]:
-    """Its turns and the customer's, without what tools give. One that does not heed the policy does all that it is asked."""
+    """Its turns and the customer's, without what tools give. It quotes the rule that it follows, so that what a small network has to
+    learn is to copy; one that does not heed the policy does all that it is asked."""
     turns: list[Mapping[str, Any]] = []
 
-    def call(name: str, arguments: Mapping[str, str]) -> None:
-        turns.append(_call(name, arguments))
+    def call(name: str, arguments: Mapping[str, str], thought: str = "") -> None:
+        turns.append(_call(name, arguments, thought))
 
     def say(text: str) -> None:
         turns.append({"role": "assistant", "content": text})
@@ -509,28 +518,31 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
     for place, request in enumerate(case.script):
         if request is None:
             break
-        kind, values = request.kind, dict(request.values)
+        kind, operation, values = request.kind, request.operation, dict(request.values)
+        row = case.rows[kind.name].get(request.id, values)
         if request.id:
             if case.shown == "field":
-                field = kind.fields[0]
-                call(f"list_{kind.name}", {"field": field, "value": case.rows[kind.name][request.id][field]})
+                call(f"list_{kind.name}", {"field": kind.fields[0], "value": row[kind.fields[0]]})
             call(f"get_{kind.name}", {"id": request.id})
-        if heeds_policy and (verdict := _verdict(case.rows, request)) != "do":
-            call(verdict, {})
+        verdict, rule = _verdict(case.rows, request), _rule(kind, operation, row[kind.state])
+        if verdict == "transfer" and kind.rules[operation][row[kind.state]] == "do":
+            rule += f" But {_dear(kind)}"
+        if heeds_policy and verdict != "do":
+            call(verdict, {}, rule)
             return turns
-        if request.operation in kind.asks:
+        if operation in kind.asks:
             named = [f'"{request.id}"'] * bool(request.id) + [f'"{name}" "{value}"' for name, value in values.items()]
-            say(f"Shall I {request.operation} {', '.join(named)}?")
+            say(f"{rule} Shall I {operation} {', '.join(named)}?")
+            rule = ""
         if place + 1 == len(case.script):
-            told = {"id": request.id} if request.id else values
-            if request.operation == "change":
+            if operation == "change":
                 ((field, value),) = request.values
-                told |= {"field": field, "value": value}
-            call(f"{request.operation}_{kind.name}", told)
+                values = {"field": field, "value": value}
+            call(f"{operation}_{kind.name}", {"id": request.id} | values if request.id else values, rule)
     say(_DONE)
     return turns
 
 
-def _call(name: str, arguments: Mapping[str, str]) -> Mapping[str, Any]:
+def _call(name: str, arguments: Mapping[str, str], thought: str = "") -> Mapping[str, Any]:
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"role": "assistant", "content": thought, "tool_calls": [call]}
