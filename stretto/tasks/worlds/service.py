@@ -492,7 +492,7 @@ def _acts_unasked(case: _Case, messages: Sequence[Mapping[str, Any]]) -> bool:
     for message in messages:
         if message["role"] == "user":
             said = str(message["content"])
-        elif said != YES and any(call["function"]["name"] in asks for call in message.get("tool_calls") or ()):
+        elif message["role"] == "tool" and message["name"] in asks and said != YES:
             return True
     return False
 
