@@ -4,11 +4,12 @@
     python -m bench.service runs/service --seeds 1 --problems 50    a look
     python -m bench.service runs/service --set train.steps=1        rewards for one step alone: must fail
 
-For each seed a network of random weights (`recipes/service.toml`) learns from demonstrations and then by reinforcement, on
-schemas of part ``train``. It is asked problems of part ``held_out``, whose names occur in no other, at temperature 1, as it was
-trained: pass^1 and pass^4, the chance that one sample is right, and that all of four are. Neither chooses anything here: steps and
-rates are the recipe's, for all seeds alike. Beside them stand agents that need no network: one that says nothing, one that always
-transfers, and one that does all that it is asked after a yes and never reads the policy.
+A network of random weights (`recipes/service.toml`) learns from demonstrations, and from there, for each seed with other
+problems, by reinforcement, all on schemas of part ``train``. It is asked problems of part ``held_out``, whose names occur in
+no other, at temperature 1, as it was trained: pass^1 and pass^4, the chance that one sample is right, and that all of four are.
+Neither chooses anything here: steps and rates are the recipe's, for all seeds alike. Beside them stand agents that need no
+network: one that says nothing, one that always transfers, and one that does all that it is asked after a yes and never reads the
+policy.
 
 What has ended is kept in OUT, and not done again; supervised training and evaluations go on where they were stopped. Exit code 1: pass^1
 is below 80 % or pass^4 below 60 % in the mean over seeds, or doing nothing is right more often than 5 %.
@@ -34,12 +35,11 @@ from stretto.evals.scores import Interval
 from stretto.post.suite import EvalOptions, Evaluation, SuiteConfig, evaluate
 from stretto.rl.log import StepReport
 from stretto.rl.plain import run_plainly
-from stretto.rl.recipe import START, RlRecipe
+from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
 SOURCE = "service"
-STAGES = {"demonstrations": START, "and rewards": CHECKPOINT}
-"""Their checkpoints, in a seed's folder."""
+STAGES = ("demonstrations", "and rewards")
 IDLE, TRANSFERS, OBLIGES = "empty", "always transfer", "always obliging"
 K = 4
 AIMS = {1: 0.8, K: 0.6}
@@ -54,17 +54,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=100, help="held out, of every seed")
     parser.add_argument("--samples", type=int, default=8, help="of each")
+    parser.add_argument("--own-starts", action="store_true", help="demonstrations anew for each seed, not once for all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, list[Evaluation]] = {name: [] for name in STAGES}
     for seed in range(options.seeds):
-        recipe = read_recipe(options.recipe, RlRecipe, [*options.settings, f"train.seed={seed}"])
+        seeds = [f"train.seed={seed}", f"sources.{SOURCE}.args.seed={seed}"]
+        recipe = read_recipe(options.recipe, RlRecipe, [*options.settings, *seeds])
         folder = options.out / f"seed-{seed}"
-        train(recipe, folder, options.device)
-        for stage, place in STAGES.items():
-            found[stage].append(ask(recipe, folder / place, options))
+        start = made_start(recipe, folder if options.own_starts else options.out / "seed-0", device=options.device)
+        checkpoints = {"demonstrations": start, "and rewards": train(recipe, folder, start, options.device)}
+        for stage, checkpoint in checkpoints.items():
+            found[stage].append(ask(recipe, checkpoint, options))
             score = found[stage][-1].domains[SOURCE]
             print(
                 f"seed {seed}, {stage}: pass^1 {score.pass_hat[1].value:.3f}, pass^{K} {score.pass_hat[K].value:.3f}",
@@ -76,25 +79,26 @@ def main() -> None:
     sys.exit(not reached or any(one.baselines[IDLE].value > MOST_IDLE for one in last))
 
 
-def train(recipe: RlRecipe, folder: Path, device: str) -> None:
-    """Both stages of a seed."""
-    if (folder / CHECKPOINT).is_dir():
-        return
-    start, run = made_start(recipe, folder, device=device), folder / "rl"
+def train(recipe: RlRecipe, folder: Path, start: Path, device: str) -> Path:
+    """A seed's checkpoint after reinforcement learning."""
+    run, checkpoint = folder / "rl", folder / CHECKPOINT
+    if checkpoint.is_dir():
+        return checkpoint
     remove(run)  # of a run that was cut short nothing is to stay
     with progress(f"{folder.name}: rewards", recipe.train.steps) as advance:
 
         def report(step: StepReport) -> None:
             advance(1, f"reward {step.scalars['reward/mean']:.2f}")
 
-        asyncio.run(run_plainly(recipe, run, start, folder / CHECKPOINT, report, device=device))
+        asyncio.run(run_plainly(recipe, run, start, checkpoint, report, device=device))
     remove(run)
+    return checkpoint
 
 
 def ask(recipe: RlRecipe, checkpoint: Path, options: argparse.Namespace) -> Evaluation:
     source = recipe.sources[SOURCE]
     suite = SuiteConfig(
-        sources={SOURCE: source.replace(args={**source.args, "part": "held_out"})},
+        sources={SOURCE: source.replace(args={**source.args, "part": "held_out", "seed": 0})},
         problems=options.problems,
         max_tokens=recipe.rollout.max_tokens,
         max_turns=recipe.rollout.max_turns,

@@ -9,7 +9,7 @@ turns (`stretto.rl.agent`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Example:
     tokens: np.ndarray
     """int64 [T]."""
     is_written: np.ndarray
-    """bool [T]: the model is to write the token."""
+    """bool [T]: the token is learnt: the model is to write it, unless prompts are learnt too."""
 
 
 def sft_conversations(
@@ -168,7 +168,9 @@ def sft(
     plan = _plan_of(recipe, start).for_network(config, begun.presets or {})
     job = Job(
         run=run,
-        loader=Demonstrations(lambda: examples(sources, prompts, tokenizer, start.noise), plan.train, ranks),
+        loader=Demonstrations(
+            lambda: examples(sources, prompts, tokenizer, start.noise, start.learns_prompts), plan.train, ranks
+        ),
         held_out=(),
         data_hash=tokenizer.fingerprint(),
         ranks=ranks,
@@ -287,7 +289,11 @@ def learn_tokenizer(sources: Mapping[str, TaskSource], prompts: Prompts, vocab_s
 
 
 def examples(
-    sources: Mapping[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer, noise: float
+    sources: Mapping[str, TaskSource],
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    noise: float,
+    learns_prompts: bool = False,
 ) -> Iterator[Example]:
     """Endless, the same each time. A share ``noise`` of answers is another problem's of the same source. Raises
     `UserError`: the chat template refuses a conversation.
@@ -302,7 +308,8 @@ def examples(
             size = prompts.sizes[prompts.names.index(task.source)]
             shift = 1 + int(rng.integers(1 << 20 if size is None else max(1, size - 1)))
             answered = source.problem(task.item + shift if size is None else (task.item + shift) % size)
-        yield example(dialogue, problem, source.demonstration(answered), schemas(source, problem))
+        made = example(dialogue, problem, source.demonstration(answered), schemas(source, problem))
+        yield replace(made, is_written=np.ones_like(made.is_written)) if learns_prompts else made
         number += 1
 
 

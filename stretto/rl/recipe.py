@@ -61,6 +61,9 @@ class StartConfig(Config):
     rows: int = Field(default=16, gt=0)
     noise: float = Field(default=0.0, ge=0, lt=1)
     """Share of answers that are replaced by another problem's: a known headroom for RL."""
+    learns_prompts: bool = False
+    """Prompts, and what tools and users say, are learnt too: a network of random weights finds in them how to copy, long before
+    it would from the few tokens that it is to write."""
     elastic: SelfTaughtConfig | None = None
     """Train this mixture of Subnets, so that parts of the start work too; None: the full network alone."""
 

@@ -102,6 +102,15 @@ def test_a_share_of_answers_is_anothers(sources: dict[str, TaskSource], prompts:
     assert 0.2 < share < 0.4 and noisy == again
 
 
+def test_prompts_are_learnt_where_a_start_says_so(
+    sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    answers, all_of_it = (list(islice(examples(sources, prompts, tokenizer, 0.0, told), 20)) for told in (False, True))
+    for one, other in zip(answers, all_of_it, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert not one.is_written.all() and other.is_written.all()
+
+
 def test_rows_hold_every_example_once_and_learn_only_what_is_written(
     sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer
 ) -> None:

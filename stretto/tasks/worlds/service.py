@@ -88,8 +88,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "field": """colour gate depot tariff owner route grade channel branch origin target season format carrier region tier ward
         vessel sector shelf campus district harbour terminal phase track crew lane stall pier deck bay zone lot rack aisle""",
     "state": """pending packed sealed dormant frozen queued flagged drafted signed lapsed settled parked routed stored weighed
-        billed pooled posted locked audited matched merged hoisted tabled
-        scanned shelved traced mailed waived bundled graded halved loaned pinned swapped tallied""",
+        billed pooled posted locked audited matched merged hoisted tabled scanned
+        shelved traced mailed waived bundled graded halved loaned pinned swapped tallied""",
     "value": """amber birch cobalt dune ember fjord garnet heather indigo jasper kelp larch maple nickel onyx pearl quartz raven
         sable thistle umber velvet willow yarrow aspen basalt cedar delta elder flint granite hazel iris juniper karst lotus
         marble nutmeg opal poplar quill russet sorrel tundra ultra verbena walnut xenon yucca zinc acacia bronze clover dahlia
@@ -103,7 +103,6 @@ _NOTES = (
     'A "{kind}" keeps its "{field}" for as long as it is on file, whoever asks.',
     'Do not guess the "{field}" of a "{kind}"; records are the only source.',
     'Customers may call the "{field}" of a "{kind}" by another name; use ours when you call a tool.',
-    'Of several calls about one "{kind}" each is filed by its time, and its "{field}" is left as it was.',
 )
 
 
@@ -253,7 +252,7 @@ def _id(draw: random.Random, length: int) -> str:
 
 
 def _of_part(part: Part, words: Sequence[str]) -> Sequence[str]:
-    """A third is held out. Of coined words each syllable is in both parts, at both places: there are not 3n of them."""
+    """A third is held out. Of coined words both parts have all syllables at both places: their number is no multiple of 3."""
     return [word for place, word in enumerate(words) if (place % 3 == 2) is (part == "held_out")]
 
 
@@ -402,9 +401,7 @@ def _tool(
         if told.keys() != wants.keys() or not all(isinstance(value, str) for value in told.values()):
             return ToolResult(f"error: {name} takes {', '.join(wants) or 'nothing'}: texts", Outcome.WRONG, 0.0)
         text = run(told)
-        if text is None:
-            return ToolResult("error: there is none", Outcome.WRONG, 0.0)
-        return ToolResult(text, Outcome.OK, 0.0)
+        return ToolResult(text or "error: there is none", Outcome.WRONG if text is None else Outcome.OK, 0.0)
 
     return Tool(name, description, schema, call)
 
@@ -469,12 +466,16 @@ def _told(request: _Request, case: _Case) -> str:
 def _heard(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
     """What he answers to the last turn, None: he goes; and the place in the script that he has come to."""
     place, reply = 0, None
+    ids = {key for rows in case.rows.values() for key in rows}
     turns = [each for each in messages if each["role"] == "assistant" and not each.get("tool_calls")]
     for number, turn in enumerate(turns):
         text, wanted = str(turn["content"]), case.script[place]
+        named = set(re.findall(r"\w+", text))
         if "?" not in text or wanted is None or number >= _PATIENCE:
             reply = None
-        elif not wanted.facts <= set(re.findall(r"\w+", text)):
+        elif (
+            not wanted.facts <= named or named & ids - wanted.facts
+        ):  # nor is a question about all records one about his
             reply = _told(wanted, case)
         elif place + 1 == len(case.script):
             reply = YES
@@ -492,7 +493,7 @@ def _acts_unasked(case: _Case, messages: Sequence[Mapping[str, Any]]) -> bool:
     for message in messages:
         if message["role"] == "user":
             said = str(message["content"])
-        elif message["role"] == "tool" and message["name"] in asks and said != YES:
+        elif message["role"] == "tool" and message.get("name") in asks and said != YES:
             return True
     return False
 
@@ -504,9 +505,6 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
     """Its turns and the customer's, without what tools give. It quotes the rule that it follows, so that what a small network has to
     learn is to copy; one that does not heed the policy does all that it is asked."""
     turns: list[Mapping[str, Any]] = []
-
-    def call(name: str, arguments: Mapping[str, str], thought: str = "") -> None:
-        turns.append(_call(name, arguments, thought))
 
     def say(text: str) -> None:
         turns.append({"role": "assistant", "content": text})
@@ -522,14 +520,13 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
         row = case.rows[kind.name].get(request.id, values)
         if request.id:
             if case.shown == "field":
-                call(f"list_{kind.name}", {"field": kind.fields[0], "value": row[kind.fields[0]]})
-            call(f"get_{kind.name}", {"id": request.id})
+                turns.append(_call(f"list_{kind.name}", {"field": kind.fields[0], "value": row[kind.fields[0]]}))
+            turns.append(_call(f"get_{kind.name}", {"id": request.id}))
         verdict, rule = _verdict(case.rows, request), _rule(kind, operation, row[kind.state])
         if verdict == "transfer" and kind.rules[operation][row[kind.state]] == "do":
             rule += f" But {_dear(kind)}"
         if heeds_policy and verdict != "do":
-            call(verdict, {}, rule)
-            return turns
+            return [*turns, _call(verdict, {}, rule)]
         if operation in kind.asks:
             named = [f'"{request.id}"'] * bool(request.id) + [f'"{name}" "{value}"' for name, value in values.items()]
             say(f"{rule} Shall I {operation} {', '.join(named)}?")
@@ -538,7 +535,8 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
             if operation == "change":
                 ((field, value),) = request.values
                 values = {"field": field, "value": value}
-            call(f"{operation}_{kind.name}", {"id": request.id} | values if request.id else values, rule)
+            told = {"id": request.id} | values if request.id else values
+            turns.append(_call(f"{operation}_{kind.name}", told, rule))
     say(_DONE)
     return turns
 

@@ -143,6 +143,16 @@ def test_a_yes_to_something_else_is_none() -> None:
         assert not judged(desk, problem, told).ok
 
 
+def test_a_question_about_all_records_gets_no_yes() -> None:
+    desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
+    asked = next(turn["content"] for turn in turns if "?" in turn["content"])
+    with closing(desk.open(problem)) as session:
+        ids = (first + second for first in "bcdfghjkmnpqrstvwxz" for second in "0123456789")
+        known = [key for key in ids if use(session, names(turns)[0], {"id": key}).outcome is Outcome.OK]
+        assert session.reply([say(asked)]) == YES
+        assert session.reply([say(f"{asked} {' '.join(known)}?")]) != YES
+
+
 def test_nothing_else_may_change() -> None:
     desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
     assert judged(desk, problem, turns).ok
