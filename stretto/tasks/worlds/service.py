@@ -3,9 +3,9 @@
 The model talks with a customer who wants something done to a record, and may do it where the policy in the system message
 allows it: by the record's state, which has to be looked up, and mostly after the customer's yes. Where the policy says so it
 must decline or hand over to a person instead, each by a call. Success is the data base at the end, compared whole, as in
-tau-bench (2406.12045), and beside it: that the conversation ended by the right call or by none, that nothing was done without
-the yes that it needs, and that the customer, who may change his mind when he is asked, was heard to the end. So an agent
-that says or does nothing is never right.
+tau-bench (2406.12045), and beside it: that the conversation ended by the right call or by none, that the record was read and
+nothing done without the yes that it needs, and that the customer, who may change his mind when he is asked, was heard to the
+end. So an agent that says or does nothing is never right, and one that hands over without a look hardly ever.
 
 Every problem has a schema of its own. The names in those of part ``held_out`` occur in none of part ``train``.
 """
@@ -309,6 +309,7 @@ class ServiceSession(Session):
     def __init__(self, case: _Case) -> None:
         self._case = case
         self._rows = {kind: {key: dict(row) for key, row in rows.items()} for kind, rows in case.rows.items()}
+        self._read: list[str] = []
         self._ending = ""
         self._tools = tuple(self._made())
 
@@ -324,7 +325,7 @@ class ServiceSession(Session):
         return _heard(self._case, messages)[0]
 
     def digest(self) -> str:
-        told = json.dumps([self._rows, self._ending], sort_keys=True)
+        told = json.dumps([self._rows, self._read, self._ending], sort_keys=True)
         return blake2b(told.encode(), digest_size=16).hexdigest()
 
     def score(self, answer: Answer) -> Score:
@@ -336,6 +337,7 @@ class ServiceSession(Session):
         parts = {
             "database": float(self._rows == goal._rows),
             "ending": float(self._ending == goal._ending),
+            "read": float(wanted is None or wanted.id in ("", *self._read)),
             "heard": float(_heard(self._case, answer.messages)[1] == len(self._case.script) - 1),
             "asked": float(not _acts_unasked(self._case, answer.messages)),
         }
@@ -360,7 +362,10 @@ class ServiceSession(Session):
 
     def _get(self, kind: _Kind, told: Mapping[str, str]) -> str | None:
         row = self._rows[kind.name].get(told["id"])
-        return None if row is None else json.dumps({"id": told["id"], **row})
+        if row is None:
+            return None
+        self._read.append(told["id"])
+        return json.dumps({"id": told["id"], **row})
 
     def _list(self, kind: _Kind, told: Mapping[str, str]) -> str | None:
         rows = self._rows[kind.name].items()
@@ -446,7 +451,7 @@ def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
         note = draw.choice(_NOTES).format(kind=kind.name, field=draw.choice(kind.fields))
         lines.insert(draw.randrange(len(lines) + 1), note)
         left -= len(note.split())
-    last = 'For a yes ask with the "id" and all new values. A turn without "?" ends it.'
+    last = 'Read records first. For a yes ask with the "id" and all new values. A turn without "?" ends it.'
     return "\n".join([*lines, last])
 
 

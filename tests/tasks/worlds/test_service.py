@@ -96,10 +96,13 @@ def test_doing_nothing_is_never_right() -> None:
         assert not judged(desk, problem, [say("Done.")]).ok
 
 
-def test_an_agent_that_hands_over_is_right_only_where_it_has_to() -> None:
-    right = [judged(desk, problem, desk.baselines(problem)["always transfer"]).ok for desk, problem, _ in cases()]
-    wanted = [problem.gold == "transfer" for _, problem, _ in cases()]
-    assert any(right) and not any(one and not other for one, other in zip(right, wanted, strict=True))
+def test_an_agent_that_hands_over_without_a_look_is_hardly_ever_right() -> None:
+    for desk, problem, turns in cases("medium"):
+        is_new = any(name.startswith("create") for name in names(desk.baselines(problem)["always obliging"]))
+        right = judged(desk, problem, desk.baselines(problem)["always transfer"]).ok
+        assert right <= (is_new and problem.gold == "transfer")
+        blind = [turn for turn in turns if not names([turn]) or not names([turn])[0].startswith("get")]
+        assert is_new or "leave it" in str(turns) or not judged(desk, problem, blind).ok
 
 
 def test_an_agent_that_obliges_breaks_the_policy() -> None:
