@@ -20,6 +20,7 @@ from stretto.tasks.tools import ToolsSource
 from stretto.tasks.verifiers import VerifiersSource
 from stretto.tasks.worlds.search import SearchSource
 from stretto.tasks.worlds.service import ServiceSource
+from stretto.tasks.worlds.sheets import SheetsSource
 
 KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
@@ -30,6 +31,7 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "math": MathSource,
     "search": SearchSource,
     "service": ServiceSource,
+    "sheets": SheetsSource,
     "strings": StringsSource,
     "tools": ToolsSource,
     "verifiers": VerifiersSource,

@@ -1,0 +1,486 @@
+"""Spreadsheet tasks: an agent works on one workbook, and what it did must also be right on others, which have other values.
+
+A session keeps what was done, in order: ranges filled, programs run. Judging does the same to the task's other workbooks, has
+their formulas computed, and compares cell by cell: those asked for with their right values, all others with what they were. So
+values that were written down instead of computed are wrong.
+
+Tasks are generated (`stretto.tasks.worlds.sheet_tasks`), or, with ``path``, those of SpreadsheetBench (2406.14991): a folder
+with ``dataset.json`` and the workbooks that it names. There cells are compared as published, that is loosely, and no others are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json
+from stretto.base.track import say
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.sandbox.outcome import ToolResult
+from stretto.sandbox.tools import shorten
+from stretto.tasks.session import SessionSource, recorded
+from stretto.tasks.task import Answer, Problem, Range, Score, Session, Tool
+from stretto.tasks.worlds.sheet_tasks import EPOCH, Kind, Layout, Part, SheetTask, make_task
+from stretto.tasks.worlds.workbook import (
+    Book,
+    Cells,
+    EngineName,
+    Place,
+    Recalculator,
+    Refused,
+    Value,
+    area_of,
+    cell_name,
+    check_content,
+    check_harmless,
+    column_name,
+    filled,
+    is_formula,
+    read_book,
+    write_book,
+)
+
+ToolName = Literal["sheets", "read", "write", "python"]
+_AT_ONCE: Final = 32
+"""Answers judged at once: their workbooks go through the engine together."""
+_CLOSE: Final = 1e-9
+"""Relative: files hold 15 digits of a number."""
+_MOST_DUMPED: Final = 16 << 20
+_MOST_COLUMNS: Final = 40
+"""That a prompt shows."""
+_MOST_ANSWERS: Final = 1 << 20
+"""Cells of a published answer; beyond it the task is left out."""
+_LAYOUT: Final = (
+    "the folder with dataset.json and, as it says, spreadsheet/ID/1_ID_input.xlsx, 1_ID_answer.xlsx, 2_ID_…"
+)
+_PAIRS: Final = (("_input.xlsx", "_answer.xlsx"), ("_init.xlsx", "_golden.xlsx"))
+"""Ends of the names of a data instance and of its right answer, in the whole data and in its verified part."""
+# Appended to a program: the cells of what it has saved, as JSON behind a mark.
+_DUMP = """
+def _stretto_dump():
+    import json, openpyxl
+    from openpyxl.utils.datetime import to_excel
+    book, cells = openpyxl.load_workbook("book.xlsx"), []
+    for sheet in book.worksheets:
+        for row in sheet.iter_rows():
+            for cell in row:
+                value = getattr(cell.value, "text", cell.value)
+                if cell.is_date and not isinstance(value, (str, int, float)):
+                    value = float(to_excel(value))
+                if value is not None:
+                    value = value if isinstance(value, (bool, int, float)) else str(value)
+                    cells.append((sheet.title, cell.row, cell.column, value, cell.is_date))
+    print("\\x1ebook" + json.dumps([book.sheetnames, cells]))
+_stretto_dump()
+"""
+
+
+class SheetsArgs(Range):
+    """Of kind ``sheets``. With ``path``, what is about generated tasks is not looked at."""
+
+    path: Path | None = None
+    """Folder of SpreadsheetBench's data. None: tasks are generated."""
+    kinds: tuple[Kind, ...] = Field(
+        default=("column", "total", "conditional", "lookup", "summary", "top", "filter", "text", "date"), min_length=1
+    )
+    rows: tuple[int, int] = (4, 10)
+    """Of a table, least and most; at most 10."""
+    layout: Layout = "varied"
+    """``plain``: one table from the first cell on."""
+    part: Part = "train"
+    """``held_out``: schemas, wordings and layouts that ``train`` does not have."""
+    seed: int = 0
+    tools: tuple[ToolName, ...] = Field(default=("sheets", "read", "write"), min_length=1)
+    """``python`` runs programs in the sandbox."""
+    preview: int = Field(default=12, ge=0)
+    """Rows of each sheet that the prompt shows."""
+    engine: EngineName = "auto"
+    """What computes formulas. ``auto``: LibreOffice where it is installed, else IronCalc, which starts much faster."""
+    reward: Literal["all", "share"] = "all"
+    """1 or 0; or the share of right cells in the workbook where it is least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that was done to a workbook, and can be done to others."""
+
+    tool: Literal["write", "python"]
+    text: str
+    """The range, or the program."""
+    content: Value = ""
+
+
+class SheetsSource(SessionSource):
+    """Problems of one seed, or of one folder."""
+
+    args_kind = SheetsArgs
+    args: SheetsArgs
+
+    def __init__(self, name: str, args: SheetsArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+        where = f"sources.{name}"
+        if find_spec("openpyxl") is None:
+            raise UserError(f"{where}: kind: sheets needs openpyxl; pip install 'stretto[eval]'")
+        if not 3 <= args.rows[0] <= args.rows[1] <= 10:
+            raise UserError(f"{where}.args: rows: {args.rows} is no range within 3 to 10")
+        if "python" in args.tools and sandbox is None:
+            raise UserError(f"{where}: tools: python runs programs; open it with a sandbox")
+        self.recalculator = Recalculator(args.engine, f"{where}.args")
+        self._library = _library() if "python" in args.tools else b""
+        self._records = None if args.path is None else _read_benchmark(args.path, args, where)
+        self.task = lru_cache(maxsize=64)(self._task)
+
+    @property
+    def num_items(self) -> int | None:
+        return None if self._records is None else len(self._records)
+
+    @property
+    def at_once(self) -> int:
+        return _AT_ONCE
+
+    def _task(self, item: int) -> SheetTask:
+        args = self.args
+        if self._records is None:
+            seed = f"sheets/{args.seed}/{args.part}/{item}"
+            return make_task(seed, args.kinds, args.rows, args.layout, args.part)
+        return self._records[item].read(self.recalculator)
+
+    def problem(self, item: int) -> Problem:
+        task = self.task(item)
+        book = task.books[0]
+        parts = [task.instruction]
+        for sheet in book.sheets if self.args.preview else ():
+            rows, columns = book.extent(sheet)
+            last = (sheet, min(rows, self.args.preview), min(columns, _MOST_COLUMNS))
+            parts.append(f"{sheet}!{_extent(book, sheet)}\n{grid(book, book.cells, (sheet, 1, 1), last)}")
+        return Problem(item, ({"role": "user", "content": "\n\n".join(parts)},), "Done.")
+
+    def open(self, problem: Problem, seed: int | None = None) -> Session:
+        return self.session(self.task(problem.item))
+
+    def session(self, task: SheetTask) -> SheetsSession:
+        return SheetsSession(self, task)
+
+    def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+        task = self.task(problem.item)
+        if task.solution is None:
+            raise self._bad(problem.item, "it has no solution to show")
+        call = {"name": "write", "arguments": {"range": task.solution[0], "content": task.solution[1]}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        with closing(self.open(problem)) as session:
+            return recorded(session, (turn, {"role": "assistant", "content": problem.gold}))
+
+    def validate(self, num: int = 8) -> None:
+        """As every source; of somebody else's data, which shows no solutions, that its own answers are right."""
+        if self._records is None:
+            return super().validate(num)
+        for item in range(0, len(self._records), -(-len(self._records) // num)):
+            task = self.task(item)
+            ends = [book.having(right) for book, right in zip(task.books, task.answers, strict=True)]
+            if not (score := self.verdict(task, ends)).ok:
+                raise self._bad(item, f"its own answer is refused ({score.detail})")
+        return None
+
+    def after(self, book: Book, step: Step) -> tuple[Book, ToolResult]:
+        """The workbook, and what the model is told. Raises `Refused`: it cannot be done."""
+        if step.tool == "write":
+            return filled(book, area_of(book, step.text), step.content), _told("ok")
+        assert self.sandbox is not None
+        with tempfile.TemporaryDirectory(prefix="stretto-sheets-") as folder:
+            write_book(book, path := Path(folder) / "book.xlsx")
+            files = {"book.xlsx": path.read_bytes(), "library.zip": self._library}
+        # seeded: its draws must be the same when it is repeated
+        program = f"import random, sys; sys.path.insert(0, 'library.zip'); random.seed(0)\n{step.text}\n{_DUMP}"
+        done = self.sandbox.run(program, files=files, limits=replace(self.sandbox.limits, output_bytes=_MOST_DUMPED))
+        said, mark, dumped = done.stdout.decode("utf-8", "replace").rpartition("\x1ebook")
+        if done.outcome is not Outcome.OK or not mark:
+            why = done.why or "it ended before what it saved was read"
+            told = ToolResult(shorten(f"{said}error: {why}"), done.outcome, done.wall_s, done.cpu_s)
+            return book, told if told.outcome is not Outcome.OK else replace(told, outcome=Outcome.WRONG)
+        return _dumped(book, dumped), ToolResult(shorten(said) or "ok", Outcome.OK, done.wall_s, done.cpu_s)
+
+    def verdict(self, task: SheetTask, ends: Sequence[Book | None]) -> Score:
+        """Of what became of the task's workbooks; None: of this one nothing that could be computed."""
+        for end, book, right in zip(ends, task.books, task.answers, strict=True):
+            if end is None or task.is_loose:
+                continue
+            others = (end.cells.keys() | book.cells.keys()) - right.keys()
+            if end.sheets != book.sheets or any(end.cells.get(at) != book.cells.get(at) for at in others):
+                return Score.of(False, {"untouched": 0.0}, "cells or sheets that are not asked for were changed")
+        computed = iter(self.recalculator.values([end for end in ends if end is not None]))
+        shares, detail, same = [], "", _loosely_same if task.is_loose else _same
+        for end, right in zip(ends, task.answers, strict=True):
+            values = None if end is None else next(computed)
+            wrong = [at for at, value in right.items() if values is None or not same(values.get(at), value)]
+            shares.append(1 - len(wrong) / len(right))
+            if wrong and not detail:
+                found = "nothing to compute" if values is None else repr(values.get(wrong[0]))
+                detail = f"{wrong[0][0]}!{cell_name(wrong[0])}: {found}, and {right[wrong[0]]!r} is right"
+        parts = {"untouched": 1.0, "least": min(shares), "books": sum(share == 1 for share in shares) / len(shares)}
+        is_right = min(shares) == 1
+        reward = min(shares) if self.args.reward == "share" else float(is_right)
+        return Score(reward, Outcome.OK if is_right else Outcome.WRONG, parts, detail)
+
+
+class SheetsSession(Session):
+    """What was done to the first workbook of a task."""
+
+    def __init__(self, source: SheetsSource, task: SheetTask) -> None:
+        self._source, self._task, self._book = source, task, task.books[0]
+        self._steps: tuple[Step, ...] = ()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        area = {"range": "such as B2:C9 or Data!B2"}
+        offered = {
+            "sheets": Tool("sheets", "Lists the sheets.", _schema({}), self._sheets),
+            "read": Tool("read", "Reads cells.", _schema(area), self._read),
+            "write": Tool(
+                "write", "Fills cells with a value or a formula, moved row by row.",
+                _schema(area | {"content": "for the first cell"}), self._write,
+            ),
+            "python": Tool(
+                "python", "Runs a Python program beside the workbook, book.xlsx, which it may change with openpyxl.",
+                _schema({"code": "the program"}), self._python,
+            ),
+        }  # fmt: skip
+        return tuple(offered[name] for name in self._source.args.tools)
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        return None
+
+    def digest(self) -> str:
+        told = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
+        return blake2b(told.encode(errors="replace"), digest_size=8).hexdigest()
+
+    def score(self, answer: Answer) -> Score:
+        """Does the steps to the other workbooks too; where one cannot be done, all of that workbook is wrong."""
+        ends = [self._book, *(self._end(book) for book in self._task.books[1:])]
+        return self._source.verdict(self._task, ends)
+
+    def _end(self, book: Book) -> Book | None:
+        for step in self._steps:
+            try:
+                book, told = self._source.after(book, step)
+            except Refused:
+                return None
+            if told.outcome is Outcome.INFRA:
+                raise RuntimeError(told.text)
+            if told.outcome is not Outcome.OK:
+                return None
+        return book
+
+    def _sheets(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return _told("\n".join(f"{sheet}!{_extent(self._book, sheet)}" for sheet in self._book.sheets))
+
+    def _read(self, arguments: Mapping[str, Any]) -> ToolResult:
+        def read(text: str) -> ToolResult:
+            area = area_of(self._book, text)
+            (values,) = self._source.recalculator.values([self._book])
+            if values is None:
+                raise Refused("its formulas cannot be computed")
+            return _told(grid(self._book, values, area[0], area[-1]))
+
+        return _tried(arguments, ("range",), read)
+
+    def _write(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return _tried(
+            arguments, ("range", "content"), lambda area, content: self._do(Step("write", area, _typed(content)))
+        )
+
+    def _python(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return _tried(arguments, ("code",), lambda code: self._do(Step("python", code)))
+
+    def _do(self, step: Step) -> ToolResult:
+        self._book, told = self._source.after(self._book, step)
+        self._steps += (step,) if told.outcome is Outcome.OK else ()
+        return told
+
+
+def grid(book: Book, values: Cells, first: Place, last: Place) -> str:
+    """The cells between two corners as text, a row a line; behind the values of formulas are these."""
+    (sheet, top, left), (_, bottom, right) = first, last
+    lines = [" | ".join(["", *map(column_name, range(left, right + 1))]).lstrip()]
+    for row in range(top, bottom + 1):
+        cells = [_shown(book, values, (sheet, row, column)) for column in range(left, right + 1)]
+        lines.append(" | ".join([str(row), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(book: Book, values: Cells, at: Place) -> str:
+    content, value = book.cells.get(at), values.get(at, "")
+    if isinstance(value, bool):
+        text = str(value).upper()
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = str(EPOCH + timedelta(value)) if at in book.dates else f"{value:.12g}"
+    return f"{text} {content}" if is_formula(content) and content != value else text
+
+
+def _extent(book: Book, sheet: str) -> str:
+    rows, columns = book.extent(sheet)
+    return f"A1:{column_name(columns)}{rows}"
+
+
+def _same(found: Value | None, right: Value | None) -> bool:
+    found, right = (None if value == "" else value for value in (found, right))
+    if isinstance(found, bool) or isinstance(right, bool) or not isinstance(found, int | float):
+        return type(found) is type(right) and found == right
+    return isinstance(right, int | float) and math.isclose(found, right, rel_tol=_CLOSE, abs_tol=_CLOSE)
+
+
+def _loosely_same(found: Value | None, right: Value | None) -> bool:
+    """As SpreadsheetBench compares: to two places, a text that is a number as that number. (Its dates are compared by the
+    day; here they are numbers as others are.)"""
+
+    def plain(value: Value | None) -> Value | None:
+        try:
+            return None if value is None or value == "" else round(float(value), 2)
+        except (ValueError, OverflowError):
+            return value
+
+    return plain(found) == plain(right)
+
+
+def _typed(content: Value) -> Value:
+    """What a spreadsheet makes of it: text that is a number is one, unless an apostrophe says that it is text."""
+    if not isinstance(content, str):
+        return content
+    try:
+        number = float(content)
+        return (int(number) if number == int(number) else number) if math.isfinite(number) else content
+    except ValueError:
+        return content.removeprefix("'")
+
+
+def _dumped(book: Book, text: str) -> Book:
+    """The workbook that a program has left. Its words are not trusted: what is none is refused."""
+    try:
+        sheets, told = json.loads(text)
+        cells: dict[Place, Value] = {}
+        for sheet, row, column, value, _ in told:
+            if not (sheet in sheets and isinstance(value, Value) and type(row) is int and type(column) is int):
+                raise Refused(f"{value!r} is no value of a cell")
+            cells[sheet, row, column] = value
+        dates = frozenset((sheet, row, column) for sheet, row, column, _, is_date in told if is_date)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refused(f"the workbook cannot be read: {error}") from None
+    left = replace(book, sheets=tuple(map(str, sheets)), cells=cells, dates=dates)
+    for at, value in cells.items():
+        if value != book.cells.get(at):
+            check_content(left, value)
+    return left
+
+
+def _library() -> bytes:
+    """openpyxl, compiled, for programs in the sandbox, whose interpreter is this one without its packages."""
+    packed = io.BytesIO()
+    with zipfile.PyZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("openpyxl", "et_xmlfile"):
+            spec = find_spec(name)
+            assert spec is not None and spec.origin is not None, f"{name} is not installed"
+            file.writepy(str(Path(spec.origin).parent))
+    return packed.getvalue()
+
+
+def _schema(fields: Mapping[str, str]) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": what} for name, what in fields.items()}
+    return {"type": "object", "properties": properties, "required": list(fields)}
+
+
+def _told(text: str) -> ToolResult:
+    return ToolResult(text, Outcome.OK, 0.0)
+
+
+def _tried(arguments: Mapping[str, Any], names: Sequence[str], work: Callable[..., ToolResult]) -> ToolResult:
+    try:
+        values = [arguments.get(name) for name in names]
+        if set(arguments) - set(names) or not isinstance(values[0], str) or not isinstance(values[-1], Value):
+            raise Refused(f"the arguments are {' and '.join(names)}, texts")
+        return work(*values)
+    except Refused as error:
+        return ToolResult(shorten(f"error: {error}"), Outcome.WRONG, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A task of SpreadsheetBench."""
+
+    instruction: str
+    positions: tuple[str, ...]
+    pairs: tuple[tuple[Path, Path], ...]
+    """By instance, the workbook and its right answer."""
+
+    def read(self, recalculator: Recalculator) -> SheetTask:
+        books, answers = [], []
+        for given, answer in self.pairs:
+            book, right = read_book(given), read_book(answer)
+            area = [at for position in self.positions for at in area_of(right, position, _MOST_ANSWERS)]
+            stored = read_book(answer, values=True).cells
+            if any(is_formula(right.cells.get(at)) and at not in stored for at in area):  # no suite has computed it
+                stored = recalculator.values([right])[0] or {}
+            books.append(book)
+            answers.append({at: stored.get(at) for at in area})
+        asked = f"{self.instruction}\n\nThe answer belongs in {', '.join(self.positions)}."
+        return SheetTask(asked, tuple(books), tuple(answers), is_loose=True)
+
+
+def _read_benchmark(folder: Path, part: Range, where: str) -> list[_Record]:
+    """Tasks with workbooks that could act by themselves are left out, by name."""
+    if not (folder / "dataset.json").is_file():
+        raise UserError(f"{where}: path: {folder / 'dataset.json'}: no such file; give {_LAYOUT}")
+    told = read_json(folder / "dataset.json")
+    if not isinstance(told, list) or len(told) <= part.first:
+        raise UserError(
+            f"{where}: path: {folder / 'dataset.json'}: no list of tasks from {part.first} on; give {_LAYOUT}"
+        )
+    records = []
+    for entry in told[part.first :][: part.limit]:
+        try:
+            name, positions = str(entry["id"]), re.findall(r"(?:'[^']*'|[^,'])+", entry["answer_position"])
+            place = folder / str(entry.get("spreadsheet_path", f"spreadsheet/{name}"))
+            record = _Record(entry["instruction"], tuple(each.strip() for each in positions), tuple(_pairs(place)))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{folder / 'dataset.json'}: a task without {error}; see SpreadsheetBench's layout"
+            ) from None
+        try:
+            for path in (*place.glob("*.xlsm"), *(path for pair in record.pairs for path in pair)):
+                check_harmless(path)
+            for position in record.positions:
+                area_of(Book((position.rpartition("!")[0].strip("'"),), {}), position, _MOST_ANSWERS)
+            if not record.pairs:
+                raise UserError(f"{place}: no workbooks; give {_LAYOUT}")
+            records.append(record)
+        except (UserError, Refused) as error:
+            say(f"{where}: task {name} is left out: {error}")
+    if not records:
+        raise UserError(f"{where}: path: {folder}: every task is left out")
+    return records
+
+
+def _pairs(folder: Path) -> Iterator[tuple[Path, Path]]:
+    for end, right_end in _PAIRS:
+        for given in sorted(folder.glob(f"*{end}")):
+            right = given.with_name(given.name.removesuffix(end) + right_end)
+            if not right.is_file():
+                raise UserError(f"{right}: no such file; give {_LAYOUT}")
+            yield given, right
