@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,15 +24,17 @@ from stretto.post.sft import Example, example, examples, fill_rows, learn_tokeni
 from stretto.rl.agent import AgentRole, Dialogue
 from stretto.rl.clients import Clients
 from stretto.rl.plain import run_synchronously
-from stretto.rl.recipe import Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
+from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.rl.trainer import TrainerRole
 from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source
-from stretto.tasks.session import schemas
-from stretto.tasks.task import TaskSource
+from stretto.tasks.session import recorded, schemas
+from stretto.tasks.task import Problem, TaskSource
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from tests.rl import agents
+from tests.tasks.counting import Counters, calling
 
 
 def recipe(**train: Any) -> RlRecipe:
@@ -249,3 +253,37 @@ def test_the_tokenizer_knows_the_tools_that_every_prompt_offers() -> None:
     assert len(tokenizer.encode(offered)) < len(offered) / 3
     call = opened["s"].demonstration(problem)[0]["tool_calls"][0]["function"]
     assert len(tokenizer.encode(json.dumps({**call, "arguments": {}}))) < 16
+
+
+def test_a_demonstration_of_many_turns_is_what_the_agent_loop_makes_of_it(tmp_path: Path) -> None:
+    """Calls, their results and a user who speaks in between: the same tokens, and a loss on the model's turns alone."""
+
+    class Talking(Counters):
+        def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+            well, user, done = (
+                {"role": role, "content": text}
+                for role, text in (
+                    ("assistant", "well"),
+                    ("user", f"{problem.payload['start'] + 5}?"),
+                    ("assistant", "done"),
+                )
+            )
+            return recorded(self.open(problem), (calling(4, 1), well, user, calling(2), done))
+
+    source, made = Talking(), agents.tokenizer()
+    plan = plan_prompts(recipe(), {"flip": None})
+    one = next(examples({"flip": source}, plan, made, 0.0))
+    problem = source.problem(plan.task(SUPERVISED).item)
+    ends = np.flatnonzero(np.diff(np.r_[False, one.is_written, False]))
+    turns = [one.tokens[start:end] for start, end in ends.reshape(-1, 2)]
+    assert len(turns) == 4 and all([turn[-1] in Dialogue(made).stop_ids for turn in turns])
+    limits = {**agents.LONG, "max_len": 2500, "max_turns": 6}
+    loop = agents.agent(tmp_path, [agents.Spoken(turns)], source=source, **limits)
+    task = replace(agents.ONE, item=problem.item, max_tokens=1500)
+    (done,) = asyncio.run(loop._within_lease(task, 0)).trajectories
+    assert agents.tokens_of(done) == one.tokens.tolist()
+    assert [segment.is_sampled for segment in done.segments] == [False, True] * 4
+    assert (
+        np.concatenate([np.full(len(each.tokens), each.is_sampled) for each in done.segments]).tolist()
+        == one.is_written.tolist()
+    )
