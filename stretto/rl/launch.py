@@ -38,7 +38,7 @@ from stretto.tasks.task import TaskSource
 from stretto.text.chat import tool_form
 from stretto.text.tokenizer import Tokenizer
 
-_NEED_SANDBOX = ("code", "tools")
+_NEED_SANDBOX = ("code", "sheets", "tools")
 """Kinds that run programs; one of somebody else's may, too."""
 _MAY_WAIT = (*_NEED_SANDBOX, "judged")
 """Kinds whose verdicts may take longer than sampling."""
@@ -128,17 +128,18 @@ def check_sources(
         said = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
         walls = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
         say(f"problems: {said}" + "".join(f"; programs run behind {each}" for each in walls[:1]))
-        offers = any(source.tools() for source in sources.values())
-        if offers and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
-            say(note)
         prompts = plan_prompts(recipe, sizes)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
         tasks += [prompts.held_out(number) for number in range(min(_TRIED_PROMPTS, train.eval_prompts))]
+        offers_tools = False
         for task in tasks:
             source = sources[task.source]
             problem = source.tried(task.item)
-            tokens = dialogue.prompt(problem.messages, schemas(source, problem))
-            check_room(task, len(tokens), train.seq_len)
+            offered = schemas(source, problem)
+            offers_tools |= bool(offered)
+            check_room(task, len(dialogue.prompt(problem.messages, offered)), train.seq_len)
+        if offers_tools and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
+            say(note)
         return prompts, {name: source.at_once for name, source in sources.items()}
 
 
