@@ -45,7 +45,7 @@ class Verdicts:
 
     num: int
     contradicted: float
-    """Share in which it preferred the same place in both orders: ties, which say nothing of the answers."""
+    """Share in which it said something else when shown the other order: ties, which say nothing of the answers."""
     num_infra: int
     """Battles that could not be judged."""
 

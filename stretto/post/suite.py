@@ -443,8 +443,8 @@ class _Sitting:
         asked = {item: source.problem(item) for item in items}
         if source.compares and not all(problem.gold for problem in asked.values()):
             raise UserError(
-                f"sources.{source.name}: judges answers beside each other, and a model alone has none to stand beside: "
-                "give references or a rubric, or let two evaluations meet: stretto compare A B --battle"
+                f"sources.{source.name}: judges answers beside each other, and one model alone has no opponent: give references, or "
+                "a rubric, by which two evaluations may meet, too: stretto compare A B --battle"
             )
         prompts = {}
         for item, problem in asked.items():

@@ -225,6 +225,15 @@ def test_orders_of_one_problem_are_its_samples(model: Path, tmp_path: Path) -> N
     )
 
 
+def test_one_model_alone_is_not_judged_by_comparison(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Write."}\n{"prompt": "Write more."}\n')
+    args = {"path": str(tmp_path / "p.jsonl"), "judge": "scripted", "by": "group"}
+    suites = {"w": SuiteConfig(sources={"stories": {"kind": "judged", "args": args}}, problems=2, max_tokens=4)}
+    with pytest.raises(UserError, match=r"sources\.stories: judges answers beside each other.*no opponent"):
+        run(model, suites, tmp_path / "out")
+    assert not (tmp_path / "out" / RESULT_FILE).exists()
+
+
 def test_a_source_names_policies_that_know_nothing(model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CALLS)
     suites = {"s": SuiteConfig(sources={"rooms": {"kind": f"{tmp_path}/own.py:Rooms"}}, problems=4, max_tokens=4)}
