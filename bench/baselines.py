@@ -29,7 +29,7 @@ from stretto.rl.launch import SourceTables
 from stretto.rl.reward import RewardRole
 from stretto.tasks.task import Score, TaskSource
 
-FIRST = 5 << 22
+FIRST = 7 << 21
 """Of endless sources: beyond what anything here trains on."""
 DONORS = 100
 
