@@ -292,6 +292,8 @@ class Recalculator:
             self._waiting += [each for each in asked if not each[1].done()]
         while not all(future.done() for _, future in asked):
             with self._running:
+                if all(future.done() for _, future in asked):
+                    break  # by whoever was before: what waits now is for those who still wait
                 with self._guard:
                     batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
                 try:
@@ -305,8 +307,9 @@ class Recalculator:
     def _computed(self, books: Sequence[Book]) -> list[Cells | None]:
         found: list[Cells | None] = []
         while len(found) < len(books):
-            found += self._run(books[len(found) :])
-            if len(found) < len(books):  # the next one is what it ended over, if it computes anything at all
+            some = self._run(books[len(found) :])
+            found += some
+            if not some:  # a process of its own has not got through the first, if it gets through anything at all
                 place = ("Sheet", 1, 1)
                 if not any(cells.get(place) == 42 for cells in self._run([Book(("Sheet",), {place: "=6*7"})])):
                     raise RuntimeError(f"{self.name} does not compute 6*7")

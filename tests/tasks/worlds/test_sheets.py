@@ -134,6 +134,7 @@ def test_formulas_move_when_they_fill_and_are_computed_in_batches() -> None:
         books = [replace(DATA, cells={("Data", 1, 1): number, ("Data", 1, 2): "=A1*2"}) for number in range(12)]
         values = list(threads.map(lambda each: engine.values([each])[0], books))
     assert [each and each["Data", 1, 2] for each in values] == [2 * number for number in range(12)]
+    assert engine.num_processes < 1 + 12, "whoever waits is computed together with others"
 
 
 def test_a_workbook_that_ends_the_engine_costs_the_others_nothing() -> None:
