@@ -50,6 +50,9 @@ def serve(
     max_wait_s: Annotated[
         float, typer.Option(help="Seconds that a request may wait for a place in the batch; then it gets 503.")
     ] = 120.0,
+    tool_chars: Annotated[
+        int | None, typer.Option(help="Of a tool's result, show so many characters: beginning and end. Default: all.")
+    ] = None,
     fast_prefill: Annotated[
         bool,
         typer.Option(
@@ -80,7 +83,7 @@ def serve(
         fast_prefill=fast_prefill,
         speculate=speculate,
     )
-    limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s}
+    limits = {"floor": floor, "first_token_s": first_token_s, "max_wait_s": max_wait_s, "tool_chars": tool_chars}
     settings = serve_settings(api_key, host=host, port=port, cors_origins=cors, **limits)
     serve_command(source, options, settings)
 

@@ -33,6 +33,7 @@ from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.rl.agent import Dialogue
 from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
+from stretto.sandbox.tools import MAX_TEXT
 from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.chat import CHATML, render, tokenise_chat
@@ -164,12 +165,14 @@ def sft(
         )
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
-    run = out.with_name(f"{out.name}.run")
+    run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
     plan = _plan_of(recipe, start).for_network(config, begun.presets or {})
     job = Job(
         run=run,
         loader=Demonstrations(
-            lambda: examples(sources, prompts, tokenizer, start.noise, start.learns_prompts), plan.train, ranks
+            lambda: examples(sources, prompts, tokenizer, start.noise, start.learns_prompts, tool_chars),
+            plan.train,
+            ranks,
         ),
         held_out=(),
         data_hash=tokenizer.fingerprint(),
@@ -294,11 +297,12 @@ def examples(
     tokenizer: Tokenizer,
     noise: float,
     learns_prompts: bool = False,
+    tool_chars: int = MAX_TEXT,
 ) -> Iterator[Example]:
-    """Endless, the same each time. A share ``noise`` of answers is another problem's of the same source. Raises
-    `UserError`: the chat template refuses a conversation.
+    """Endless, the same each time; ``tool_chars`` as of `RolloutConfig`. A share ``noise`` of answers is another problem's of the
+    same source. Raises `UserError`: the chat template refuses a conversation.
     """
-    dialogue, number = Dialogue(tokenizer), 0
+    dialogue, number = Dialogue(tokenizer, tool_chars), 0
     while True:
         task = prompts.task(SUPERVISED + number)
         source, problem = sources[task.source], _problem(sources, task)
@@ -322,7 +326,7 @@ def example(
     """``problem`` with ``turns`` after it, as tokens."""
     tokenizer = dialogue.tokenizer
     if tokenizer.chat_template is not None:
-        chat = tokenise_chat(tokenizer, [*problem.messages, *turns], tools)
+        chat = tokenise_chat(tokenizer, dialogue.shortened([*problem.messages, *turns]), tools)
         tokens, mask = np.array(chat.tokens, np.int64), np.array(chat.mask, np.bool_)
     else:
         parts = [(dialogue.prompt(problem.messages, tools).tolist(), False)]

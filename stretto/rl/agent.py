@@ -32,7 +32,7 @@ from stretto.rl.own_session import OwnSession, SoFar
 from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
 from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
-from stretto.sandbox.tools import shorten
+from stretto.sandbox.tools import MAX_TEXT, shorten
 from stretto.serve.dialects import Said, read_answer
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
@@ -140,7 +140,7 @@ class AgentRole:
         clients = connect(caller)
         assert clients.engines, "an agent needs an engine"
         self._recipe, self._folder, self._pauses_s = recipe, folder, pauses_s
-        self._dialogue, self._sources = Dialogue(tokenizer), open_sources()
+        self._dialogue, self._sources = Dialogue(tokenizer, recipe.rollout.tool_chars), open_sources()
         self._teachers = teacher_dialogues(recipe, tokenizer)
         self._engines, self._rewards = clients.engines, clients.rewards
         self._loads = [0] * len(self._engines)  # samples of this agent by engine
@@ -623,9 +623,11 @@ class ToolCall:
 class Dialogue:
     """One tokenizer's way to write and read turns."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, tool_chars: int = MAX_TEXT):
+        """``tool_chars``: as of `RolloutConfig`."""
         self.tokenizer = tokenizer
-        self._prompts = Prompts(tokenizer)
+        self._prompts = Prompts(tokenizer, tool_chars)
+        self.shortened = self._prompts.shortened
         self._special = tokenizer.special_ids()
         self._hidden = self._special - self._prompts.visible_ids
         self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))

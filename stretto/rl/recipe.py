@@ -76,6 +76,8 @@ class RolloutConfig(Config):
     max_tokens: int = Field(default=64, gt=0)
     """Tokens the model may write in one sample, over all its turns."""
     max_turns: int = Field(default=1, gt=0)
+    tool_chars: int = Field(default=4000, ge=100)
+    """Characters shown to the model of what a tool gave: the beginning and the end, around a mark; verifiers see all."""
     temperature: float = Field(default=1.0, gt=0)
     chunk_tokens: int = Field(default=64, gt=0)
     """Tokens asked of an engine at once: what the token log may lose with an engine."""

@@ -18,6 +18,7 @@ MAX_BITS = 4096
 """Of any whole number that the calculator makes."""
 MAX_TEXT = 4000
 """Characters of a tool's answer; the model pays for each."""
+_LEFT_OUT = "\n[… {:,} characters left out …]\n"
 _TABLE_STEPS = 1000
 """Virtual machine steps of SQLite between looks at the clock."""
 _MAX_VALUE_BYTES = 1 << 20
@@ -156,5 +157,10 @@ def _authorise(action: int, _: str | None, name: str | None, *__: str | None) ->
 
 
 def shorten(text: str, max_text: int = MAX_TEXT) -> str:
-    """The beginning, and a mark where something was left out."""
-    return text if len(text) <= max_text else text[:max_text] + f"\n({len(text) - max_text} more characters)"
+    """At most ``max_text`` characters of it: the beginning and the end, for errors stand there, around a line that says how many
+    are left out. What is short enough stays as it is, so that a second time changes nothing."""
+    if len(text) <= max_text:
+        return text
+    room = max(0, max_text - len(_LEFT_OUT.format(len(text))))
+    head = room - room // 2
+    return text[:head] + _LEFT_OUT.format(len(text) - room) + text[len(text) - room // 2 :]

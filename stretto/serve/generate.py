@@ -129,6 +129,8 @@ class Backend:
     metrics: Metrics
     max_wait_s: float
     """From a body that is there to the engine's queue."""
+    tool_chars: int | None = None
+    """As of `Prompts`."""
 
     def __post_init__(self) -> None:
         self.spell = speller(self.model.tokenizer)
@@ -138,7 +140,7 @@ class Backend:
         """Raises `UserError` on a server of token ids only."""
         if self.model.tokenizer is None:
             raise UserError("messages: this checkpoint has no tokenizer; send token ids to /v1/completions")
-        return Prompts(self.model.tokenizer)
+        return Prompts(self.model.tokenizer, self.tool_chars)
 
     def check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         """``ids`` if there are some, and each has a row in the embedding; else raises `FieldError`."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stretto.base.errors import UserError
 from stretto.engine.request import Grammar
+from stretto.sandbox.tools import shorten
 from stretto.serve.dialects import (
     HERMES,
     AnswerReader,
@@ -158,9 +159,10 @@ class Message(Returned):
 class Prompts:
     """One tokenizer's conversations: messages and texts to ids, and readers of what is answered."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises `UserError` for a ``response_template`` that transformers refuses."""
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, tool_chars: int | None = None) -> None:
+        """``tool_chars``: of what a tool gave, so many characters are shown (`shorten`); None: all. Raises `UserError` for a
+        ``response_template`` that transformers refuses."""
+        self.tokenizer, self.tool_chars = tokenizer, tool_chars
         template, declared = tokenizer.chat_template or "", tokenizer.config.get("response_template")
         self.dialect, self.think = dialect_of(template, declared), think_of(template, declared)
         """How calls are read; None: they cannot be."""
@@ -203,7 +205,8 @@ class Prompts:
             way = "declare it as response_template in its tokenizer_config.json, or leave them out"
             raise FieldError("tools", f"no dialect is known in which this model's chat template writes calls; {way}")
         swapped: list[str] = []
-        turns = [self._swap(_turn(message, f"messages.{place}"), swapped) for place, message in enumerate(messages)]
+        told = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
+        turns = [self._swap(turn, swapped) for turn in told]
         offered = [self._swap(tool.model_dump(exclude_none=True), swapped) for tool in tools]
         named = named_tokens(self.tokenizer)
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
@@ -218,6 +221,14 @@ class Prompts:
             elif piece:
                 ids += self.tokenizer.encode_rendered(piece)
         return ids
+
+    def shortened(self, turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """``turns``, with no more of what tools gave than is to be shown."""
+        most = self.tool_chars
+        return [
+            {**turn, "content": shorten(turn["content"], most)} if most and turn["role"] == "tool" else turn
+            for turn in turns
+        ]
 
     def text(self, text: str, parse_special: bool) -> list[int]:
         """Ids of a text; ``parse_special``: spellings of special tokens are those tokens."""

@@ -86,6 +86,8 @@ class ServeSettings(Config):
     """For the engine to take a request whose body is there; then it is told to come back."""
     send_timeout_s: float = Field(default=30.0, gt=0)
     """For a client to take what was sent; then its request is aborted."""
+    tool_chars: int | None = Field(default=None, ge=100)
+    """Characters shown to the model of what a tool gave, its beginning and its end; None: all, and what does not fit is refused."""
     floor: str | None = None
     """Smallest Subnet under load: a preset or ``layers=…,experts=…,top_k=…``. None: no elasticity under load."""
     first_token_s: float = Field(default=2.0, gt=0)
@@ -103,7 +105,7 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
     gate = Gate(settings.max_open)
     resolver = Resolver(model, settings.floor, settings.first_token_s)
     metrics = Metrics(gate, resolver.control)
-    backend = Backend(service, model, resolver, gate, metrics, settings.max_wait_s)
+    backend = Backend(service, model, resolver, gate, metrics, settings.max_wait_s, settings.tool_chars)
     static = StaticFiles(directory=PLAYGROUND, html=True)
     with_admin = settings.admin_key is not None
     pages = ["/", *(f"/{file.name}" for file in PLAYGROUND.iterdir())]

@@ -33,6 +33,8 @@ class ToolsArgs(Config):
 
     tools: tuple[ToolKind, ...] = Field(default=("calculator", "python", "database"), min_length=1)
     """Offered in every problem; problem i is made for the tool i modulo their number."""
+    offered: bool = True
+    """False: the same problems without tools, to see what tools gain."""
     digits: int = Field(default=4, gt=0, le=12)
     """Of the numbers in calculations, at most."""
     rows: int = Field(default=40, gt=0, le=50)
@@ -81,10 +83,12 @@ class ToolsSource(TaskSource):
         return Score.of(right, parts)
 
     def tools(self) -> tuple[Tool, ...]:
-        return tuple(self._tools.values())
+        return tuple(self._tools.values()) if self.args.offered else ()
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
-        """One call, what the tool really answers, the answer."""
+        """One call, what the tool really answers, the answer; without tools the answer alone."""
+        if not self.args.offered:
+            return ({"role": "assistant", "content": problem.gold},)
         kind = self._kind(problem.item)
         arguments = {_FIELDS[kind]: self._task(problem.item).argument}
         result = self._tools[kind].call(arguments)

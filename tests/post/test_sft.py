@@ -96,6 +96,18 @@ def test_a_plain_turn_of_the_user_is_not_learnt(sources: dict[str, TaskSource], 
     assert "\n7\n" in plain.decode(made.tokens.tolist())
 
 
+def test_a_long_result_is_learnt_as_it_will_be_shown(sources: dict[str, TaskSource], tokenizer: Tokenizer) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "first " + "x" * 10**6 + " last"},
+        {"role": "assistant", "content": "15"},
+    ]
+    made = example(Dialogue(tokenizer, tool_chars=200), sources["flip"].problem(0), turns)
+    text = tokenizer.decode(made.tokens.tolist())
+    assert len(text) < 500 and "first x" in text and "characters left out" in text and "x last" in text
+
+
 def test_a_share_of_answers_is_anothers(sources: dict[str, TaskSource], prompts: Prompts, tokenizer: Tokenizer) -> None:
     def answers(noise: float) -> list[list[int]]:
         found = islice(examples(sources, prompts, tokenizer, noise), 200)

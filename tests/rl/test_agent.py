@@ -382,6 +382,13 @@ def test_a_tool_turn_is_what_the_template_says(template: str, between: str, num:
     assert text.startswith(made.decode(tokenise_chat(made, whole, OFFERS).tokens))
 
 
+def test_a_tool_that_gives_ten_megabytes_costs_none() -> None:
+    made, huge = tokenizer(), "first " + "x" * 10_000_000 + " last"
+    dialogue = Dialogue(made, tool_chars=500)
+    text = made.decode(dialogue.tool_turn(ASKED, OFFERS, [ADD], [huge]).tolist())
+    assert len(text) < 600 and "first x" in text and "x last" in text and "characters left out" in text
+
+
 def test_a_template_that_rewrites_is_refused() -> None:
     rewriting = CHATML.replace(
         "{%- for message in messages %}", "{{- messages | length }}{%- for message in messages %}"

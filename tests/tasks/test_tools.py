@@ -47,6 +47,16 @@ def test_a_right_answer_needs_no_call_and_no_marks(source: ToolsSource) -> None:
     assert score.ok and score.parts == {"marked": 0.0}
 
 
+def test_the_same_problems_without_tools(source: ToolsSource) -> None:
+    args = ToolsArgs(tools=("calculator",), digits=2)
+    without = ToolsSource("w", args.replace(offered=False))
+    without.validate()
+    problem = ToolsSource("t", args).problem(3)
+    assert without.problem(3) == problem and without.tools() == ()
+    (last,) = without.demonstration(problem)
+    assert without.score(problem, Answer(last["content"])).ok
+
+
 @pytest.mark.parametrize("arguments", [{}, {"expression": 3}, {"expression": "1", "more": 2}, {"code": "1"}])
 def test_bad_arguments_are_answered_not_raised(source: ToolsSource, arguments: dict[str, object]) -> None:
     calculator = source.tools()[0]
