@@ -247,3 +247,20 @@ def test_what_a_model_said_as_the_user_is_not_asked_for_again(tmp_path: Path) ->
         done = run(tmp_path, [add(3), "so?"], Talking(), attempt=1)
         user.close()
     assert (done.finish_reason, done.num_turns, len(asked)) == ("stop", 4, 2)
+
+
+def test_what_began_anew_is_sent_to_the_engine_from_its_start(tmp_path: Path) -> None:
+    """The engine has tokens of this very sample, which are not those that it goes on from."""
+    numbers, calls = itertools.count(), itertools.count(1)
+
+    def before(session: Counter) -> str:
+        if next(calls) == 2:
+            raise OSError("no more processes")
+        return f"at {next(numbers)}"
+
+    engine = Spoken([spoken_turn(turn) for turn in (add(4), add(1), "done")])
+    role = agent(tmp_path, [engine], Rewards(), Counters(before), **LIMITS)
+    (done,) = asyncio.run(role._within_lease(TASK, 0)).trajectories
+    assert asyncio.run(role.stats()).sessions_lost == {"toy": 1} and done.num_turns == 1
+    first, again = (request.tokens.tolist() for request in engine.requests if request.num_kept == 0)
+    assert first == again == done.segments[0].tokens.tolist()
