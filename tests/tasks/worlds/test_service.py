@@ -11,8 +11,8 @@ import pytest
 
 from stretto.base.trajectory import Outcome
 from stretto.tasks.session import recorded, use
-from stretto.tasks.task import Answer, Problem, Score
-from stretto.tasks.worlds.service import LEVELS, YES, Part, ServiceArgs, ServiceSource
+from stretto.tasks.task import Answer, Problem, Score, Session
+from stretto.tasks.worlds.service import LEVELS, YES, Part, ServiceArgs, ServiceSession, ServiceSource
 
 Turns = Sequence[Mapping[str, Any]]
 NUM = 60
@@ -61,6 +61,11 @@ def test_what_it_demonstrates_is_right(level: str, part: Part) -> None:
         gold: sum(problem.gold == gold for problem in problems) / NUM for gold in ("Done.", "decline", "transfer")
     }
     assert shares["Done."] > 0.3 and shares["decline"] > 0.1 and 0.1 < shares["transfer"] < 0.45
+
+
+def ids(session: Session) -> list[str]:
+    assert isinstance(session, ServiceSession)
+    return [key for rows in session._rows.values() for key in rows]
 
 
 def words(desk: ServiceSource) -> set[str]:
@@ -150,8 +155,7 @@ def test_a_question_about_all_records_gets_no_yes() -> None:
     desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
     asked = next(turn["content"] for turn in turns if "?" in turn["content"])
     with closing(desk.open(problem)) as session:
-        ids = (first + second for first in "bcdfghjkmnpqrstvwxz" for second in "0123456789")
-        known = [key for key in ids if use(session, names(turns)[0], {"id": key}).outcome is Outcome.OK]
+        known = ids(session)
         assert session.reply([say(asked)]) == YES
         assert session.reply([say(f"{asked} {' '.join(known)}?")]) != YES
 
@@ -159,11 +163,10 @@ def test_a_question_about_all_records_gets_no_yes() -> None:
 def test_nothing_else_may_change() -> None:
     desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
     assert judged(desk, problem, turns).ok
+    done = names(turns)[-1]
     with closing(desk.open(problem)) as session:
-        ids = (first + second for first in "bcdfghjkmnpqrstvwxz" for second in "0123456789")
-        done = names(turns)[-1]
-        others = [key for key in ids if use(session, done, {"id": key}).outcome is Outcome.OK and key not in str(turns)]
-    assert len(others) == 2
+        others = [key for key in ids(session) if f'"{key}"' not in str(turns)]
+    assert others
     assert not judged(desk, problem, [*turns[:-1], call(done, id=others[0]), turns[-1]]).ok
 
 
