@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import rich
 
+from stretto.apps.search import best_subnet
+from stretto.apps.serve import BEST
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, claimed, write_text
 from stretto.evals.scores import Interval, interval, pass_at_k, pass_hat_k, resampled, share_interval
@@ -43,13 +45,14 @@ def harness_command(
     """
     folder = checkpoint_folder(source)
     config, start_s = read_config(folder), time.perf_counter()
-    chosen = config.full() if subnet is None else parse_subnet(subnet, config, read_presets(folder))
+    is_best = subnet == BEST
+    chosen = best_subnet(source, config) if is_best else parse_subnet(subnet or "full", config, read_presets(folder))
     told = {} if options.temperature is None else {"temperature": options.temperature}
     budget = Budget(limit=options.limit, samples=options.samples, at_once=min(16, options.max_batch), **told)
     if (out / RESULT_FILE).exists():
         raise UserError(f"{out}: holds an evaluation; harnesses begin anew, so name another folder")
     with claimed(out):
-        flags = ["--device", device, *(["--subnet", subnet] if subnet else [])]
+        flags = ["--device", device, "--subnet", subnet or "full"]  # else the environment may choose one
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
             found = {suite: ask(suite, url, out / suite, budget) for suite in suites}
         domains = {name: _result(suite, name, one, options) for suite in suites for name, one in found[suite].items()}

@@ -11,6 +11,7 @@ from outside, too, where no task can catch it; by inspect's default that is also
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +60,7 @@ class StrettoAPI(OpenAICompatibleAPI):
         **told: Any,
     ) -> None:
         self._app: Starlette | None = None
+        api_key = api_key or os.environ.get("STRETTO_API_KEY")
         if match := _URL.fullmatch(model_name):
             url, preset = match[1], match[2]
             try:

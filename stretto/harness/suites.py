@@ -243,9 +243,13 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 
 @contextmanager
 def serving(source: Path, *flags: str, log: Any = None) -> Iterator[tuple[str, int]]:
-    """``stretto serve`` on a free port of this machine: its address and process id. Raises `UserError`: it did not start."""
+    """``stretto serve`` on a free port of this machine, without keys: its address and process id. Raises `UserError`: it did not
+    start."""
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
+    }
     command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ) as process:
         try:
             assert process.stdout is not None
             with progress(f"open {source}"):

@@ -12,8 +12,9 @@ import hashlib
 import inspect
 import itertools
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,7 @@ class VerifiersSource(SessionSource):
             raise UserError(f"sources.{name}: kind: verifiers: {error}; pip install 'stretto[verifiers]'") from None
         self._vf = vf
         self._tasks = _load(vf, name, args)
+        self._loop = _Loop()
 
     @property
     def num_items(self) -> int:
@@ -79,31 +81,42 @@ class VerifiersSource(SessionSource):
         return Problem(item, tuple(messages), self.args.gold_template.replace("{}", str(answer)))
 
     def open(self, problem: Problem, seed: int | None = None) -> Session:
-        return _VerifiersSession(self._vf, self.args, self._tasks[problem.item], problem)
+        return _VerifiersSession(self._vf, self.args, self._tasks[problem.item], problem, self._loop)
+
+    def close(self) -> None:
+        self._loop.close()
 
     def _refused(self, item: int, problem: str, remedy: str) -> UserError:
         return UserError(f"sources.{self.name}: item {item} of {self.args.id}: {problem}; {remedy}")
 
 
+class _Loop:
+    """An event loop, of several threads one at a time: what a tool server opens in its setup belongs to one loop, and a loop to
+    each of a thousand sessions would be three open files each."""
+
+    def __init__(self) -> None:
+        self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        with self._lock:
+            return self._loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self._loop.close()
+
+
 class _VerifiersSession(Session):
-    def __init__(self, vf: Any, args: VerifiersArgs, task: Any, problem: Problem) -> None:
-        self._vf, self._args, self._task, self._problem = vf, args, task, problem
-        self._loop = asyncio.new_event_loop()  # what a tool server opens in its setup belongs to one loop
+    def __init__(self, vf: Any, args: VerifiersArgs, task: Any, problem: Problem, loop: _Loop) -> None:
+        self._vf, self._args, self._task, self._problem, self._loop = vf, args, task, problem, loop
         kind = type(task)
         self._state = vf.state.state_cls(kind)()
         self._tools: tuple[Tool, ...] = ()
-        try:
-            for toolset in kind.toolsets(task.config):
-                if isinstance(self._state, toolset._state_cls):
-                    toolset._inert_state = (
-                        self._state
-                    )  # what its methods see as ``self.state`` where nobody serves them
-                self._loop.run_until_complete(toolset.setup())
-                self._loop.run_until_complete(toolset.setup_task(task.data))
-                self._tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
-        except BaseException:
-            self.close()
-            raise
+        for toolset in kind.toolsets(task.config):
+            if isinstance(self._state, toolset._state_cls):
+                toolset._inert_state = self._state  # what its methods see as ``self.state`` where nobody serves them
+            loop.run(toolset.setup())
+            loop.run(toolset.setup_task(task.data))
+            self._tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -118,7 +131,7 @@ class _VerifiersSession(Session):
         def call(arguments: Mapping[str, Any]) -> ToolResult:
             start = time.perf_counter()
             try:
-                result = self._loop.run_until_complete(served.run(dict(arguments), None))
+                result = self._loop.run(served.run(dict(arguments), None))
                 text, outcome = result if isinstance(result, str) else json.dumps(result, default=str), Outcome.OK
             except Exception as error:  # there, too, a model is told what a tool raises
                 text, outcome = f"error: {error}", Outcome.WRONG
@@ -134,7 +147,7 @@ class _VerifiersSession(Session):
 
     def score(self, answer: Answer) -> Score:
         args, trace = self._args, self._trace(answer)
-        self._loop.run_until_complete(self._task.score(trace))
+        self._loop.run(self._task.score(trace))
         if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
             raise RuntimeError(f"reward {unscored[0]!r} of {args.id} gave nothing")
         parts = {name: float(value) for name, value in trace.metrics.items() if value is not None}
@@ -158,9 +171,6 @@ class _VerifiersSession(Session):
         agent = vf.AgentInfo(config=vf.AgentConfig())
         ended = {"is_completed": True, "ok": True, "stop_condition": "agent_completed"}
         return vf.Trace(task=data, agent=agent, nodes=nodes, state=self._state, **ended)
-
-    def close(self) -> None:
-        self._loop.close()
 
 
 def _marked(toolset: Any) -> list[Callable[..., Any]]:
