@@ -14,7 +14,7 @@ import typer
 
 from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
-from stretto.apps.cli_serve import Source, bench_serve, chat, generate, serve
+from stretto.apps.cli_serve import Source, agent, bench_serve, chat, generate, serve
 from stretto.apps.options import Device, Recipe, Resume, RunOut, Settings, Steps, Wandb
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES, RUN_FILE
@@ -412,7 +412,7 @@ def demo(
 for command in (run, sft, rl, distill, online, top, merge):
     app.command()(command)
 app.command("eval")(evaluate)
-for other in (compare, serve, chat, generate, bench_serve):
+for other in (compare, serve, chat, agent, generate, bench_serve):
     app.command()(other)
 
 

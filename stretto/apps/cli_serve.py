@@ -106,6 +106,38 @@ def chat(
     chat_command(source, options, console_sampling(temperature, max_tokens, seed), system)
 
 
+def agent(
+    question: Annotated[str, typer.Argument(help="What is asked.", show_default=False)],
+    model: Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")
+    ] = None,
+    tools: Annotated[str, typer.Option(help="By commas: search=FOLDER, python, calculator.")] = "",
+    budget_turns: Annotated[int, typer.Option(help="Turns of the model, the answer included.")] = 16,
+    budget_tokens: Annotated[int, typer.Option(help="Tokens that it may write in all of them.")] = 4096,
+    votes: Annotated[
+        int, typer.Option(help="Runs, of which the most frequent answer is given; needs a temperature.")
+    ] = 1,
+    temperature: Temperature = 0.0,
+    think: Annotated[str | None, typer.Option(help="Preset of the turns that call tools.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Preset that writes the answer.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Ask for a plan before the first call.")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The transcript as a page.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first run; the next have the next.")] = 0,
+    device: Device = "auto",
+    dtype: ServedDtype = None,
+) -> None:
+    """Answer a question with tools: search, read, cite, compute; within a budget, with a transcript."""
+    from stretto.apps.agent import AgentOptions, agent_command
+    from stretto.apps.serve import ServeOptions
+    from stretto.base.config import validate
+
+    told = {"turns": budget_turns, "tokens": budget_tokens, "votes": votes, "temperature": temperature, "seed": seed}
+    options = validate(AgentOptions, told | {"think": think, "answer": answer}, "stretto agent: --budget-*, --votes")
+    serving = ServeOptions(device=device, dtype=dtype, max_batch=max(1, votes))
+    agent_command(question, model, server, tools, options, plan=plan, out=out, serving=serving)
+
+
 def generate(
     source: Source,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],

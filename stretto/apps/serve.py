@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import rich
 import torch
 import typer
+from starlette.applications import Starlette
 
 from stretto.apps.search import best_subnet, read_search
 from stretto.base.config import validate
@@ -91,6 +92,14 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
             if service.error is not None:  # whoever supervises this starts it again
                 sys.stderr.write(f"stretto: {service.error}; the server ends\n")
                 raise typer.Exit(1)
+
+
+@contextmanager
+def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette, ServedModel]]:
+    """The application over an engine in this process, for clients in it: no port is opened."""
+    opened, model = _open(source, options)
+    with closing(AsyncEngine(opened.engine).start()) as service:
+        yield create_app(service, model, ServeSettings()), model
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:

@@ -9,12 +9,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import shorten
-from stretto.tasks.task import Answer, Problem, Score, Session, TaskSource
+from stretto.tasks.task import Answer, Problem, Score, Session, TaskSource, Tool
 
 MOST_TEXT = 1 << 17
 """Characters of a tool's result: more than models' contexts hold, less than anybody minds to log and to repeat."""
@@ -54,7 +54,14 @@ def schemas(source: TaskSource, problem: Problem) -> list[dict[str, Any]]:
         return [tool.schema() for tool in session.tools]
 
 
-def use(session: Session, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
+class Offers(Protocol):
+    """A session, or whoever else has tools to be used."""
+
+    @property
+    def tools(self) -> tuple[Tool, ...]: ...
+
+
+def use(session: Offers, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
     """What a call that the model wrote comes to; ``arguments`` None: they are no JSON object. A call of what is not there is the
     model's mistake and changes nothing. A text beyond `MOST_TEXT` is cut, which can be seen."""
     tools = {tool.name: tool for tool in session.tools}

@@ -126,17 +126,21 @@ class ToolsSource(TaskSource):
                 table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
                 run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
                 text, what = "Reads the table cities(name, country, population, area) with SQL.", "one SELECT"
-        field = _FIELDS[kind]
-        fields = {field: {"type": "string", "description": what}}
-        schema = {"type": "object", "properties": fields, "required": [field], "additionalProperties": False}
+        return text_tool(kind, text, _FIELDS[kind], what, run)
 
-        def call(arguments: Mapping[str, Any]) -> ToolResult:
-            value = arguments.get(field)
-            if not isinstance(value, str) or len(arguments) != 1:
-                return ToolResult(f"error: {kind} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
-            return run(value)
 
-        return Tool(kind, text, schema, call)
+def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:
+    """A tool that takes one text, ``field``; ``text`` and ``what`` describe the two."""
+    fields = {field: {"type": "string", "description": what}}
+    schema = {"type": "object", "properties": fields, "required": [field], "additionalProperties": False}
+
+    def call(arguments: Mapping[str, Any]) -> ToolResult:
+        value = arguments.get(field)
+        if not isinstance(value, str) or len(arguments) != 1:
+            return ToolResult(f"error: {name} takes one argument, {field}, a string", Outcome.WRONG, 0.0)
+        return run(value)
+
+    return Tool(name, text, schema, call)
 
 
 def _calculation(draw: random.Random, digits: int) -> _Task:

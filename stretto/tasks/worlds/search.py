@@ -38,7 +38,7 @@ from stretto.tasks.task import (
 Split = Literal["train", "held_out"]
 UNKNOWN = "unknown"
 """The right answer where no document tells."""
-_RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
+RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
 _CLOSED_RULES = f"If you do not know, answer {UNKNOWN}."
 _CORPORA = 64
 """Kept at once: an index takes a millisecond to make and some 100 KB."""
@@ -154,7 +154,7 @@ class SearchSource(SessionSource):
             question = _Question(
                 str(told["question"]), str(told["answer"] or UNKNOWN), documents, (str(told["question"]),)
             )
-        rules = _CLOSED_RULES if self.args.closed_book else _RULES
+        rules = _CLOSED_RULES if self.args.closed_book else RULES
         cited = [] if self.args.closed_book else [f"[{each}]" for each in question.documents]
         return Problem.of(
             item,

@@ -1,0 +1,181 @@
+"""How an agent came to its answer, as records and as a page: turns, calls, what they gave, what it cost, and what is cited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from markupsafe import Markup
+
+from stretto.base.numbers import si
+from stretto.base.paths import write_text
+from stretto.report.page import NOTHING, Cell, Page, Section, Table, render
+
+Phase = Literal["think", "answer"]
+
+
+class Ending(StrEnum):
+    """How a run ended: by itself, or out of something."""
+
+    ANSWER = "answer"
+    TURNS = "turns"
+    TOKENS = "tokens"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a tool, and what it gave."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    """None: they were no JSON object."""
+    result: str = ""
+    outcome: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of the model. Written by the agent loop."""
+
+    phase: Phase
+    size: str
+    """The part of the network that wrote it, as the server calls it; empty: it does not say."""
+    text: str
+    thought: str
+    calls: tuple[Call, ...]
+    num_prompt: int
+    num_cached: int
+    """Tokens of the prompt that had not to be computed."""
+    num_written: int
+    flops: float | None
+    """None: the server does not say."""
+    is_cut: bool = False
+    """It ran into a limit."""
+    is_draft: bool = False
+    """An answer that another size wrote again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A document that an answer cites."""
+
+    id: str
+    title: str
+    text: str
+    """Empty: it was never opened, or is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way to an answer."""
+
+    seed: int
+    turns: tuple[Turn, ...]
+    text: str
+    """The answer; empty: it has none."""
+    ended: Ending
+    messages: tuple[Mapping[str, Any], ...]
+    """All since the prompt, as verifiers read them."""
+    sources: tuple[Source, ...] = ()
+
+
+def spent(turns: Sequence[Turn]) -> float | None:
+    """FLOPs; None where the server does not say."""
+    known = [turn.flops for turn in turns if turn.flops is not None]
+    return sum(known) if known else None
+
+
+def phase_table(runs: Sequence[Run]) -> Table:
+    """What each phase took, over all runs."""
+
+    def row(name: str, turns: Sequence[Turn]) -> tuple[Cell, ...]:
+        flops = spent(turns)
+        counts = (
+            len(turns),
+            *(sum(getattr(turn, each) for turn in turns) for each in ("num_prompt", "num_cached", "num_written")),
+        )
+        sizes = ", ".join(dict.fromkeys(turn.size for turn in turns if turn.size))
+        return (
+            Cell(name, note=sizes),
+            *(Cell(f"{count:,}", count) for count in counts),
+            NOTHING if flops is None else Cell(si(flops), flops),
+        )
+
+    turns = [turn for run in runs for turn in run.turns]
+    phases = {name: [turn for turn in turns if turn.phase == name] for name in ("think", "answer")}
+    rows = tuple(row(name, some) for name, some in phases.items() if some)
+    columns = ("Phase", "Turns", "Read", "of it cached", "Written", "FLOPs")
+    return Table(
+        "What it took", columns, rows, (row("All", turns),), "Tokens. Of FLOPs, what was cached is not computed again."
+    )
+
+
+def write_transcript(path: Path, question: str, model: str, runs: Sequence[Run], chosen: Run, num_agreed: int) -> None:
+    """Write the page of ``runs``, of which ``chosen`` has the answer that ``num_agreed`` of them give. Raises `UserError`: it
+    cannot be written."""
+    said = [f"{len(runs)} runs, {num_agreed} of one answer"] if len(runs) > 1 else []
+    sections = [
+        Section("question", "Question", text=question),
+        Section("cost", "What it took", tables=(phase_table(runs),)),
+        *(_turn(number, turn, chosen) for number, turn in enumerate(chosen.turns, start=1)),
+        *(
+            Section(
+                _anchor(chosen, each.id), f"[{each.id}] {each.title}", samples=(("", "", each.text or "never opened"),)
+            )
+            for each in chosen.sources
+        ),
+    ]
+    if len(runs) > 1:
+        rows = tuple((Cell(f"seed {run.seed}", note=run.ended.value), Cell(run.text)) for run in runs)
+        sections.append(Section("votes", "All runs", tables=(Table("All runs", ("Run", "Answer"), rows, num_words=2),)))
+    page = Page(
+        name="Transcript",
+        headline=_linked(chosen.text or f"No answer: out of {chosen.ended.value}", chosen),
+        facts=(f"asked of {model}", *said),
+        sections=tuple(sections),
+        environment="",
+        recipe="",
+    )
+    write_text(path, render(page, {}))
+
+
+def _turn(number: int, turn: Turn, run: Run) -> Section:
+    written = "\n\n".join(filter(None, (turn.thought, turn.text)))
+    samples: list[tuple[str, str, str]] = [("Written", "", _linked(written, run))] if written else []
+    for call in turn.calls:
+        asked = (
+            "arguments that cannot be read"
+            if call.arguments is None
+            else json.dumps(dict(call.arguments), ensure_ascii=False)
+        )
+        samples.append((f"{call.name} ({call.outcome}, {call.seconds:.2f} s)", f"{asked}\n\n", call.result))
+    kind = (
+        "draft of the answer"
+        if turn.is_draft
+        else "answer"
+        if not turn.calls
+        else ", ".join(call.name for call in turn.calls)
+    )
+    size = f" at {turn.size}" if turn.size else ""
+    return Section(
+        f"turn-{number}", f"Turn {number}: {kind}", text=f"{turn.num_written} tokens{size}", samples=tuple(samples)
+    )
+
+
+def _anchor(run: Run, document: str) -> str:
+    return f"source-{[each.id for each in run.sources].index(document) + 1}"
+
+
+def _linked(text: str, run: Run) -> Markup:
+    """``text`` with its citations as links to the documents on the page."""
+    found = Markup.escape(text)
+    for each in run.sources:
+        mark = Markup.escape(f"[{each.id}]")
+        found = Markup(found.replace(mark, Markup('<a href="#{}">{}</a>').format(_anchor(run, each.id), mark)))
+    return found
