@@ -37,7 +37,7 @@ from bench.common.server import SERVING, Server, serving
 from bench.lm_eval_equality import METRICS, evaluate, write_tasks
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
-from stretto.harness.suites import Budget, Judged, ask_bfcl, ask_inspect, ask_tau
+from stretto.harness.suites import Budget, Judged, ask, ask_bfcl, ask_inspect, ask_tau
 
 PERSIST = ("cross_domain", "sycophancy", "beneficial_memory")
 CONTEXT = 512
@@ -260,7 +260,7 @@ def killed(source: Path, folder: Path, budget: Budget) -> bool:
         "tau, our provider": under(
             "tau", lambda url, out: ask_inspect(url, out, budget, airline, "-T", "message_limit=3")
         ),
-        "bfcl": under("bfcl", lambda url, out: ask_bfcl(url, out, budget)),
+        "bfcl": under("bfcl", lambda url, out: ask("bfcl", url, out, budget)),
     }
     told: list[str] = []
     under("mutant", lambda url, out: told.append(swallowing(url, out, budget)))
@@ -283,7 +283,10 @@ def killed(source: Path, folder: Path, budget: Budget) -> bool:
 
 def kill_in_the_middle(server: Server) -> None:
     """SIGKILL once a few chats are answered."""
-    while server.is_alive and server.answers_by_status().get(200, 0) < 8:  # some are of /v1/models, /health and this
+    while server.is_alive:
+        told = server.metrics().items()
+        if sum(num for name, num in told if "http_requests_total{" in name and "chat/completions" in name) >= 3:
+            break
         time.sleep(0.5)
     os.kill(server.pid, signal.SIGKILL)
 
