@@ -40,7 +40,7 @@ from stretto.rl.recipe import RlRecipe
 RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
 SOURCE = "service"
 STAGES = ("demonstrations", "and rewards")
-IDLE, TRANSFERS, OBLIGES = "empty", "always transfer", "always obliging"
+IDLE, TRANSFERS = "empty", "always transfer"
 K = 4
 AIMS = {1: 0.8, K: 0.6}
 """Of pass^k."""
@@ -116,7 +116,7 @@ def show(options: argparse.Namespace, found: Mapping[str, list[Evaluation]]) -> 
         f"{cost.total_params / 1e6:.1f}M parameters: mean ± 95 % over seeds (lowest to highest)",
         *("", "pass^1", f"pass^{K}", "tokens", "ended by a limit"),
     )
-    for name in (IDLE, TRANSFERS, OBLIGES):
+    for name in (IDLE, TRANSFERS):
         value = told(first.domains[SOURCE].baselines[name])
         shown.add_row({IDLE: "does nothing"}.get(name, name), value, value, "", "")
     for stage, evaluations in found.items():

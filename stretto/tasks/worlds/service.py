@@ -196,10 +196,12 @@ class ServiceSource(SessionSource):
             return recorded(session, _played(case))
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-        """Agents that do not read the policy."""
+        return {"always transfer": recorded(ServiceSession(self._case(problem.item)), [_call("transfer", {})])}
+
+    def obliging(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+        """An agent that does all that the customer wants and reads no policy. It knows his mind, so it is no baseline."""
         case = self._case(problem.item)
-        turns = {"always transfer": [_call("transfer", {})], "always obliging": _played(case, heeds_policy=False)}
-        return {name: recorded(ServiceSession(case), each) for name, each in turns.items()}
+        return recorded(ServiceSession(case), _played(case, heeds_policy=False))
 
     def _draw(self, item: int, what: str) -> random.Random:
         args = self.args

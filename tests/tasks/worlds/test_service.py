@@ -103,7 +103,7 @@ def test_doing_nothing_is_never_right() -> None:
 
 def test_an_agent_that_hands_over_without_a_look_is_hardly_ever_right() -> None:
     for desk, problem, turns in cases("medium"):
-        is_new = any(name.startswith("create") for name in names(desk.baselines(problem)["always obliging"]))
+        is_new = any(name.startswith("create") for name in names(desk.obliging(problem)))
         right = judged(desk, problem, desk.baselines(problem)["always transfer"]).ok
         assert right <= (is_new and problem.gold == "transfer")
         blind = [turn for turn in turns if not names([turn]) or not names([turn])[0].startswith("get")]
@@ -112,12 +112,12 @@ def test_an_agent_that_hands_over_without_a_look_is_hardly_ever_right() -> None:
 
 def test_an_agent_that_obliges_breaks_the_policy() -> None:
     for desk, problem, _ in cases():
-        assert judged(desk, problem, desk.baselines(problem)["always obliging"]).ok == (problem.gold == "Done.")
+        assert judged(desk, problem, desk.obliging(problem)).ok == (problem.gold == "Done.")
 
 
 def test_an_agent_that_calls_every_tool_is_never_right() -> None:
     for desk, problem, _ in cases():
-        calls = [each for turn in desk.baselines(problem)["always obliging"] for each in turn.get("tool_calls", ())]
+        calls = [each for turn in desk.obliging(problem) for each in turn.get("tool_calls", ())]
         known = {each["function"]["name"]: each["function"]["arguments"] for each in calls}
         with closing(desk.open(problem)) as session:
             every = [call(tool.name, **known.get(tool.name, {})) for tool in session.tools]
