@@ -162,9 +162,12 @@ def evaluate(
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
     from stretto.apps.evaluate import eval_command, options, presets_command
     from stretto.apps.harness import harness_command, harness_names
+    from stretto.harness.suites import SUITES as HARNESSES
+    from stretto.harness.suites import check_installed
     from stretto.post.suite import parse_suites
 
     theirs, ours = harness_names(suite)
+    check_installed(theirs)
     if presets and (
         unused := [flag for flag, value in (("--subnet", subnet), ("--right", right)) if value is not None]
     ):
@@ -184,7 +187,7 @@ def evaluate(
         presets_command(source, ours, out, told, device)
         return
     if ours:
-        eval_command(source, parse_suites(ours), out, told, subnet, device)
+        eval_command(source, parse_suites(ours, HARNESSES), out, told, subnet, device)
     if theirs:
         harness_command(source, theirs, out / "harness" if ours else out, told, subnet, device)
     if right is not None:

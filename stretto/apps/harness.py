@@ -41,7 +41,7 @@ def harness_command(
     """Have the harnesses of ``suites`` ask a server of ``source``, write ``out`` and print what came of it.
 
     Raises:
-        UserError: a harness that is not installed, a checkpoint without a chat template, or a domain without a score.
+        UserError: a checkpoint without a chat template, or a domain without a score.
     """
     folder = checkpoint_folder(source)
     config, start_s = read_config(folder), time.perf_counter()

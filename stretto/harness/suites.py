@@ -15,7 +15,7 @@ import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,27 +32,12 @@ MOST_INFRA: Final = 0.05
 """Share of a domain's samples that may be infrastructure errors, as of our own suites."""
 SERVING: Final = "serving at "
 BFCL: Final = "bfcl-eval==2026.3.23"
+# fmt: off
 _BFCL_NEEDS: Final = (
-    *(
-        "numpy==1.26.4",
-        "tree_sitter==0.21.3",
-        "tree-sitter-java==0.21.0",
-        "tree-sitter-javascript==0.21.4",
-        "networkx==3.3",
-    ),
-    *(
-        "mpmath==1.3.0",
-        "filelock==3.20.0",
-        "openai",
-        "pydantic",
-        "python-dotenv",
-        "overrides",
-        "pandas",
-        "requests",
-        "tenacity",
-        "tqdm",
-    ),
+    "numpy==1.26.4", "tree_sitter==0.21.3", "tree-sitter-java==0.21.0", "tree-sitter-javascript==0.21.4", "networkx==3.3",
+    "mpmath==1.3.0", "filelock==3.20.0", "openai", "pydantic", "python-dotenv", "overrides", "pandas", "requests", "tenacity", "tqdm",
 )
+# fmt: on
 """Of what it asks for, all that single turns want; the rest is every vendor's client, and torch."""
 _SLACK_S: Final = 600.0
 """For a harness to start and to end, beside its samples."""
@@ -102,6 +87,18 @@ class Judged:
             raise UserError(f"{name}: no score: {problem}; mend that and evaluate again")
 
 
+def check_installed(suites: Collection[str]) -> None:
+    """Raises `UserError`: the harness of one of ``suites`` is not there, and cannot be made."""
+    if "tau" in suites:
+        for package in ("inspect_ai", "inspect_evals", "openai"):
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"--suite tau: {package} is not installed; pip install 'stretto[eval]'")
+    if "bfcl" in suites and sys.version_info >= (3, 13):
+        raise UserError(
+            "--suite bfcl: needs numpy 1.26, which no Python after 3.12 has; run this with Python 3.11 or 3.12"
+        )
+
+
 def ask(suite: str, url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
     """Have the harness of ``suite`` ask the server at ``url``; what it writes goes to ``folder``.
 
@@ -123,9 +120,7 @@ def ask(suite: str, url: str, folder: Path, budget: Budget) -> dict[str, Judged]
 def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str], *flags: str) -> dict[str, Judged]:
     """Tasks of inspect_ai by the name of their domain, through our provider. Raises `UserError`: it is not installed, or a task
     gave no log."""
-    for package in ("inspect_ai", "inspect_evals", "openai"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"{package} is not installed; pip install 'stretto[eval]'")
+    check_installed(("tau",))
     from inspect_ai.log import list_eval_logs, read_eval_log
     from inspect_ai.scorer import value_to_float
 
@@ -208,10 +203,7 @@ def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
 def bfcl_python() -> Path:
     """The interpreter of BFCL's own environment, which is made where it is missing: it pins a numpy that nothing else here takes.
     Raises `UserError`: this Python is too new for it, or pip fails."""
-    if sys.version_info >= (3, 13):
-        raise UserError(
-            "bfcl: its harness needs numpy 1.26, which no Python after 3.12 has; run this with Python 3.11 or 3.12"
-        )
+    check_installed(("bfcl",))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
     folder = cache / f"{BFCL.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
     python, done = folder / "bin" / "python", folder / "whole"

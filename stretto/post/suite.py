@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,9 +202,9 @@ class Evaluation:
     cost: Cost
 
 
-def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
+def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str, SuiteConfig]:
     """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, a TOML or JSON file with tables of that form, or an RL recipe:
-    its sources, and as many problems as it holds out. Several may be joined by commas.
+    its sources, and as many problems as it holds out. Several may be joined by commas. ``beside``: what else the user may name.
     Raises `UserError`: no such suite or file, a suite without its data, or two domains of one name."""
     found: dict[str, SuiteConfig] = {}
     for text in (part for each in named for part in each.split(",")):
@@ -213,8 +213,9 @@ def parse_suites(named: Sequence[str]) -> dict[str, SuiteConfig]:
         is_file = path.suffix in (".toml", ".json")
         tree = read_tree(path if is_file else SUITES)
         if not is_file and name not in tree:
+            known = [*tree, *beside]
             raise UserError(
-                f"--suite {name}: no such suite{nearest(name, tree)}; one of {', '.join(tree)}, or FILE.toml"
+                f"--suite {name}: no such suite{nearest(name, known)}; one of {', '.join(known)}, or FILE.toml"
             )
         if "train" in tree:
             recipe = validate(RlRecipe, tree, str(path))
@@ -263,9 +264,8 @@ def evaluate(
             check_unchanged(read_json(out / ASKED_FILE), asked, out, free=("baselines", "embed"))
         if (out / RESULT_FILE).is_file() and (found := read_evaluation(out)).asked == asked:
             return found
-        write_json(out / ASKED_FILE, asked)
         sitting = _Sitting(folder, out, options, suites, config.max_positions)
-        asyncio.run(sitting.answer(subnet, device))
+        asyncio.run(sitting.answer(subnet, device, asked))
         counts = count(config, subnet or config.full())
         domains, mean = results(sitting.domains, sitting.samples, options, counts)
         cost = _cost(counts, list(sitting.samples.values()))
@@ -397,8 +397,9 @@ class _Sitting:
         self.domains: dict[str, Domain] = {}
         self.samples = read_samples(self._path)
 
-    async def answer(self, subnet: Subnet | None, device: str) -> None:
-        """Draw and judge what is missing, one suite after the other, on one engine; before, look at every problem."""
+    async def answer(self, subnet: Subnet | None, device: str, asked: Mapping[str, Any]) -> None:
+        """Draw and judge what is missing, one suite after the other, on one engine; before, look at every problem, and then
+        write down what is ``asked``."""
         with ExitStack() as held:
             opened = {}
             for name, suite in self._suites.items():
@@ -408,6 +409,7 @@ class _Sitting:
                 for key, source in opened[name][0].items():
                     source.validate()
                     self.domains[key] = self._planned(name, suite, source)
+            write_json(self._path.with_name(ASKED_FILE), asked)
             any_recipe = self._recipe(next(iter(self._suites.values())))
             engine = EngineRole(partial(open_rollout_engine, any_recipe, self._folder, device), subnet=subnet)
             held.callback(engine.close)

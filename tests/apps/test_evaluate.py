@@ -81,6 +81,7 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     arguments = ("--suite", suite, "-o", tmp_path / "out")
     refused(stretto("eval", tmp_path / "nobody", *arguments), "nobody", "config.json")
     refused(stretto("eval", served_run, "--suite", "gim", "-o", tmp_path / "out"), "--suite gim", "gym")
+    refused(stretto("eval", served_run, "--suite", "tua", "-o", tmp_path / "out"), "--suite tua", "did you mean 'tau'")
     refused(stretto("eval", served_run, *arguments, "--subnet", "cornr"), "--subnet cornr", "corner")
     refused(stretto("eval", served_run, *arguments, "--samples", "0"), "samples")
     refused(stretto("eval", served_run, *arguments, "--temperature", "0"), "--samples 4")
@@ -95,6 +96,16 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     wrong = ("--suite", suite, "--teacher", f"sums={served_run}")
     refused(stretto("compare", served_run, "-o", tmp_path / "out", *wrong), "--teacher sums", "no such domain")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_suite_that_is_refused_does_not_take_its_folder(
+    served_run: Path, suite: Path, tmp_path: Path, stretto: Run
+) -> None:
+    """Or the mended command would be held to the mistaken one."""
+    out = tmp_path / "out"
+    refused(stretto("eval", served_run, "--suite", f"mcq={tmp_path / 'none.csv'}", "-o", out), "none.csv: no such file")
+    done = stretto("eval", served_run, "--suite", suite, "--limit", 2, "--samples", 1, "-o", out)
+    assert done.code == 0, done.err
 
 
 def test_a_comparison_is_read_as_it_was_written(stretto: Run, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_finished_run_resumed_is_the_same_run(stretto: Run, tiny: Path, again:
     assert [int(row["step"]) for row in read_metrics(again) if "reward/mean" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_resume_goes_on_with_what_it_began_with(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path
 ) -> None:

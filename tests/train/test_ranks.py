@@ -175,6 +175,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
     """The short version of all the others, and in bf16 as well."""
     alone = {"alone": True}
