@@ -135,7 +135,8 @@ def area_of(book: Book, text: str, most: int = MAX_CELLS) -> list[Place]:
         raise Refused(f"there is no sheet {sheet!r}; there are {', '.join(book.sheets)}")
     if not _RANGE.fullmatch(area):
         raise Refused(f"{text!r} is no range such as B2:C9")
-    left, top, right, bottom = map(int, range_boundaries(area.upper()))
+    one, first, other, second = map(int, range_boundaries(area.upper()))
+    (left, right), (top, bottom) = sorted((one, other)), sorted((first, second))  # C9:B2 is B2:C9
     if (right - left + 1) * (bottom - top + 1) > most:
         raise Refused(f"{text!r} has more than {most} cells")
     return [(sheet, row, column) for row in range(top, bottom + 1) for column in range(left, right + 1)]

@@ -124,6 +124,14 @@ def test_formulas_that_reach_out_or_are_none_are_refused(formula: str) -> None:
         check_formula(DATA, formula)
 
 
+@pytest.mark.parametrize("text", ["C9:B2", "B9:C2", "C2:B9", "$c$9:b$2"])
+def test_a_range_is_the_same_from_any_of_its_corners(text: str) -> None:
+    """A model wrote such a one, and the run ended with it."""
+    book = Book(("Data",), {})
+    assert workbook.area_of(book, text) == workbook.area_of(book, "B2:C9")
+    assert filled(book, workbook.area_of(book, text), "=A1").cells["Data", 9, 3] == "=B8"
+
+
 def test_formulas_move_when_they_fill_and_are_computed_in_batches() -> None:
     book = filled(DATA, [("Data", row, 3) for row in (1, 2)], "=A1*$A$1+'My rates'!A1")
     assert book.cells["Data", 2, 3] == "=A2*$A$1+'My rates'!A2"
