@@ -7,7 +7,6 @@ may run at one size of the network, and the answer be written at another.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -30,7 +29,7 @@ from stretto.sandbox.tools import PythonTool, calculate
 from stretto.serve.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
-from stretto.tasks.session import Offers, use
+from stretto.tasks.session import Offers, arguments_of, use
 from stretto.tasks.task import AnswerFormat, Tool, find_answer
 from stretto.tasks.tools import text_tool
 from stretto.tasks.worlds.search import RULES
@@ -174,7 +173,7 @@ def _turn(told: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
         size=str(spent.get("subnet", "")),
         text=text,
         thought=message.get("reasoning_content") or "",
-        calls=tuple(Call(each["function"]["name"], _arguments(each["function"]["arguments"])) for each in calls),
+        calls=tuple(Call(each["function"]["name"], arguments_of(each["function"]["arguments"])) for each in calls),
         num_prompt=usage.get("prompt_tokens", 0),
         num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         num_written=usage.get("completion_tokens", 0),
@@ -183,14 +182,6 @@ def _turn(told: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
     )
     thought = {"reasoning_content": turn.thought} if turn.thought else {}
     return turn, {"role": "assistant", "content": text} | thought | ({"tool_calls": calls} if calls else {})
-
-
-def _arguments(text: str) -> Mapping[str, Any] | None:
-    try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return tree if isinstance(tree, dict) else None
 
 
 async def _used(

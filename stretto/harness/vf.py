@@ -25,7 +25,7 @@ from verifiers.v1.runtimes import ProgramResult
 from stretto.base.trajectory import Outcome
 from stretto.rl.launch import SourceTables
 from stretto.rl.recipe import SandboxConfig, SourceConfig
-from stretto.tasks.session import tool_turn
+from stretto.tasks.session import arguments_of, tool_turn
 from stretto.tasks.task import Answer, TaskSource
 
 _FIRST_ITEM = 3 << 22
@@ -121,11 +121,7 @@ def opened(kind: str, args: str) -> TaskSource:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Of a call as OpenAI writes it."""
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = None
-    return {"name": function["name"], "arguments": arguments if isinstance(arguments, dict) else None}
+    return {"name": function["name"], "arguments": arguments_of(function["arguments"])}
 
 
 def _wire(turn: Mapping[str, Any]) -> dict[str, Any]:

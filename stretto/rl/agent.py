@@ -10,7 +10,6 @@ what an engine has already only the length is sent. Text is read to find tool ca
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from stretto.sandbox.tools import MAX_TEXT, shorten
 from stretto.serve.dialects import Said, read_answer
 from stretto.serve.messages import Message, Prompts
 from stretto.serve.messages import Tool as OfferedTool
-from stretto.tasks.session import MOST_TEXT, Diverged, schemas, tool_turn
+from stretto.tasks.session import MOST_TEXT, Diverged, arguments_of, schemas, tool_turn
 from stretto.tasks.task import Problem, TaskSource
 from stretto.text.spans import Translation
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
@@ -693,7 +692,7 @@ class Dialogue:
 
     def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
         """The tool calls in a turn, in order; one that cannot be read is text."""
-        return tuple(ToolCall(one.name, _arguments(one.arguments)) for one in self._said(turn).calls)
+        return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in self._said(turn).calls)
 
     def message(self, turn: np.ndarray) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
@@ -714,11 +713,3 @@ class Dialogue:
         turns = [Message.model_validate(dict(message)) for message in messages]
         offers = [OfferedTool.model_validate(dict(tool)) for tool in tools]
         return self._prompts.chat(turns, offers, generation_prompt=generation_prompt)
-
-
-def _arguments(text: str) -> Mapping[str, Any] | None:
-    try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return tree if isinstance(tree, dict) else None

@@ -5,6 +5,7 @@ A world of one's own is a `SessionSource` with `problem`, `open` and `demonstrat
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -71,6 +72,21 @@ def use(session: Offers, name: str, arguments: Mapping[str, Any] | None) -> Tool
         return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
     result = tools[name].call(arguments)
     return result if len(result.text) <= MOST_TEXT else replace(result, text=shorten(result.text, MOST_TEXT))
+
+
+def arguments_of(text: str) -> Mapping[str, Any] | None:
+    """Of a call as the model wrote them; None: they are no JSON object."""
+    try:
+        tree = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def calling(name: str, arguments: Mapping[str, Any], thought: str = "") -> dict[str, Any]:
+    """A turn of the model with one call."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": thought, "tool_calls": [call]}
 
 
 def tool_turn(session: Session, call: Mapping[str, Any]) -> dict[str, Any]:

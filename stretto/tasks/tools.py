@@ -19,6 +19,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import PythonTool, TableTool, calculate
 from stretto.tasks.math import as_number
+from stretto.tasks.session import calling
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
 
 ToolKind = Literal["calculator", "python", "database"]
@@ -93,9 +94,8 @@ class ToolsSource(TaskSource):
         arguments = {_FIELDS[kind]: self._task(problem.item).argument}
         result = self._tools[kind].call(arguments)
         assert result.outcome is Outcome.OK, f"{kind} on its own demonstration: {result}"
-        call = {"type": "function", "function": {"name": kind, "arguments": arguments}}
         return (
-            {"role": "assistant", "content": "", "tool_calls": [call]},
+            calling(kind, arguments),
             {"role": "tool", "name": kind, "content": result.text},
             {"role": "assistant", "content": problem.gold},
         )

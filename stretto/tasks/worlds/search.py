@@ -22,7 +22,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting, without_citations
-from stretto.tasks.session import SessionSource, recorded
+from stretto.tasks.session import SessionSource, calling, recorded
 from stretto.tasks.task import (
     Answer,
     AnswerFormat,
@@ -177,8 +177,8 @@ class SearchSource(SessionSource):
             [] if self.args.closed_book else problem.payload[each] for each in ("queries", "documents")
         )
         for place in range(max(len(queries), len(documents))):
-            turns += [_call("search", query=query) for query in queries[place : place + 1]]
-            turns += [_call("open", id=each) for each in documents[place : place + 1]]
+            turns += [calling("search", {"query": query}) for query in queries[place : place + 1]]
+            turns += [calling("open", {"id": each}) for each in documents[place : place + 1]]
         turns.append({"role": "assistant", "content": problem.gold})
         with closing(self.open(problem)) as session:
             return recorded(session, turns)
@@ -232,11 +232,6 @@ class SearchSession(Session):
 
 def _plain(answer: str) -> str:
     return " ".join(answer.split()).strip("\"'. ").casefold()
-
-
-def _call(name: str, **arguments: str) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 # Worlds and questions

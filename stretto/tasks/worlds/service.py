@@ -27,7 +27,7 @@ from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
-from stretto.tasks.session import SessionSource, recorded
+from stretto.tasks.session import SessionSource, calling, recorded
 from stretto.tasks.task import Answer, Problem, Score, Session, Tool
 
 Operation = Literal["cancel", "change", "refund", "create"]
@@ -196,7 +196,7 @@ class ServiceSource(SessionSource):
             return recorded(session, _played(case))
 
     def baselines(self, problem: Problem) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-        return {"always transfer": recorded(ServiceSession(self._case(problem.item)), [_call("transfer", {})])}
+        return {"always transfer": recorded(ServiceSession(self._case(problem.item)), [calling("transfer", {})])}
 
     def obliging(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """An agent that does all that the customer wants and reads no policy. It knows his mind, so it is no baseline."""
@@ -529,13 +529,13 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
         row = case.rows[kind.name].get(request.id, values)
         if request.id:
             if case.shown == "field":
-                turns.append(_call(f"list_{kind.name}", {"field": kind.fields[0], "value": row[kind.fields[0]]}))
-            turns.append(_call(f"get_{kind.name}", {"id": request.id}))
+                turns.append(calling(f"list_{kind.name}", {"field": kind.fields[0], "value": row[kind.fields[0]]}))
+            turns.append(calling(f"get_{kind.name}", {"id": request.id}))
         verdict, rule = _verdict(case.rows, request), _rule(kind, operation, row[kind.state])
         if verdict == "transfer" and kind.rules[operation][row[kind.state]] == "do":
             rule += f" But {_dear(kind)}"
         if heeds_policy and verdict != "do":
-            return [*turns, _call(verdict, {}, rule)]
+            return [*turns, calling(verdict, {}, rule)]
         if operation in kind.asks:
             named = [f'"{request.id}"'] * bool(request.id) + [f'"{name}" "{value}"' for name, value in values.items()]
             say(f"{rule} Shall I {operation} {', '.join(named)}?")
@@ -545,11 +545,6 @@ def _played(case: _Case, heeds_policy: bool = True) -> Sequence[Mapping[str, Any
                 ((field, value),) = request.values
                 values = {"field": field, "value": value}
             told = {"id": request.id} | values if request.id else values
-            turns.append(_call(f"{operation}_{kind.name}", told, rule))
+            turns.append(calling(f"{operation}_{kind.name}", told, rule))
     say(_DONE)
     return turns
-
-
-def _call(name: str, arguments: Mapping[str, str], thought: str = "") -> Mapping[str, Any]:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": thought, "tool_calls": [call]}

@@ -35,7 +35,7 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import shorten
-from stretto.tasks.session import SessionSource, recorded
+from stretto.tasks.session import SessionSource, calling, recorded
 from stretto.tasks.task import Answer, Problem, Range, Score, Session, Tool
 from stretto.tasks.worlds.sheet_tasks import EPOCH, Kind, Layout, Part, SheetTask, make_task
 from stretto.tasks.worlds.workbook import (
@@ -182,8 +182,7 @@ class SheetsSource(SessionSource):
         task = self.task(problem.item)
         if task.solution is None:
             raise self._bad(problem.item, "it has no solution to show")
-        call = {"name": "write", "arguments": {"range": task.solution[0], "content": task.solution[1]}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        turn = calling("write", {"range": task.solution[0], "content": task.solution[1]})
         with closing(self.open(problem)) as session:
             return recorded(session, (turn, {"role": "assistant", "content": problem.gold}))
 
