@@ -3,14 +3,19 @@
     python -m bench.bfcl OUT --model runs/smol --dialogues FILE --schemas FILE --glaive FILE [--steps 300 --problems 0]
 
 Trains ``--model`` on calls (`stretto sft`: generated questions, of which some have no function that fits; dialogues of DSTC8's
-Schema-Guided Dialogue with their services as functions; conversations in glaive's form), then asks BFCL's questions over HTTP
-(`stretto serve`) with ``tool_choice`` ``auto``: the model as it was, forced, and trained. Beside them what knows nothing: an empty call,
-a call of the first function with values that regular expressions find in the question, and no call at all. Of what
-BFCL holds nothing is trained on; how many of its function names the generator happens to make is printed.
+Schema-Guided Dialogue with their services as functions, and what their users want said in one go; conversations in glaive's form),
+then asks BFCL's questions over HTTP (`stretto serve`) with ``tool_choice`` ``auto``: the model as it was, forced, and trained. Beside
+them what knows nothing: an empty call, a call of the first function with values that regular expressions find in the question, and
+no call at all. What has a function's name or a question of BFCL's is left out of training. Of several ``--rates`` the one is
+taken whose calls are right most often on held-out questions: generated, of services that are not trained on, of glaive's.
 
-Its package pins other versions than ours and gets an environment of its own. ``--problems`` of each kind are asked (0: all), drawn
-by ``--seed``; intervals are over them. Defaults end within half an hour on a core; ``--steps 300 --problems 0 --device cuda`` is the long
-run. Exits with 1 where the trained model has less than `AIM`. Called again, it goes on: what was made, trained and asked is kept.
+Its package pins other versions than ours and gets an environment of its own, which only the first and the last part need:
+``--until questions`` writes them to OUT, ``--until answers`` trains and asks (on another machine, say: of OUT it needs
+questions.jsonl), and the whole command judges what was answered, with no need of OUT/trained, where rows and weights are.
+
+``--problems`` of each kind are asked (0: all), drawn by ``--seed``; intervals are over them. Defaults end within half an hour on a
+core; ``--steps 500 --rows 32 --rates 3e-4 1e-3 --problems 0 --device cuda`` is the long run. Exits with 1 where the trained model has
+less than `AIM`. Called again, it goes on: what was made, trained and asked is kept.
 """
 
 from __future__ import annotations
@@ -23,19 +28,21 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from bench.common.calls import conversation, function
+from bench.common.calls import NO_CALL, conversation
 from bench.common.measure import table, wide_console
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_text
-from stretto.base.track import progress
+from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, remove, write_json, write_text
+from stretto.base.track import progress, say
 from stretto.evals.scores import Interval, resampled, share_interval
 from stretto.harness.suites import bfcl_python, serving
 from stretto.text.chat import tokenise_chat
@@ -44,36 +51,99 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 AIM = {"simple_python": 0.45, "irrelevance": 0.60}
 MOST_TOKENS = 511
 """Of a conversation that is trained on; longer dialogues are cut behind an answer, or left out."""
-SHARES = {"made": 0.82, "dialogues": 0.08, "glaive": 0.1}
+SHARES = {"made": 0.65, "requests": 0.25, "dialogues": 0.05, "glaive": 0.05}
 """Of the rows that are trained on."""
-FITTING = 0.55
-"""Of generated questions, those with a function that fits."""
-ROWS = 4
+FITTING = 0.6
+"""Of generated questions and requests, those with a function that fits."""
+HELD_OUT = 5
+"""One domain of the dialogues in so many, and one of glaive's conversations, is for the choice of a rate."""
 RECIPE = {
     "long": '"leave_out"',
-    "optim.lr": 4e-4,
-    "optim.warmup_steps": 3,
     "train.seq_len": MOST_TOKENS + 1,
     "train.micro_batches": 1,
     "train.eval_rows": 2,
     "train.dtype": '"bfloat16"',
 }
 """What differs from recipes/sft.toml: few and small steps want a higher rate. Found on no question of BFCL's."""
-AT_ONCE, MAX_TOKENS = 16, 160
+AT_ONCE, MAX_TOKENS = 48, 160
+QUESTIONS = "questions.jsonl"
+STAGES = ("questions", "answers", "scores")
+
+Questions = list[dict[str, Any]]
 
 # --- what is trained on -----------------------------------------------------------------------------------------------
 
 
-def made(num: int, seed: int) -> Iterator[dict[str, Any]]:
+def made(seed: str) -> Iterator[dict[str, Any]]:
     draw = random.Random(f"bfcl/{seed}")
-    for _ in range(num):
+    while True:
         yield conversation(draw, draw.choice((1, 2, 3)), FITTING)
+
+
+def plain(text: str) -> str:
+    """``text`` however it is spelt."""
+    return re.sub(r"[\W_]", "", text).lower()
+
+
+def words_of(record: Mapping[str, Any]) -> set[str]:
+    """Its functions' names, and what its user says."""
+    said = [each["content"] for each in record["messages"] if each["role"] == "user"]
+    return {plain(each) for each in (*(tool["function"]["name"] for tool in record["tools"]), *said)}
+
+
+def is_held_out(service: str, services: Collection[str]) -> bool:
+    """Whether its domain is: ``Hotels_1`` and ``Hotels_4`` are of one."""
+    domains = sorted({name.partition("_")[0] for name in services})
+    return domains.index(service.partition("_")[0]) % HELD_OUT == 0
+
+
+def requests(path: Path, schemas: Path, seed: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
+    """A call of a dialogue and all that its user had said to that end, as one question; of the arguments those that the words hold."""
+    offers = {schema["service_name"]: _functions(schema) for schema in json.loads(schemas.read_text())}
+    names = [name for name in offers if is_held_out(name, offers) == held_out]
+    records = _records(path)
+    draw = random.Random(f"requests/{seed}/{held_out}")
+    draw.shuffle(records)
+    for record in records:
+        said: list[str] = []
+        for turn in record["turns"]:
+            if turn["s"] == "U":
+                said.append(turn["u"])
+            for call in turn.get("calls", ()):
+                text, service = " ".join(said), call["service"]
+                if service not in names or (found := _found(call, text, offers[service])) is None:
+                    continue
+                tool, arguments = found
+                others = [each for each in offers[service] if each is not tool]
+                far = [name for name in names if name.partition("_")[0] not in " ".join(record["services"])]
+                fits = not far or draw.random() < FITTING
+                if not fits:
+                    tool, others = draw.choice(offers[draw.choice(far)]), []
+                tools = [tool, *others[: draw.choice((0, 0, 1, 2))]]
+                draw.shuffle(tools)
+                answer = (
+                    _call(tool["function"]["name"], arguments) if fits else {"role": "assistant", "content": NO_CALL[0]}
+                )
+                yield {"messages": [{"role": "user", "content": text}, answer], "tools": tools}
+                said = []
+
+
+def _found(call: Mapping[str, Any], text: str, tools: Questions) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The function, and the arguments that ``text`` holds; None: not all that it requires."""
+    tool = next(each for each in tools if each["function"]["name"] == call["method"])
+    parameters, arguments = tool["function"]["parameters"], {}
+    for key, value in call["parameters"].items():
+        if key in parameters["properties"] and re.search(rf"\b{re.escape(str(value))}\b", text, re.IGNORECASE):
+            is_number = parameters["properties"][key]["type"] == "integer"
+            arguments[key] = int(value) if is_number else value
+    return None if set(parameters["required"]) - arguments.keys() else (tool, arguments)
 
 
 def dialogues(path: Path, schemas: Path, seed: int) -> Iterator[dict[str, Any]]:
     """Schema-Guided Dialogue, one service each: its intents are functions, its calls are calls."""
     offers = {schema["service_name"]: _functions(schema) for schema in json.loads(schemas.read_text())}
     records = [record for record in _records(path) if len(record["services"]) == 1]
+    records = [record for record in records if not is_held_out(record["services"][0], offers)]
     random.Random(seed).shuffle(records)
     for record in records:
         messages: list[dict[str, Any]] = []
@@ -89,9 +159,11 @@ def dialogues(path: Path, schemas: Path, seed: int) -> Iterator[dict[str, Any]]:
         yield {"messages": messages, "tools": offers[record["services"][0]]}
 
 
-def glaive(path: Path) -> Iterator[dict[str, Any]]:
+def glaive(path: Path, *, held_out: bool) -> Iterator[dict[str, Any]]:
     """Conversations with functions, in LLaMA-Factory's form."""
-    for record in json.loads(path.read_text()):
+    for place, record in enumerate(json.loads(path.read_text())):
+        if (place % HELD_OUT == 0) != held_out:
+            continue
         messages: list[dict[str, Any]] = []
         for turn in record["conversations"]:
             said = turn["value"]
@@ -112,8 +184,11 @@ def _functions(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
         fields = {}
         for name in [*intent["required_slots"], *intent["optional_slots"]]:
             fields[name] = {"type": "string", "description": slots[name]["description"]}
-            if slots[name]["is_categorical"]:
-                fields[name]["enum"] = slots[name]["possible_values"]
+            values = slots[name]["possible_values"]
+            if values and all(value.isdigit() for value in values):
+                fields[name]["type"] = "integer"
+            elif slots[name]["is_categorical"]:
+                fields[name]["enum"] = values
         parameters = {"type": "object", "properties": fields, "required": intent["required_slots"]}
         told = {"name": intent["name"], "description": intent["description"], "parameters": parameters}
         found.append({"type": "function", "function": told})
@@ -125,11 +200,18 @@ def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def fitted(records: Iterator[dict[str, Any]], num: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """``num`` of them that a row holds; long ones are cut behind an answer."""
+def fitted(
+    records: Iterator[dict[str, Any]], num: int, tokenizer: Tokenizer, taken: Collection[str]
+) -> Iterator[dict[str, Any]]:
+    """``num`` of them that a row holds, without those that have a name or a question of ``taken``; long ones are cut behind an
+    answer."""
+    num_taken = 0
     for record in records:
         if num == 0:
-            return
+            break
+        if words_of(record) & set(taken):
+            num_taken += 1
+            continue
         ends = [place + 1 for place, each in enumerate(record["messages"]) if each["role"] == "assistant"]
         for end in (end for end in reversed(ends) if end > 1):
             cut = {**record, "messages": record["messages"][:end]}
@@ -137,6 +219,7 @@ def fitted(records: Iterator[dict[str, Any]], num: int, tokenizer: Tokenizer) ->
                 num -= 1
                 yield cut
                 break
+    say(f"left out, for BFCL asks the same or has a function of the same name: {num_taken}")
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -149,32 +232,86 @@ def _write(path: Path, records: Sequence[Any]) -> None:
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def train(options: argparse.Namespace) -> Path:
-    """The trained run; made, where it is not there."""
-    run, data = options.out / "sft", options.out / "data"
+def train(options: argparse.Namespace, rate: float, taken: Collection[str]) -> Path:
+    """The run trained at this rate; made, where it is not there."""
+    run, data = options.out / "trained" / f"{rate:g}", options.out / "trained" / "data"
     if not (run / CHECKPOINT).is_dir():
+        remove(run)  # one that was cut off
         tokenizer = load_tokenizer(checkpoint_folder(options.model))
-        rows = options.steps * ROWS
+        rows = options.steps * options.rows
         streams = {
-            "made": made(4 * rows, options.seed),
+            "made": made(str(options.seed)),
+            "requests": requests(options.dialogues, options.schemas, options.seed, held_out=False),
             "dialogues": dialogues(options.dialogues, options.schemas, options.seed),
-            "glaive": glaive(options.glaive),
+            "glaive": glaive(options.glaive, held_out=False),
         }
         command = ["sft", str(RECIPES / "sft.toml"), "--model", str(options.model), "-o", str(run)]
         for name, stream in streams.items():
             path = data / f"{name}.jsonl"
             if not path.is_file():
-                _write(path, list(fitted(stream, max(40, int(3 * rows * SHARES[name])), tokenizer)))
+                num = max(40, int(2 * rows * SHARES[name]))
+                kept = []
+                with progress(f"make {name}", num) as advance:
+                    for record in fitted(stream, num, tokenizer, taken):
+                        kept.append(record)
+                        advance(1)
+                _write(path, kept)
             command += ["--data", f"{path}@{SHARES[name]}"]
-        settings = {**RECIPE, "train.steps": options.steps, "train.rows": ROWS, "train.eval_every": options.steps}
+        settings = {
+            **RECIPE,
+            "optim.lr": rate,
+            "optim.warmup_steps": max(3, options.steps // 30),
+            "train.steps": options.steps,
+            "train.rows": options.rows,
+            "train.eval_every": options.steps,
+            "train.snapshot_every": options.steps,
+        }
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         subprocess.run([sys.executable, "-m", "stretto.apps.cli", *command, "--device", options.device], check=True)
     return run
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+def chosen(options: argparse.Namespace, taken: Collection[str]) -> Path:
+    """The run whose calls are right most often on held-out questions."""
+    if options.trained is not None or len(options.rates) == 1:
+        return options.trained or train(options, options.rates[0], taken)
+    held, shares, those = held_out(options), {}, {}
+    for rate in options.rates:
+        those[rate] = train(options, rate, taken)
+        answers = answered(options, f"held_out_{rate:g}", lambda run=those[rate]: run, held, "auto")  # type: ignore[misc]
+        kinds = Counter(each["category"] for each in answers)
+        right = Counter(each["category"] for each in answers if _same(each["calls"], each["wanted"]))
+        shares[rate] = {kind: right[kind] / num for kind, num in kinds.items()}
+        say(
+            f"rate {rate:g}: right of held-out questions { ({kind: f'{each:.2f}' for kind, each in shares[rate].items()}) }"
+        )
+    best = max(shares, key=lambda rate: sum(shares[rate].values()))
+    write_json(options.out / "rates.json", {"chosen": best, "right": {f"{rate:g}": shares[rate] for rate in shares}})
+    return those[best]
 
-Questions = list[dict[str, Any]]
+
+def held_out(options: argparse.Namespace) -> Questions:
+    """Questions with what is ``wanted``: nothing, or one call."""
+    streams = {
+        "made": (record for record in made(f"held out/{options.seed}") if len(record["messages"]) == 2),
+        "requests": requests(options.dialogues, options.schemas, options.seed, held_out=True),
+        "glaive": glaive(options.glaive, held_out=True),
+    }
+    found = []
+    for kind, stream in streams.items():
+        for place, record in enumerate(islice(stream, options.held_out)):
+            question, answer = record["messages"][:2]
+            calls = [[each["function"][key] for key in ("name", "arguments")] for each in answer.get("tool_calls", ())]
+            told = {"category": kind, "id": f"{kind}/{place}", "messages": [question], "tools": record["tools"]}
+            found.append({**told, "wanted": calls})
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True).lower() == json.dumps(other, sort_keys=True).lower()
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
 
 
 def inside(options: argparse.Namespace, *arguments: str, text: str = "") -> list[Any]:
@@ -189,8 +326,11 @@ def inside(options: argparse.Namespace, *arguments: str, text: str = "") -> list
 
 
 def asked(options: argparse.Namespace) -> Questions:
+    path = options.out / QUESTIONS
+    if not path.is_file():
+        _write(path, inside(options, "questions", *AIM))
     found: Questions = []
-    for category, those in _by_category(inside(options, "questions", *AIM)).items():
+    for category, those in _by_category(_records(path)).items():
         num = min(len(those), options.problems or len(those))
         found += random.Random(f"{category}/{options.seed}").sample(those, num)
     return found
@@ -200,14 +340,16 @@ def _by_category(records: Questions) -> dict[str, Questions]:
     return {category: [each for each in records if each["category"] == category] for category in AIM}
 
 
-def answered(options: argparse.Namespace, name: str, source: Path, questions: Questions, choice: str) -> Questions:
-    """Each question with the ``calls`` that the served model makes, and what it says beside them."""
+def answered(
+    options: argparse.Namespace, name: str, source: Callable[[], Path], questions: Questions, choice: str
+) -> Questions:
+    """Each question with the ``calls`` that the served model makes, and what it says beside them; ``source`` only where some lack."""
     path = options.out / "answers" / f"{name}.jsonl"
     kept = {each["id"]: each for each in (_records(path) if path.is_file() else ())}
     missing = [each for each in questions if each["id"] not in kept]
     if missing:
         with (
-            serving(source, "--device", options.device, "--dtype", "bfloat16") as (url, _),
+            serving(source(), "--device", options.device, "--dtype", "bfloat16") as (url, _),
             httpx.Client(base_url=url, timeout=900) as client,
         ):
 
@@ -264,39 +406,51 @@ def filled(question: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return told["name"], arguments
 
 
-def overlap(questions: Questions) -> float:
-    """Share of the functions asked about whose names the generator makes, too."""
-    draw = random.Random(1)
-    names = {re.sub(r"[\W_]", "", function(draw).name).lower() for _ in range(20_000)}
-    those = [re.sub(r"[\W_]", "", each["tools"][0]["function"]["name"]).lower() for each in questions]
-    return sum(name in names for name in those) / len(those)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, required=True, help="the adopted run or checkpoint")
+    parser.add_argument("--model", type=Path, help="the adopted run or checkpoint")
     parser.add_argument("--trained", type=Path, help="a run that was trained already: trains nothing")
     parser.add_argument("--dialogues", type=Path, help="JSONL of DSTC8's dialogues with their calls; .xz is read too")
     parser.add_argument("--schemas", type=Path, help="JSON of their services")
     parser.add_argument("--glaive", type=Path, help="JSON of conversations in glaive's form")
-    parser.add_argument("--steps", type=int, default=44, help=f"of {ROWS} rows of {MOST_TOKENS + 1} tokens")
+    parser.add_argument("--steps", type=int, default=44, help=f"of --rows rows of {MOST_TOKENS + 1} tokens")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4e-4], help="learning rates; the best of several")
+    parser.add_argument("--held-out", type=int, default=80, help="questions of each kind that a rate is chosen on")
     parser.add_argument("--problems", type=int, default=60, help="of each kind; 0: all")
+    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="end there; called again, it goes on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    if options.trained is None and None in (options.dialogues, options.schemas, options.glaive):
-        raise UserError("--dialogues, --schemas, --glaive: missing; name all three, or a run with --trained")
     questions = asked(options)
-    trained = options.trained or train(options)
+    if options.until == "questions":
+        return
+    taken = set().union(*map(words_of, _records(options.out / QUESTIONS)))
+
+    def needed(*names: str) -> None:
+        if missing := [f"--{name}" for name in names if getattr(options, name) is None]:
+            raise UserError(f"{', '.join(missing)}: missing; not all of it was asked yet")
+
+    def before() -> Path:
+        needed("model")
+        return Path(options.model)
+
+    def after() -> Path:
+        if options.trained is None:
+            needed("model", "dialogues", "schemas", "glaive")
+        return chosen(options, taken)
+
     rows = {
         "no call": [{**each, "calls": []} for each in questions],
         "empty call": [{**each, "calls": [(each["tools"][0]["function"]["name"], {})]} for each in questions],
         "regex filler": [{**each, "calls": [filled(each)]} for each in questions],
-        "as it was, auto": answered(options, "before", options.model, questions, "auto"),
-        "as it was, forced": answered(options, "forced", options.model, questions, "required"),
-        "trained, auto": answered(options, "trained", trained, questions, "auto"),
+        "as it was, auto": answered(options, "before", before, questions, "auto"),
+        "as it was, forced": answered(options, "forced", before, questions, "required"),
+        "trained, auto": answered(options, "trained", after, questions, "auto"),
     }
+    if options.until == "answers":
+        return
     shown = table(f"Right, %, with 95 % intervals over {len(questions)} questions", "", *AIM, "calls")
     is_enough = False
     for name, answers in rows.items():
@@ -306,7 +460,6 @@ def main() -> None:
         shown.add_row(name, *cells, f"{sum(bool(each['calls']) for each in answers)}/{len(answers)}")
         is_enough = all(found[kind].value >= least for kind, least in AIM.items())  # of the last row
     wide_console().print(shown)
-    print(f"functions whose names the generator makes, too: {100 * overlap(questions):.1f} %")
     sys.exit(0 if is_enough else 1)
 
 

@@ -88,6 +88,8 @@ PLACES = (
     "Boston",
     "Accra",
 )
+COUNTRIES = "Portugal Norway Kenya Japan Ecuador Chile Vietnam Ghana Ireland Peru Mongolia Jordan Estonia Uruguay Nepal"
+FOODS = "rice beans onions garlic tofu lemons mint walnuts honey ginger salmon basil oats figs"
 SEARCHES = {
     "restaurants": ("cuisine", ("Thai", "Greek", "Korean", "vegan", "Lebanese")),
     "hotels": ("stars", (2, 3, 4, 5)),
@@ -180,6 +182,91 @@ SMALL_TALK = (
     "Good night!",
     "Explain why the sky is blue.",
 )
+TOPICS = """bus departures, ferry timetable, parking permit, road closures, tram fares, flight delay, cargo manifest, pilot licence, toll charges,
+soil moisture, grain prices, milk production, pest outbreak, greenhouse humidity, tractor lease, seed stock, orchard harvest, beehive count,
+heart rate history, vaccine appointment, blood sample, therapy plan, allergy report, dosage, sleep quality, nurse roster, hospital beds,
+tax refund, pension forecast, mortgage offer, bond yield, invoice, insurance claim, credit limit, payroll, donation total, audit trail,
+exam results, lecture notes, tuition fees, library fines, thesis draft, scholarship, class schedule, reading list, lab report,
+rainfall record, tide table, air quality, pollen forecast, earthquake history, glacier extent, wind chill, sunshine hours, avalanche risk,
+recipe, wine list, catering order, calorie count, grocery basket, menu, coffee beans, leftovers, kitchen inventory,
+chess rating, marathon times, league table, transfer fee, medal count, swimming lanes, fixture list, betting odds, training plan,
+concert tickets, album reviews, film festival, gallery exhibits, sheet music, poem, podcast episodes, book sales, theatre seats,
+server load, disk usage, backup, firewall rule, build status, bug report, domain name, password reset, license key, data export,
+election turnout, census data, court ruling, patent, trade balance, crime rate, building permit, visa application, water bill,
+star chart, satellite pass, reaction yield, boiling point, beam deflection, cable resistance, battery life, pump efficiency, tensile strength,
+gift card, shoe sizes, delivery slot, warranty, spare parts, discount code, furniture assembly, paint colours, curtain length,
+puppy adoption, aquarium temperature, bird sightings, tree inventory, whale migration, kennel booking, fossil records, coral cover"""
+SYLLABLES = "ar bel cor dan el far gol hal in jor kel lum mar nor ol pra quin ros sel tor ul ven wil xan yor zem ti ra mo lo ne ka"
+QUERIES = (
+    "get fetch retrieve find calculate compute estimate lookup search analyze predict check list compare summarise"
+)
+ACTIONS_ON = "create book order schedule update cancel send register reserve request print renew"
+# Keys of one parameter, or of several that are told of together (with ","); type; description; phrases. Values: `_value`
+SLOTS = (
+    ("city location destination place origin", "place", "The city.", "in {}|for {}|near {}"),
+    ("country nation region", "country", "The country.", "in {}|of {}|for {}"),
+    (
+        "from,to start,end origin,destination source_city,target_city",
+        "place",
+        "City.",
+        "from {} to {}|between {} and {}",
+    ),
+    ("person customer_name client employee author player user", "person", "Full name.", "for {}|of {}|by {}"),
+    ("first_name,last_name", "name", "Part of the name.", "for {} {}"),
+    ("company organisation brand team manufacturer", "invented", "Its name.", "of {}|at {}|from {}"),
+    ("title subject label name", "quoted", "The title.", "titled '{}'|called \"{}\"|with the title '{}'"),
+    ("year season_year", "year", "The year.", "in {}|for {}|for the year {}"),
+    ("start_year,end_year from_year,to_year", "years", "Year.", "from {} to {}|between {} and {}"),
+    ("date day start_date", "date", "The date.", "on {}|for {}"),
+    ("time start_time", "time", "Time of day.", "at {}"),
+    ("days num_days period", "integer", "Number of days.", "for the next {} days|over {} days|within {} days"),
+    ("people guests party_size group_size", "integer", "Number of people.", "for {} people|for a group of {}"),
+    (
+        "limit max_results count num_results",
+        "integer",
+        "How many results.",
+        "showing {} results|limited to {}|the top {}",
+    ),
+    (
+        "budget max_price amount price",
+        "number",
+        "In dollars.",
+        "for at most ${}|with a budget of {} dollars|for {} dollars",
+    ),
+    ("rate percentage interest", "number", "In percent.", "at {}%|at a rate of {} percent"),
+    ("probability share threshold", "fraction", "Between 0 and 1.", "with a probability of {}|at a threshold of {}"),
+    ("temperature degrees", "number", "In degrees Celsius.", "at {} degrees|at {}°C"),
+    ("weight mass weight_kg", "number", "In kg.", "weighing {} kg|with a mass of {} kg|for {} kg"),
+    ("height length width depth", "number", "In cm.", "with a size of {} cm|measuring {} cm"),
+    ("distance radius range_km", "number", "In km.", "within {} km|over a distance of {} kilometers"),
+    ("duration minutes length_minutes", "integer", "In minutes.", "for {} minutes|lasting {} minutes"),
+    ("x,y a,b first,second value1,value2", "number", "A number.", "for {} and {}|given {} and {}|with {} and {}"),
+    ("a,b,c side1,side2,side3 length,width,height", "number", "A number.", "with {}, {} and {}|for {}, {}, {}"),
+    ("latitude,longitude lat,lon", "degree", "In degrees.", "at latitude {} and longitude {}|at ({}, {})"),
+    ("numbers values data readings", "integers", "List of numbers.", "for the numbers {}|with the values {}|given {}"),
+    ("measurements scores series", "numbers", "List of numbers.", "with the scores {}|from the measurements {}"),
+    ("items tags ingredients keywords features", "strings", "List of words.", "with {}|containing {}|including {}"),
+    ("email contact", "email", "Address.", "to {}|for {}"),
+    ("id order_id reference code", "code", "Its number.", "with the number {}|number {}|for reference {}"),
+    ("size", "small medium large", "The size.", "of {} size|in size {}"),
+    ("unit units", "metric imperial", "System of units.", "in {} units"),
+    ("format output_format file_type", "json csv pdf xml", "Format.", "as {}|in {} format"),
+    ("level difficulty grade", "beginner intermediate advanced expert", "The level.", "at {} level|for {}s"),
+    ("sort_by order_by ranking", "price rating date distance", "What is sorted by.", "sorted by {}|by {}"),
+    ("gender sex", "male female", "Of the person.", "for a {}|for {}s"),
+    ("language lang", "English French German Spanish Hindi Japanese", "The language.", "in {}"),
+    ("frequency interval", "daily weekly monthly yearly", "How often.", "{}|on a {} basis"),
+    (
+        "kind type category",
+        "standard premium basic vintage organic digital",
+        "Which kind.",
+        "of the {} kind|for {} ones",
+    ),
+    ("detailed verbose with_details", "flag", "Whether details are given.", "with details|in detail|without details"),
+    ("include_images images", "flag", "Whether images are shown.", "with images|including images|without images"),
+    ("include_history history", "flag", "Whether the past is shown.", "including the history|without the history"),
+    ("exact precise", "flag", "Whether it is exact.", "exactly|with exact figures|without exactness"),
+)
 NO_CALL = ("None of the functions can do that.", "I have no function for this.", "The functions do not help here.")
 
 
@@ -211,7 +298,9 @@ def conversation(draw: random.Random, num_turns: int, fitting: float) -> dict[st
     for _ in range(num_turns):
         if draw.random() < fitting:
             chosen = draw.choice(offered)
-            text, arguments = chosen.ask(draw)
+            text, told = chosen.ask(draw)
+            order = chosen.tool["function"]["parameters"]["properties"]
+            arguments = {key: told[key] for key in order if key in told}
             call = {"type": "function", "function": {"name": chosen.name, "arguments": arguments}}
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
@@ -443,6 +532,179 @@ def _statistic(draw: random.Random) -> Function:
     return Function(tool, ask)
 
 
+def _value(draw: random.Random, kind: str) -> tuple[Any, str]:
+    """A value, and how a question says it."""
+    match kind:
+        case "place":
+            value: Any = draw.choice(PLACES) if draw.random() < 0.5 else _word(draw)
+            value += f", {_word(draw)}" if draw.random() < 0.15 else ""
+        case "country":
+            value = _pick(draw, COUNTRIES) if draw.random() < 0.7 else f"{_word(draw)}land"
+        case "name":
+            value = draw.choice(PEOPLE) if draw.random() < 0.5 else _word(draw)
+        case "person":
+            value = f"{draw.choice(PEOPLE)} {_word(draw)}"
+        case "invented":
+            value = " ".join(_word(draw) for _ in range(draw.choice((1, 1, 2))))
+        case "quoted":
+            value = draw.choice((*MATTERS, *WORDS)) if draw.random() < 0.6 else f"{_word(draw)} {draw.choice(WORDS)}"
+        case "year":
+            value = draw.randrange(1820, 2031)
+        case "date":
+            value = draw.choice(
+                ("{y}-{m:02}-{d:02}", "{d:02}/{m:02}/{y}", "{name} {d}, {y}", "next {week}", "{week}")
+            ).format(
+                y=draw.randrange(1990, 2031),
+                m=draw.randrange(1, 13),
+                d=draw.randrange(1, 29),
+                name=_pick(draw, "January March April June August October December"),
+                week=_pick(draw, "Monday Tuesday Thursday Friday Sunday"),
+            )
+        case "time":
+            value = f"{draw.randrange(24):02}:{draw.choice((0, 15, 30, 45)):02}"
+            value = draw.choice((value, f"{draw.randrange(1, 12)} {draw.choice(('am', 'pm'))}"))
+        case "integer":
+            value = draw.randrange(2, draw.choice((10, 40, 400)))
+        case "number":
+            value = _number(draw)
+        case "fraction":
+            value = draw.randrange(1, 100) / 100
+        case "degree":
+            value = round(draw.uniform(-90, 90), draw.choice((1, 2, 4)))
+        case "integers" | "numbers":
+            one = (lambda: draw.randrange(1, 200)) if kind == "integers" else (lambda: round(draw.uniform(0, 50), 1))
+            value = [one() for _ in range(draw.randrange(2, 7))]
+            return value, draw.choice((str(value), ", ".join(map(str, value)), _enumerated(value)))
+        case "strings":
+            value = draw.sample((*FOODS.split(), *WORDS[:10]), draw.randrange(1, 4))
+            return value, _enumerated(value)
+        case "email":
+            value = f"{draw.choice(PEOPLE).lower()}.{_word(draw).lower()}@example.{draw.choice(('com', 'org'))}"
+        case "code":
+            value = f"{draw.choice(('', 'A-', 'INV', 'ref_', 'QX'))}{draw.randrange(10**3, 10**7)}"
+        case _:
+            value = _pick(draw, kind)
+    return value, str(value)
+
+
+def _pick(draw: random.Random, words: str) -> str:
+    return draw.choice(words.split())
+
+
+def _word(draw: random.Random) -> str:
+    """A name that nobody has learnt."""
+    return "".join(_pick(draw, SYLLABLES) for _ in range(draw.choice((2, 2, 3)))).title()
+
+
+def _enumerated(values: list[Any]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+TYPES = {
+    "integer": "integer",
+    "year": "integer",
+    "years": "integer",
+    "number": "number",
+    "fraction": "number",
+    "degree": "number",
+}
+
+
+def _form(draw: random.Random) -> Function:
+    """A topic, and parameters that know nothing of it: some must be told, others may, and what is not told is left out."""
+    topic, is_query = draw.choice(TOPICS.replace("\n", " ").split(",")).strip(), draw.random() < 0.7
+    verb = _pick(draw, QUERIES if is_query else ACTIONS_ON)
+    slots: list[tuple[list[str], str, list[str], bool]] = []
+    fields: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+    for keys, kind, about, phrases in draw.sample(SLOTS, draw.choice((1, 2, 2, 3, 3, 4, 5))):
+        those = draw.choice(keys.split()).split(",")
+        is_needed = not slots or draw.random() < (0.3 if kind == "flag" else 0.7)
+        if set(those) & fields.keys():
+            continue
+        is_enum = " " in kind
+        field: dict[str, Any] = {"type": TYPES.get(kind, "boolean" if kind == "flag" else "string")}
+        if kind in ("integers", "numbers", "strings"):
+            item = {"integers": "integer", "numbers": "number", "strings": "string"}[kind]
+            field = {"type": "array", "items": {"type": item}}
+        is_whole = kind == "number" and draw.random() < 0.5
+        if is_whole:
+            field["type"] = "integer"
+        if is_enum and draw.random() < 0.6:
+            field["enum"] = kind.split()
+        elif is_enum:
+            about = f"{about} One of {', '.join(kind.split())}."
+        if not is_needed:
+            default = kind.split()[0] if is_enum else {"flag": "false"}.get(kind, "")
+            about += draw.choice((" Optional.", f" Default is {default}." if default else " May be left out.", ""))
+        subject = draw.choice((topic, "search", "result", "request"))
+        for key in those:
+            what = f"The {key.replace('_', ' ')} of the {subject}." if draw.random() < 0.3 else about
+            fields[key] = {**field, "description": what}
+        required += those if is_needed else []
+        slots.append((those, "integer" if is_whole else kind, phrases.split("|"), is_needed))
+    told = _enumerated([key.replace("_", " ") for key in fields])
+    what = (
+        f"{verb.title()} the {topic}{draw.choice(('', f' for a given {told}', f' based on {told}', ' of interest'))}."
+    )
+    words = draw.choice(
+        (f"{verb} {topic}", f"{verb} {topic}", f"{topic} {verb}", topic, f"{topic.split()[-1]} {verb} {topic}")
+    )
+    tool = _tool(draw, words, what, fields, required)
+
+    def ask(draw: random.Random) -> Asked:
+        arguments: dict[str, Any] = {}
+        said: list[str] = []
+        for keys, kind, phrases, is_needed in draw.sample(slots, len(slots)) if draw.random() < 0.5 else slots:
+            if not is_needed and draw.random() < 0.5:
+                continue
+            phrase = draw.choice(phrases)
+            if kind == "flag":
+                arguments[keys[0]] = "without" not in phrase
+                said.append(phrase)
+                continue
+            values = [_value(draw, "year" if kind == "years" else kind) for _ in keys]
+            if kind == "years":
+                values.sort()
+            arguments.update(zip(keys, (value for value, _ in values), strict=True))
+            said.append(phrase.format(*(text for _, text in values)))
+        lead = draw.choice(ASKS if is_query else ORDERS).format(topic=topic, verb=verb)
+        text = f"{lead} {draw.choice((' ', ' ', ', ')).join(said)}".replace(" , ", ", ")
+        text = text[0].upper() + text[1:]
+        return text + ("?" if lead.startswith(("What", "Can", "Could")) else draw.choice((".", ""))), arguments
+
+    return Function(tool, ask)
+
+
+ASKS = (
+    *(
+        "What is the {topic}",
+        "What's the {topic}",
+        "Find the {topic}",
+        "Get me the {topic}",
+        "Can you tell me the {topic}",
+    ),
+    *(
+        "I want to know the {topic}",
+        "Show the {topic}",
+        "{verb} the {topic}",
+        "Tell me about the {topic}",
+        "I need the {topic}",
+    ),
+    *(
+        "Could you {verb} the {topic}",
+        "Give me the {topic}",
+        "I'm interested in the {topic}",
+        "Please {verb} the {topic}",
+    ),
+)
+ORDERS = (
+    *("{verb} the {topic}", "Please {verb} a {topic}", "I'd like to {verb} the {topic}", "Could you {verb} a {topic}"),
+    *("I have to {verb} the {topic}", "{verb} a {topic}", "Can you {verb} my {topic}", "Help me {verb} the {topic}"),
+)
+
+
 def _text(draw: random.Random) -> Function:
     name = draw.choice(list(TEXTS))
     key = draw.choice(("text", "input", "phrase", "string"))
@@ -505,5 +767,5 @@ def _action(draw: random.Random) -> Function:
 
 _KINDS: tuple[Callable[[random.Random], Function], ...] = (
     *(_quantity, _quantity, _quantity, _lookup, _lookup, _search, _search),
-    *(_conversion, _statistic, _text, _action),
+    *(_conversion, _statistic, _text, _action, *(_form,) * 11),
 )
