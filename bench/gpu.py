@@ -38,7 +38,7 @@ from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.train.step import MicroBatch, forward_backward, optimisation_step
+from stretto.train.step import MicroBatch, forward_backward, optimisation_step, reproducible
 
 CLOSE = 1e-5
 """Of logits and gradients, ‖difference‖ / ‖CPU's‖; fp32 products of other orders differ by less, TF32's by 1e-3."""
@@ -48,6 +48,8 @@ SHARED = (Arithmetic("fp32", True), Arithmetic("bf16", True), Arithmetic("fp8", 
 FP8_ERROR = 2.0**-8
 """The kernel returns bf16: half a unit in the last of its 8 bits, and the tensor cores' own rounding of sums."""
 CEILING_SIZE = 8192
+BITS_STEPS = 8
+REPRODUCIBLE = "bf16, reproducible"
 SIZES = {
     "small": ModelConfig(
         vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=64, num_experts=16, top_k=4,
@@ -100,6 +102,7 @@ def checks(device: torch.device, num_requests: int) -> Iterator[Check]:
     copy = random_network(network.config).to(device)
     yield from _same_logits(network, copy)
     yield _same_gradients(network.config, device)
+    yield from _same_bits(device)
     yield from _fp8_products(device)
     yield from _same_as_trainer(copy)
     yield _same_as_reference(copy, num_requests)
@@ -131,6 +134,33 @@ def _same_gradients(config: ModelConfig, device: torch.device) -> Check:
     assert cpu.keys() == gpu.keys()
     worst = max((_error(gpu[name], grad), name) for name, grad in cpu.items() if float(grad.norm()) > 0)
     return Check("gradients, GPU to CPU, worst parameter", f"{worst[0]:.1e} ({worst[1]})", worst[0] < 10 * CLOSE)
+
+
+def _same_bits(device: torch.device) -> Iterator[Check]:
+    """The same training twice. As torch likes it may differ, which is only told."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_packed in (False, True):
+            for wanted in (False, True):
+                with reproducible(wanted):
+                    once, again = (_trained(device, dtype, is_packed) for _ in range(2))
+                num = sum(not torch.equal(one, other) for one, other in zip(once, again, strict=True))
+                told = "reproducible" if wanted else "as torch likes"
+                what = f"{str(dtype)[6:]}, {'packed' if is_packed else 'whole'} rows, {BITS_STEPS} steps twice, {told}"
+                yield Check(what, f"{num} of {len(once)} parameters differ", not (wanted and num))
+
+
+def _trained(device: torch.device, dtype: torch.dtype, is_packed: bool) -> list[Tensor]:
+    config, (rows, length) = SIZES["small"], ROWS["small"]
+    generator, documents_BT = torch.Generator().manual_seed(4), torch.zeros(rows, length, dtype=torch.long)
+    documents_BT[:, length // 3 :] = 1
+    model = build(config, 0, device)
+    optimizers, ranks = build_optimizers(OPTIM, model), join(device.type)
+    for _ in range(BITS_STEPS):
+        batch = _batch(config, torch.randint(config.vocab_size, (rows, length), generator=generator).to(device))
+        if is_packed:
+            batch = replace(batch, ctx=replace(batch.ctx, documents_BT=documents_BT.to(device)))
+        optimisation_step(model, optimizers, [batch], ranks, clip_norm=1.0, balance_rate=1e-3, dtype=dtype)
+    return [each.detach().cpu() for each in model.parameters()]
 
 
 def _fp8_products(device: torch.device) -> Iterator[Check]:
@@ -230,12 +260,14 @@ def rates(device: torch.device, size: str, num_steps: int) -> object:
     ways = {
         "fp32": (torch.float32, PLAIN, False),
         "bf16": (torch.bfloat16, PLAIN, False),
+        REPRODUCIBLE: (torch.bfloat16, PLAIN, False),
         "fp8 products": (torch.float32, Arithmetic("fp8"), False),
         "bf16, compiled": (torch.bfloat16, PLAIN, True),  # last: a block stays compiled
     }
     for name, (dtype, arithmetic, compiled) in ways.items():
         try:
-            seconds, peak = _step_seconds(model, rows, length, device, dtype, arithmetic, compiled, num_steps)
+            with reproducible(name == REPRODUCIBLE):
+                seconds, peak = _step_seconds(model, rows, length, device, dtype, arithmetic, compiled, num_steps)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             shown.add_row(name, f"failed: {str(error).splitlines()[0][:80]}", "", "", "")
             torch.cuda.empty_cache()

@@ -8,9 +8,9 @@ of the file are asked at the end and never trained on. Then recipes/pipeline_smo
 expert for each domain, one student of them all, online RL. Each model is asked the same problems; a stage's change is paired with what
 the stage began with, and is called a gain or a loss where its 95 % interval excludes 0. Called again, it goes on.
 
-``--minutes`` shares the time that is left out among the stages of reinforcement learning, and what is there at the end is
-told. Sizes are for one GPU, where it takes some ten minutes; ``--tiny`` shows on two cores that everything runs. Exits with 1 where a
-stage is missing or nothing moved beyond its interval (as with ``--tiny``).
+``--minutes`` shares the time that is left out among the stages of reinforcement learning (up to ``--until``, where a machine is
+lent by the piece), and what is there at the end is told. Sizes are for one GPU, where it takes some ten minutes; ``--tiny`` shows
+on two cores that everything runs. Exits with 1 where a stage is missing or nothing moved beyond its interval (as with ``--tiny``).
 """
 
 from __future__ import annotations
@@ -254,9 +254,10 @@ def _ended(process: subprocess.Popen[bytes], clock: Clock) -> int:
         return 124
 
 
-def time_for(stage: str, left_s: float) -> float | None:
+def time_for(stage: str, until: str, left_s: float) -> float | None:
     """Seconds of training for ``stage``; later ones have their shares, or are left out, the last first. None: there are none."""
-    ahead = list(SHARES)[list(SHARES).index(stage) :]
+    names = list(SHARES)
+    ahead = names[names.index(stage) : names.index(until) + 1]
     while ahead:
         spare_s = left_s - SCORE_S - START_S * len(ahead)
         if spare_s >= LEAST_S * len(ahead):
@@ -272,7 +273,7 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
     for stage in ("sft", *SHARES):
         told = list(settings)
         if stage in SHARES and (left_s := clock.left_s) is not None:
-            stop_s = time_for(stage, left_s)
+            stop_s = time_for(stage, options.until, left_s)
             if stop_s is None:
                 print(f"{stage}: left out, {left_s:.0f} s are left")
                 return
@@ -292,6 +293,8 @@ def run_stages(options: argparse.Namespace, recipe: PipelineRecipe, settings: Se
                 scores.ask(f"experts/{name}", out / "experts" / name, name)
         else:
             scores.ask(stage, out / stage)
+        if stage == options.until:
+            return
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -364,6 +367,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True, help=what)
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, help="in all; default: until the recipe's last steps")
+    parser.add_argument("--until", choices=tuple(SHARES), default="online", help="the last stage of this call")
     parser.add_argument("--tiny", action="store_true", help="a few steps of few short answers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--device", default="auto")
