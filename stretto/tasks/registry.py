@@ -14,6 +14,7 @@ from stretto.tasks.code import CodeSource
 from stretto.tasks.gym import GymSource
 from stretto.tasks.judge import JudgedSource
 from stretto.tasks.math import ArithmeticSource, MathSource
+from stretto.tasks.shapes.source import ShapesSource
 from stretto.tasks.strings import StringsSource
 from stretto.tasks.task import TaskSource
 from stretto.tasks.tools import ToolsSource
@@ -31,6 +32,7 @@ KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "math": MathSource,
     "search": SearchSource,
     "service": ServiceSource,
+    "shapes": ShapesSource,
     "sheets": SheetsSource,
     "strings": StringsSource,
     "tools": ToolsSource,

@@ -1,0 +1,1 @@
+"""Pictures of coloured shapes: what was asked for, drawn, read back and judged exactly. No torch."""

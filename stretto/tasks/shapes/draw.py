@@ -1,0 +1,267 @@
+"""Coloured shapes on white: a ledger placed and drawn, any picture of such shapes read back, and both held against each other.
+
+Reading is exact for what `draw` draws, and bears the blur of a small autoencoder: whatever is not white falls into connected parts,
+each of which has the palette's colour nearest to its core, and the form whose picture, sharp or blurred, is closest to it.
+Shape letters: H rows of pixels, W columns, C red, green and blue.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from stretto.base.errors import UserError, nearest
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, Unkept, plural
+
+PALETTE: Final = {
+    "red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "yellow": (240, 210, 40), "purple": (150, 50, 190),
+    "orange": (245, 140, 30), "black": (20, 20, 20),
+}  # fmt: skip
+FORMS: Final = {
+    "circle": "circle", "ball": "circle", "sphere": "circle", "disc": "circle", "dot": "circle",
+    "square": "square", "cube": "square", "box": "square", "block": "square",
+    "triangle": "triangle", "pyramid": "triangle", "cone": "triangle",
+}  # fmt: skip
+"""Nouns that can be drawn, and as what."""
+RELATIONS: Final = ("left of", "right of", "above", "below")
+_WHITE = (255, 255, 255)
+_GROUND = 110.0
+"""Distance from white, of 441, up to which a pixel is ground: half way to the brightest colour of the palette."""
+_LEAST_PIXELS, _LEAST_SHARE = 8, 0.0003
+"""Of a part that is no speck."""
+_FILLS: Final = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}
+"""Share of its box that a form covers."""
+_BLURS: Final = (0.0, 0.7, 1.2)
+"""Pixels, standard deviation: of the pictures that a part is compared with."""
+_OVERSAMPLED = 4
+_MOST = 9
+"""Of one kind in a picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One shape in a picture; places and sizes are shares of the picture's sides."""
+
+    form: str
+    colour: str
+    x: float
+    """Of its middle, from the left."""
+    y: float
+    """From the top."""
+    width: float
+    height: float
+
+
+Scene = tuple[Body, ...]
+
+
+def drawable(ledger: Ledger) -> Ledger:
+    """The shapes of a ledger and what is said of them; a scene around them is left out.
+
+    Raises:
+        UserError: it has no shape, or one in a colour, number or relation that cannot be drawn.
+    """
+    things = tuple(thing for thing in ledger.things if thing.noun in FORMS)
+    if not things:
+        said = ", ".join(thing.noun for thing in ledger.things) or "nothing"
+        raise UserError(f"prompt: {said}: no shape that can be drawn; ask for {', '.join(sorted(set(FORMS)))}")
+    ids = {thing.id for thing in things}
+    relations = tuple(each for each in ledger.relations if {each.subject, each.other} <= ids)
+    for thing in things:
+        if bad := [colour for colour in thing.colours if colour not in PALETTE]:
+            raise UserError(
+                f"prompt: {bad[0]} {thing.noun}: no such colour{nearest(bad[0], PALETTE)}; one of {', '.join(PALETTE)}"
+            )
+        if len(thing.colours) > 1:
+            raise UserError(f"prompt: the {thing.noun} is both {' and '.join(thing.colours)}; give it one colour")
+        if (thing.count or 1) > _MOST:
+            raise UserError(f"prompt: {thing.count} {plural(thing.noun)}: at most {_MOST} are drawn; ask for fewer")
+    if bad_kinds := [each.kind for each in relations if each.kind not in RELATIONS]:
+        raise UserError(f"prompt: shapes cannot be {bad_kinds[0]!r} each other; one of {', '.join(RELATIONS)}")
+    return Ledger(things, relations)
+
+
+def place(ledger: Ledger, seed: int) -> Scene:
+    """Bodies that keep a `drawable` ledger; where each lies, how large it is and colours that nobody asked for come from the seed.
+
+    Every thing has a column and a row of its own, in an order that keeps the relations, and its bodies lie in their own part of
+    that cell: nothing touches.
+
+    Raises:
+        UserError: as `drawable`, or no order keeps the relations.
+    """
+    ledger = drawable(ledger)
+    rng = random.Random(f"shapes/{seed}")
+    ids = [thing.id for thing in ledger.things]
+    columns = _order(ids, _before(ledger, "left of", "right of"), rng)
+    rows = _order(ids, _before(ledger, "above", "below"), rng)
+    return tuple(
+        body
+        for thing in ledger.things
+        for body in _bodies(thing, columns.index(thing.id), rows.index(thing.id), len(ids), rng)
+    )
+
+
+def _before(ledger: Ledger, kind: str, inverse: str) -> set[tuple[int, int]]:
+    return {(each.subject, each.other) for each in ledger.relations if each.kind == kind} | {
+        (each.other, each.subject) for each in ledger.relations if each.kind == inverse
+    }
+
+
+def _order(ids: Sequence[int], before: set[tuple[int, int]], rng: random.Random) -> list[int]:
+    """A random order in which the first of each pair comes before the second."""
+    left, order = list(ids), list[int]()
+    while left:
+        free = [each for each in left if not any(second == each and first in left for first, second in before)]
+        if not free:
+            raise UserError("prompt: its relations contradict each other; say where each shape is once")
+        order.append(rng.choice(free))
+        left.remove(order[-1])
+    return order
+
+
+def _bodies(thing: Thing, column: int, row: int, num_cells: int, rng: random.Random) -> list[Body]:
+    count = thing.count or rng.randint(2, 3)
+    side = 1
+    while side * side < count:
+        side += 1
+    cell = 1 / num_cells / side
+    colour = thing.colours[0] if thing.colours else rng.choice(list(PALETTE))
+    made = []
+    for number in sorted(rng.sample(range(side * side), count)):
+        size = cell * rng.uniform(0.6, 0.76)
+        slack = (cell - size) / 2 * 0.6
+        middle = ((number % side + 0.5) * cell, (number // side + 0.5) * cell)
+        x, y = (
+            middle[axis] + place / num_cells + rng.uniform(-slack, slack) for axis, place in enumerate((column, row))
+        )
+        made.append(Body(FORMS[thing.noun], colour, x, y, size, size))
+    return made
+
+
+def draw(scene: Scene, width: int, height: int) -> Image.Image:
+    """RGB, on white."""
+    large = Image.new("RGB", (width * _OVERSAMPLED, height * _OVERSAMPLED), _WHITE)
+    pen = ImageDraw.Draw(large)
+    for body in scene:
+        sides = (body.width * large.width, body.height * large.height)
+        corner = (body.x * large.width - sides[0] / 2, body.y * large.height - sides[1] / 2)
+        _draw_form(pen, body.form, (*corner, corner[0] + sides[0], corner[1] + sides[1]), PALETTE[body.colour])
+    return large.resize((width, height), Image.Resampling.BOX)
+
+
+def _draw_form(
+    pen: ImageDraw.ImageDraw, form: str, box: tuple[float, float, float, float], fill: tuple[int, int, int] | int
+) -> None:
+    left, top, right, bottom = box
+    if form == "circle":
+        pen.ellipse(box, fill=fill)
+    elif form == "square":
+        pen.rectangle(box, fill=fill)
+    else:
+        pen.polygon([((left + right) / 2, top), (right, bottom), (left, bottom)], fill=fill)
+
+
+def see(image: Image.Image) -> Scene:
+    """The bodies of a picture, from top left to bottom right."""
+    from scipy.ndimage import binary_dilation, find_objects, label  # a fifth of a second that only verifiers need
+
+    pixels_HWC = np.asarray(image.convert("RGB"), dtype=np.float32)
+    height, width = pixels_HWC.shape[:2]
+    from_white_HW = np.linalg.norm(pixels_HWC - np.array(_WHITE, dtype=np.float32), axis=-1)
+    parts_HW, _ = label(from_white_HW > _GROUND)
+    least = max(_LEAST_PIXELS, _LEAST_SHARE * height * width)
+    bodies = []
+    for number, (rows, columns) in enumerate(find_objects(parts_HW), 1):
+        rows, columns = (slice(max(0, each.start - 1), each.stop + 1) for each in (rows, columns))
+        mask_HW = parts_HW[rows, columns] == number
+        if mask_HW.sum() < least:
+            continue
+        near_HWC, depth_HW = pixels_HWC[rows, columns], from_white_HW[rows, columns]
+        core_HW = mask_HW & (depth_HW >= np.median(depth_HW[mask_HW]))
+        colour = _nearest_colour(np.median(near_HWC[core_HW], axis=0))
+        own_HW = binary_dilation(mask_HW) & (mask_HW | (parts_HW[rows, columns] == 0))
+        tint_C = np.array(_WHITE, dtype=np.float32) - np.array(PALETTE[colour], dtype=np.float32)
+        covered_HW = np.clip((255 - near_HWC) @ tint_C / (tint_C @ tint_C), 0, 1) * own_HW
+        form, side = _form(covered_HW)
+        x = float((columns.start + columns.stop) / 2) / width
+        y = float((rows.start + rows.stop) / 2) / height
+        bodies.append(Body(form, colour, x, y, side / width, side / height))
+    return tuple(sorted(bodies, key=lambda body: (body.y, body.x)))
+
+
+def _nearest_colour(pixel_C: np.ndarray) -> str:
+    return min(PALETTE, key=lambda name: float(np.linalg.norm(pixel_C - np.array(PALETTE[name]))))
+
+
+def _form(covered_HW: np.ndarray) -> tuple[str, float]:
+    """The form whose picture of the same area and middle, sharp or blurred, is closest, and its side in pixels."""
+    area = float(covered_HW.sum())
+    rows, columns = np.indices(covered_HW.shape) + 0.5
+    x, y = float((columns * covered_HW).sum()) / area, float((rows * covered_HW).sum()) / area
+    best: list[tuple[float, str, float]] = []
+    for form, fill in _FILLS.items():
+        side = (area / fill) ** 0.5
+        top = y - side * (2 / 3 if form == "triangle" else 1 / 2)  # a triangle's middle of mass lies low
+        box = tuple(each * _OVERSAMPLED for each in (x - side / 2, top, x + side / 2, top + side))
+        large = Image.new("L", (covered_HW.shape[1] * _OVERSAMPLED, covered_HW.shape[0] * _OVERSAMPLED), 0)
+        _draw_form(ImageDraw.Draw(large), form, box, 255)
+        sharp = large.resize((covered_HW.shape[1], covered_HW.shape[0]), Image.Resampling.BOX)
+        for blur in _BLURS:
+            seen_HW = np.asarray(sharp.filter(ImageFilter.GaussianBlur(blur)), dtype=np.float32) / 255
+            best.append((float(np.abs(seen_HW - covered_HW).sum()), form, side))
+    _, form, side = min(best)
+    return form, side
+
+
+# Judging
+
+
+def unmet(ledger: Ledger, scene: Scene) -> tuple[Unkept, ...]:
+    """What of a `drawable` ledger a picture does not show, and bodies that nobody asked for. Raises `UserError` as `drawable`."""
+    ledger = drawable(ledger)
+    free, faults = list(scene), list[Unkept]()
+    shown: dict[int, list[Body]] = {}
+    for thing in sorted(ledger.things, key=lambda each: -len(each.colours)):
+        fitting = [
+            body
+            for body in free
+            if body.form == FORMS[thing.noun] and (not thing.colours or body.colour in thing.colours)
+        ]
+        if not thing.colours and fitting:  # of one colour, whichever
+            fitting = [body for body in fitting if body.colour == fitting[0].colour]
+        rivals = [each for each in ledger.things if each.id not in (thing.id, *shown) and _look_alike(each, thing)]
+        taken = fitting[: thing.count] if rivals and thing.count else fitting
+        free = [body for body in free if body not in taken]
+        shown[thing.id] = taken
+        if not taken:
+            faults.append(Unkept("object", f"no {thing.name}", thing.id))
+        elif len(taken) != thing.count if thing.count is not None else len(taken) < 2:
+            faults.append(Unkept("count", f"{len(taken)} {thing.name}, not {thing.count or 'several'}", thing.id))
+    faults += [Unkept("extra", f"another {body.colour} {body.form}") for body in free]
+    for relation in ledger.relations:
+        if not _holds(relation, shown):
+            subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
+            faults.append(Unkept("relation", f"the {subject.name} is not {relation.kind} the {other.name}", subject.id))
+    return tuple(faults)
+
+
+def _look_alike(thing: Thing, other: Thing) -> bool:
+    return FORMS[thing.noun] == FORMS[other.noun] and (not thing.colours or thing.colours == other.colours)
+
+
+def _holds(relation: Relation, shown: dict[int, list[Body]]) -> bool:
+    """Whether all bodies of the one are there of all of the other, by a quarter of their sizes at least."""
+    subjects, others = shown[relation.subject], shown[relation.other]
+    if relation.kind in ("right of", "below"):
+        subjects, others = others, subjects
+    if relation.kind in ("left of", "right of"):
+        apart = [(other.x - body.x) - (other.width + body.width) / 8 for body in subjects for other in others]
+    else:
+        apart = [(other.y - body.y) - (other.height + body.height) / 8 for body in subjects for other in others]
+    return bool(apart) and min(apart) > 0

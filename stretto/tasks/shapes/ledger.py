@@ -1,0 +1,637 @@
+"""What a picture must show, kept as a ledger: objects, counts, colours bound to objects, relations, words to be read.
+
+`read` makes a ledger of English by rules over closed classes of words (determiners, numbers, colours, prepositions, common verbs);
+every other word is a part of a noun. It knows no dictionary, so "sparkling teddy bear" is an object of that whole name, which is
+enough to see whether a rewritten prompt still says so. `describe` writes what `read` reads back as the same ledger, and `unkept`
+says what a text lost, bound to another object, or added. How a conversation changes a ledger is in `stretto.tasks.shapes.turns`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from stretto.base.errors import UserError
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+COLOURS: Final = _words(
+    "red green blue yellow orange purple violet pink brown black white grey gray cyan magenta turquoise teal gold golden silver beige "
+    "navy crimson scarlet maroon olive lime indigo lavender cream tan"
+)
+_SHADES = _words("light dark pale deep bright")
+NUMBER_WORDS: Final = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
+_NUMBERS: Final = {word: number for number, word in enumerate(NUMBER_WORDS)} | {
+    "single": 1,
+    "both": 2,
+    "dozen": 12,
+    "twenty": 20,
+}
+_INDEFINITE = _words("a an another some several many few")
+_DEFINITE = _words("the this that these those its his her their my your our")
+_VAGUE = _words("some several many few")
+_ABSENT = frozenset(("no", "without"))
+_QUALITIES = _words(
+    "big small large little tiny huge tall short long wide narrow thick thin round old young new ancient modern wooden metal metallic "
+    "plastic stone glass paper leather shiny matte rusty wet dry hot cold warm cool soft hard smooth rough furry fluffy striped spotted "
+    "dotted empty full open closed broken happy sad angry sleepy cute beautiful pretty ugly elegant simple colorful colourful "
+    "transparent bright dark light heavy fresh ripe sweet futuristic vintage rustic cozy cosy quiet busy crowded snowy rainy sunny "
+    "foggy misty stormy cloudy starry"
+)
+_MEDIA = _words(
+    "photo photograph picture image painting drawing sketch illustration portrait render rendering watercolor watercolour poster "
+    "cartoon close-up closeup shot view print etching sculpture"
+)
+_RELATIONS: Final = {
+    "to the left of": "left of", "on the left of": "left of", "on the left side of": "left of", "left of": "left of",
+    "to the right of": "right of", "on the right of": "right of", "on the right side of": "right of", "right of": "right of",
+    "on top of": "on", "in front of": "in front of", "next to": "next to", "close to": "next to", "inside of": "in",
+    "above": "above", "over": "above", "below": "below", "under": "below", "beneath": "below", "underneath": "below",
+    "beside": "next to", "near": "next to", "by": "next to", "behind": "behind", "inside": "in", "within": "in", "in": "in", "into": "in",
+    "on": "on", "onto": "on", "upon": "on", "at": "at", "with": "with", "between": "between", "around": "around", "through": "through",
+    "against": "against", "across": "across", "along": "along", "among": "among", "facing": "facing", "towards": "towards",
+    "toward": "towards",
+}  # fmt: skip
+_VERBS = {
+    "sits": "sitting", "stands": "standing", "lies": "lying", "sleeps": "sleeping", "runs": "running", "jumps": "jumping",
+    "walks": "walking", "flies": "flying", "plays": "playing", "holds": "holding", "wears": "wearing", "rides": "riding",
+    "eats": "eating", "reads": "reading", "hangs": "hanging", "floats": "floating", "swims": "swimming", "drinks": "drinking",
+    "carries": "carrying", "faces": "facing", "has": "with", "have": "with", "contains": "with",
+}  # fmt: skip
+_COPULAS = _words("is are was were be")
+_ENDS = _words(
+    "and or but of that which who whose while as where when to for from than then there so also says say saying reading labeled "
+    "labelled should must can will would it they them not very quite made painted covered filled surrounded seen shown taken placed everywhere together here"
+)
+_NOUNS_IN_ING = _words(
+    "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
+    "living washing sewing swimming shopping"
+)
+_NAMES = frozenset((("hot", "dog"), ("round", "table"), ("open", "air"), ("stone", "wall"), ("glass", "house")))
+"""Of objects, though their first word is a quality elsewhere."""
+_IRREGULAR = {
+    "people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot", "geese": "goose",
+    "teeth": "tooth", "knives": "knife", "wolves": "wolf", "leaves": "leaf", "shelves": "shelf", "loaves": "loaf", "dice": "die",
+    "buses": "bus", "canvases": "canvas",
+}  # fmt: skip
+_SINGULAR = _words("tennis basis iris oasis gas lens this")
+_FOREIGN = _words("ein eine einen der die das und mit un une le la les et avec el los las con una uma il lo gli de")
+INVERSE: Final = {
+    "left of": "right of", "right of": "left of", "above": "below", "below": "above", "in front of": "behind",
+    "behind": "in front of", "next to": "next to",
+}  # fmt: skip
+_QUOTED = re.compile(
+    r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|「([^」]+)」|『([^』]+)』|(?<!\w)'([^']+)'(?!\w)|(?<!\w)‘([^’]+)’"
+)
+_SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
+_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+|\S")
+_MARK = "§"
+"""Where quoted words stood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One object, or several of a kind."""
+
+    id: int
+    """In order of appearance; kept through a conversation, never given twice."""
+    noun: str
+    """Singular, in small letters."""
+    count: int | None = 1
+    """None: several, no matter how many."""
+    colours: tuple[str, ...] = ()
+    """One, or none asked for; "red and blue" is one. More: they contradict each other."""
+    qualities: tuple[str, ...] = ()
+    """Sorted: sizes, materials, what it does."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where it is spoken of."""
+        noun = self.noun if self.count == 1 else plural(self.noun)
+        return " ".join((*self.qualities, *self.colours, noun))
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    subject: int
+    kind: str
+    """One of the values of the table of prepositions, or a verb: ``holding``."""
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What was asked for. An immutable state: a conversation is a list of them."""
+
+    things: tuple[Thing, ...] = ()
+    relations: tuple[Relation, ...] = ()
+    texts: tuple[str, ...] = ()
+    """Words to be read in the picture, letter by letter."""
+    absent: tuple[str, ...] = ()
+    """Nouns that must not be there."""
+    medium: tuple[str, ...] = ()
+    """"oil painting", where the text begins with one."""
+    size: tuple[int, int] | None = None
+    """Width and height in pixels."""
+
+    def thing(self, id: int) -> Thing:
+        return next(thing for thing in self.things if thing.id == id)
+
+    @property
+    def num_constraints(self) -> int:
+        """What can be kept or lost, each counted once."""
+        bound = sum(1 + (thing.count is not None) + len(thing.colours) + len(thing.qualities) for thing in self.things)
+        return bound + len(self.relations) + len(self.texts) + len(self.absent) + len(self.medium)
+
+
+Fault = Literal["object", "count", "colour", "quality", "relation", "text", "absent", "medium", "extra"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unkept:
+    """A constraint that a text or a picture does not keep."""
+
+    kind: Fault
+    says: str
+    """For people."""
+    thing: int | None = None
+    """Whose; None: of the whole."""
+
+
+@dataclass(slots=True)
+class _Mention:
+    """A noun phrase as it stands in a text."""
+
+    noun: str = ""
+    count: int | None = 1
+    colours: list[str] = field(default_factory=list)
+    qualities: list[str] = field(default_factory=list)
+    is_definite: bool = False
+    is_absent: bool = False
+
+
+# Reading
+
+
+def check_language(text: str) -> None:
+    """Raises `UserError`: empty, or not in English outside of quotation marks."""
+    if not text.strip():
+        raise UserError("prompt: it is empty; say what is to be painted")
+    bare = _QUOTED.sub(" ", text)
+    letters = [letter for letter in bare if letter.isalpha()]
+    words = [word.lower() for word in _WORD.findall(bare)]
+    foreign = sum(word in _FOREIGN for word in words)
+    native = sum(
+        word in _INDEFINITE | _DEFINITE | _COPULAS | _ENDS | _RELATIONS.keys() | _NUMBERS.keys() for word in words
+    )
+    if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > native:
+        raise UserError(
+            "prompt: what it asks for is read in English only; write it in English, words to be shown in quotation marks"
+        )
+
+
+def read(text: str, known: Ledger | None = None, first_id: int = 0) -> Ledger:
+    """What a text asks for.
+
+    Args:
+        known: what was asked for before, which "the cube" may speak of; all of it is in the result.
+        first_id: of its first new thing.
+
+    Raises:
+        UserError: it is empty, or in another language.
+    """
+    check_language(text)
+    return _Reader(text, known or Ledger(), first_id).ledger()
+
+
+class _Reader:
+    """One pass over the words of a text."""
+
+    def __init__(self, text: str, known: Ledger, first_id: int) -> None:
+        self.known, self.next_id = known, first_id
+        self.texts = tuple(next(filter(None, found.groups())) for found in _QUOTED.finditer(text))
+        bare = _QUOTED.sub(f" {_MARK} ", text)
+        found = _SIZE.search(bare)
+        self.size = (int(found[1]), int(found[2])) if found else None
+        self.words = [word.lower().replace("’", "'") for word in _WORD.findall(_SIZE.sub(" ", bare))]
+        self.at = 0
+
+    def ledger(self) -> Ledger:
+        things = list(self.known.things)
+        relations = list(self.known.relations)
+        absent = list(self.known.absent)
+        medium = list(self.known.medium)
+        subject: int | None = None  # of a relation that follows
+        opener: int | None = None  # the sentence's first subject: "… left of a ball and above a box"
+        pending: tuple[int, str] | None = None
+        after_and = False
+        while self.at < len(self.words):
+            word = self.words[self.at]
+            if word in ".;!?":
+                subject = opener = pending = None
+                self.at += 1
+            elif word in ("and", "or", ","):
+                after_and = True
+                self.at += 1
+                continue
+            elif kind := self._relation():
+                start = opener if after_and and opener is not None else subject
+                pending = (start, kind) if start is not None else None
+            elif word in _COPULAS and subject is not None:
+                self.at += 1
+                colours, qualities = self._predicate()
+                index = next(place for place, thing in enumerate(things) if thing.id == subject)
+                known = things[index]
+                things[index] = replace(
+                    known,
+                    colours=_merged(known.colours, colours),
+                    qualities=tuple(sorted({*known.qualities, *qualities})),
+                )
+            elif subject is not None and (verb := self._verb()):
+                if self._begins_phrase():
+                    pending = (subject, verb)
+                elif verb != "with":
+                    index = next(place for place, thing in enumerate(things) if thing.id == subject)
+                    things[index] = replace(things[index], qualities=tuple(sorted({*things[index].qualities, verb})))
+            elif (mention := self._phrase()) is not None:
+                if mention.noun.split()[-1] in _MEDIA and self._peek() in ("of", "showing") and not things:
+                    medium.append(" ".join((*mention.qualities, *mention.colours, mention.noun)))
+                    self.at += 1
+                elif mention.is_absent:
+                    absent.append(mention.noun)
+                else:
+                    thing = (
+                        refer(things, mention.noun, mention.colours, mention.qualities) if mention.is_definite else None
+                    )
+                    if thing is None:
+                        thing = Thing(
+                            self.next_id,
+                            mention.noun,
+                            mention.count,
+                            tuple(mention.colours),
+                            tuple(sorted({*mention.qualities})),
+                        )
+                        things.append(thing)
+                        self.next_id += 1
+                    if pending is not None and pending[0] != thing.id:
+                        relations.append(Relation(pending[0], pending[1], thing.id))
+                    elif pending is None:
+                        opener = thing.id
+                    if pending is None or pending[1] != "between":
+                        pending = None
+                    subject = thing.id
+            else:
+                self.at += 1
+            after_and = False
+        unique = tuple(dict.fromkeys(relations))
+        texts = tuple(dict.fromkeys((*self.known.texts, *self.texts)))
+        size = self.size or self.known.size
+        return Ledger(tuple(things), unique, texts, tuple(dict.fromkeys(absent)), tuple(medium), size)
+
+    def _peek(self, offset: int = 0) -> str:
+        return self.words[self.at + offset] if self.at + offset < len(self.words) else ""
+
+    def _relation(self) -> str | None:
+        """A preposition here, stepped over."""
+        for length in (5, 4, 3, 2, 1):
+            phrase = " ".join(self.words[self.at : self.at + length])
+            if phrase in _RELATIONS and self.at + length <= len(self.words):
+                self.at += length
+                return _RELATIONS[phrase]
+        return None
+
+    def _verb(self) -> str | None:
+        word = self._peek()
+        if word in _VERBS or (word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4):
+            self.at += 1
+            return _VERBS.get(word, word)
+        return None
+
+    def _begins_phrase(self) -> bool:
+        word = self._peek()
+        return word in _INDEFINITE | _DEFINITE | COLOURS or word in _NUMBERS or word.isdigit()
+
+    def _predicate(self) -> tuple[list[str], list[str]]:
+        """What follows "is": colours and qualities."""
+        colours: list[str] = []
+        qualities: list[str] = []
+        while True:
+            if colour := self._colour():
+                colours.append(colour)
+            elif self._peek() in _QUALITIES and not self._begins_noun():
+                qualities.append(self._peek())
+                self.at += 1
+            elif self._peek() in ("and", ",") and self._peek(1) in _QUALITIES:
+                self.at += 1
+            else:
+                return colours, qualities
+
+    def _begins_noun(self) -> bool:
+        after = self._peek(1)
+        return bool(after) and after.isalpha() and not self._ends(after) and not self._at_relation(1)
+
+    def _colour(self) -> str:
+        """A colour here, stepped over, its shade and what "and" joins to it included; empty: none."""
+        shaded = self._peek() in _SHADES and self._peek(1) in COLOURS
+        if not shaded and self._peek() not in COLOURS:
+            return ""
+        told = [self._peek(), self._peek(1)] if shaded else [self._peek()]
+        self.at += len(told)
+        if self._peek() == "and" and self._peek(1) in COLOURS and self._peek(2) not in ("and", ",", ".", ""):
+            told += ["and", self._peek(1)]
+            self.at += 2
+        return " ".join(told)
+
+    def _ends(self, word: str) -> bool:
+        """Whether a noun phrase ends before this word."""
+        return (
+            (not word.isalpha() and "-" not in word)
+            or word in _ENDS
+            or word in _COPULAS
+            or word in _VERBS
+            or word in _INDEFINITE
+            or word in _DEFINITE
+            or word in _ABSENT
+            or word in _NUMBERS
+            or word == _MARK
+        )
+
+    def _phrase(self) -> _Mention | None:
+        """A noun phrase here, stepped over."""
+        start, found = self.at, _Mention()
+        determiner = ""
+        if self._peek() in _ABSENT:
+            found.is_absent = True
+            self.at += 1
+        if self._peek() in _INDEFINITE | _DEFINITE:
+            determiner = self._peek()
+            found.is_definite = determiner in _DEFINITE
+            self.at += 1
+        found.count, is_counted = self._count(determiner)
+        nouns: list[str] = []
+        while word := self._peek():
+            if not nouns and (self._begins_noun() or word != "orange") and (colour := self._colour()):
+                found.colours.append(colour)
+                continue
+            if self._ends(word) or (nouns and self._at_relation()):
+                break
+            if word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4 and not (nouns and self._is_last()):
+                if nouns:
+                    break
+                found.qualities.append(word)
+            elif (
+                not nouns
+                and (word in _QUALITIES or word.endswith("ly"))
+                and self._begins_noun()
+                and not self._is_name()
+            ):
+                found.qualities += [] if word.endswith("ly") else [word]
+            elif not nouns and self._at_relation():
+                break
+            else:
+                nouns.append(word)
+            self.at += 1
+        if not nouns:
+            if found.qualities and not found.colours:  # "the building" where a list took the noun for something else
+                nouns, found.qualities = [found.qualities[-1]], found.qualities[:-1]
+            else:
+                self.at = start
+                return None
+        if self._peek() == "of" and nouns[-1] not in _MEDIA and self._peek(1) and self._peek(1) not in _DEFINITE:
+            nouns += self._of()
+            head = nouns.index("of") - 1
+        else:
+            head = len(nouns) - 1
+        single = singular(nouns[head])
+        is_plural = single != nouns[head]
+        if (is_counted and found.count != 1) or (
+            not is_counted and is_plural and determiner not in ("a", "an", "another")
+        ):
+            nouns[head] = single
+            found.count = found.count if is_counted else None
+        found.noun = " ".join(nouns)
+        return found
+
+    def _of(self) -> list[str]:
+        """The rest of "a cup of tea"; nothing where an object of its own follows."""
+        taken, place = ["of"], 1
+        while (word := self._peek(place)) and not (self._ends(word) or self._at_relation(place) or word in COLOURS):
+            taken.append(word)
+            place += 1
+        if len(taken) == 1:
+            return []
+        self.at += place
+        return taken
+
+    def _count(self, determiner: str) -> tuple[int | None, bool]:
+        """How many, and whether that was said."""
+        word = self._peek()
+        if word in ("pair", "couple") and self._peek(1) == "of":
+            self.at += 2
+            return 2, True
+        if word in _NUMBERS or word.isdigit():
+            self.at += 1
+            number = _NUMBERS[word] if word in _NUMBERS else int(word)
+            if self._peek() == "of" and self._peek(1) in _DEFINITE:
+                self.at += 2
+            return number, True
+        return (None if determiner in _VAGUE else 1), False
+
+    def _at_relation(self, offset: int = 0) -> bool:
+        place = self.at
+        self.at += offset
+        found = self._relation()
+        self.at = place
+        return found is not None
+
+    def _is_name(self) -> bool:
+        return (self._peek(), singular(self._peek(1))) in _NAMES
+
+    def _is_last(self) -> bool:
+        after = self._peek(1)
+        return not after or after in ".,;!?"
+
+
+def singular(word: str) -> str:
+    """Of a noun; the word itself where it is none in the plural."""
+    if word in _IRREGULAR:
+        return _IRREGULAR[word]
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    if word.endswith(("ches", "shes", "sses", "xes", "zes")):
+        return word[:-2]
+    if word.endswith("s") and not word.endswith(("ss", "us")) and len(word) > 2 and word not in _SINGULAR:
+        return word[:-1]
+    return word
+
+
+def plural(noun: str) -> str:
+    """`singular` undone."""
+    head, of, rest = noun.partition(" of ")
+    *before, last = head.split()
+    known = {single: many for many, single in _IRREGULAR.items()}
+    if last in known:
+        many = known[last]
+    elif last.endswith("y") and last[-2:-1] not in "aeiou":
+        many = last[:-1] + "ies"
+    elif last.endswith(("ch", "sh", "s", "x", "z")) and singular(last) == last:
+        many = last + "es"
+    else:
+        many = last if singular(last) != last else last + "s"
+    return " ".join((*before, many)) + of + rest
+
+
+def refer(
+    things: Sequence[Thing], noun: str, colours: Iterable[str] = (), qualities: Iterable[str] = ()
+) -> Thing | None:
+    """The thing that a phrase speaks of: the last one of that noun (or of that last word of it) with these colours."""
+
+    def fits(thing: Thing) -> bool:
+        name, wanted = thing.noun.partition(" of ")[0], noun.partition(" of ")[0]
+        is_it = (
+            thing.noun == noun
+            or name.split()[-1] == wanted
+            or name == wanted
+            or singular(wanted) in (name, name.split()[-1])
+        )
+        return is_it and {*colours} <= {*thing.colours} and {*qualities} <= {*thing.qualities}
+
+    found = [thing for thing in things if fits(thing)]
+    exact = [thing for thing in found if thing.noun == noun]
+    fitting = exact or found
+    return fitting[-1] if fitting else None
+
+
+def _merged(known: tuple[str, ...], told: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*known, *told)))
+
+
+# Writing
+
+
+def describe(ledger: Ledger) -> str:
+    """English that `read` reads back as the same ledger, ids aside; what contradicts itself included."""
+    said = [*(f"no {plural(noun)}" for noun in ledger.absent)]
+    listed = [_article(thing) for thing in ledger.things]
+    medium = f"{_with_article(ledger.medium[0])} of " if ledger.medium else ""
+    sentences = [medium + _joined([*listed, *said])] if listed or said else []
+    for relation in ledger.relations:
+        subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
+        verb = ("is", "has") if subject.count == 1 else ("are", "have")
+        said_so = verb[1] if relation.kind == "with" else f"{verb[0]} {relation.kind}"
+        sentences.append(f"the {subject.name} {said_so} the {other.name}")
+    sentences += [f'the words "{text}" can be read' for text in ledger.texts]
+    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+
+
+def _article(thing: Thing) -> str:
+    if thing.count is None:
+        return f"some {thing.name}"
+    return _with_article(thing.name) if thing.count == 1 else f"{_number_word(thing.count)} {thing.name}"
+
+
+def _number_word(number: int) -> str:
+    return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+# Judging
+
+
+def contradictions(ledger: Ledger) -> tuple[str, ...]:
+    """What cannot be, each as a question to whoever asked for it."""
+    asked = [
+        f"Is the {thing.noun} to be {' or '.join(thing.colours)}?" for thing in ledger.things if len(thing.colours) > 1
+    ]
+    asked += [f"Is there to be no {noun}, or one?" for noun in ledger.absent if refer(ledger.things, noun)]
+    for kind in ("left of", "above", "behind"):
+        if (knot := _knot(ledger, kind)) is not None:
+            subject, other = ledger.thing(knot.subject), ledger.thing(knot.other)
+            asked.append(f"Is the {subject.name} to be {kind} the {other.name}, or {INVERSE[kind]} it?")
+    return tuple(asked)
+
+
+def _knot(ledger: Ledger, kind: str) -> Relation | None:
+    """A relation of this kind, or its inverse, from which a chain of others leads back to where it starts."""
+    turned = [
+        relation if relation.kind == kind else Relation(relation.other, kind, relation.subject)
+        for relation in ledger.relations
+        if relation.kind in (kind, INVERSE[kind])
+    ]
+    for first in reversed(turned):
+        reached = {first.other}
+        while more := {each.other for each in turned if each.subject in reached} - reached:
+            reached |= more
+        if first.subject in reached:
+            return first
+    return None
+
+
+def unkept(ledger: Ledger, text: str) -> tuple[Unkept, ...]:
+    """What ``text`` lost of a ledger, bound to another object, or added to its objects. Objects of other nouns may be added: a
+    scene has some."""
+    found = read(text)
+    faults: list[Unkept] = []
+    partner: dict[int, Thing] = {}
+    free = list(found.things)
+    for thing in ledger.things:
+        same = [each for each in free if each.noun == thing.noun]
+        if not same:
+            faults.append(Unkept("object", f"no {thing.noun}", thing.id))
+            continue
+        best = max(same, key=lambda each: _likeness(thing, each))
+        free.remove(best)
+        partner[thing.id] = best
+        if thing.count != best.count:
+            faults.append(
+                Unkept("count", f"{best.count or 'some'} {plural(thing.noun)}, not {thing.count or 'some'}", thing.id)
+            )
+        if {*best.colours} != {*thing.colours} and thing.colours:
+            faults.append(
+                Unkept(
+                    "colour",
+                    f"the {thing.noun} is {' '.join(best.colours) or 'of no colour'}, not {' '.join(thing.colours)}",
+                    thing.id,
+                )
+            )
+        faults += [
+            Unkept("quality", f"the {thing.noun} is not {each}", thing.id)
+            for each in thing.qualities
+            if each not in best.qualities
+        ]
+    for each in free:
+        if any(thing.noun == each.noun for thing in ledger.things):
+            faults.append(Unkept("extra", f"another {each.noun}: {each.name}"))
+    told = {(each.subject, each.kind, each.other) for each in found.relations}
+    told |= {(each.other, INVERSE[each.kind], each.subject) for each in found.relations if each.kind in INVERSE}
+    for relation in ledger.relations:
+        ends = partner.get(relation.subject), partner.get(relation.other)
+        if None in ends or (ends[0].id, relation.kind, ends[1].id) not in told:  # type: ignore[union-attr]
+            subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
+            faults.append(Unkept("relation", f"the {subject.noun} is not {relation.kind} the {other.noun}", subject.id))
+    faults += [Unkept("text", f"the words {each!r} are not there") for each in ledger.texts if each not in found.texts]
+    faults += [Unkept("absent", f"there is a {each}") for each in ledger.absent if refer(found.things, each)]
+    faults += [Unkept("medium", f"it is no {each}") for each in ledger.medium if each not in text.lower()]
+    return tuple(faults)
+
+
+def _likeness(thing: Thing, other: Thing) -> tuple[int, int, int]:
+    return (
+        int({*thing.colours} == {*other.colours}),
+        int(thing.count == other.count),
+        len({*thing.qualities} & {*other.qualities}),
+    )

@@ -1,0 +1,271 @@
+"""How a conversation changes a ledger: add, remove, recolour, move, count, replace, resize, undo.
+
+A turn is read against what was asked for before: "the cube" and "it" are things of the ledger, everything else is new. Where two
+relations of one pair differ, the newer counts. A turn after which the ledger contradicts itself, or that speaks of what is not
+there, changes nothing: it comes back as questions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from stretto.base.errors import UserError
+from stretto.tasks.shapes.ledger import (
+    COLOURS,
+    NUMBER_WORDS,
+    Ledger,
+    Relation,
+    Thing,
+    check_language,
+    contradictions,
+    read,
+)
+
+_NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
+_COLOUR = rf"(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})"
+_COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
+_VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
+_SHOULD = r"(?:should|must|shall|has to|have to|needs to) be"
+_POLITE = re.compile(
+    r"^(?:now|then|ok(?:ay)?|please|also|and|actually|could you|can you|i want you to|i'd like you to)[, ]+", re.I
+)
+_CLAUSES = re.compile(r";\s*|\.\s+|,? and then |, then ")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The ledgers of a conversation, one a change. Made anew by every turn."""
+
+    states: tuple[Ledger, ...] = (Ledger(),)
+    last: int | None = None
+    """The thing that "it" speaks of."""
+    next_id: int = 0
+
+    @property
+    def now(self) -> Ledger:
+        return self.states[-1]
+
+    def undone(self, num: int = 1) -> Conversation:
+        """``num`` changes taken back. Raises `UserError`: there were fewer."""
+        if not 0 < num < len(self.states):
+            raise UserError(f"undo: {num} changes, and there were {len(self.states) - 1}; undo fewer")
+        return replace(self, states=self.states[:-num], last=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a turn came to."""
+
+    conversation: Conversation
+    notes: tuple[str, ...] = ()
+    """What was done, for people."""
+    questions: tuple[str, ...] = ()
+    """Where there are any, nothing has changed."""
+
+
+def tell(conversation: Conversation, text: str) -> Told:
+    """The conversation after a user's turn.
+
+    Raises:
+        UserError: it is empty, in another language, or undoes more than there is.
+    """
+    check_language(text)
+    plain = _bare(text.strip())
+    if found := _UNDO.match(plain):
+        num = _number(next(filter(None, found.groups()), "1"))
+        return Told(conversation.undone(num), (f"{num} taken back",))
+    after, notes = conversation, list[str]()
+    if found := _ANEW.match(plain):
+        plain = plain[found.end() :]
+        after = replace(after, states=(*after.states, Ledger()), last=None)
+        notes.append("a new picture")
+    ledger = after.now
+    for clause in filter(None, map(_bare, _CLAUSES.split(plain))):
+        try:
+            step = _clause(ledger, clause, after.last, after.next_id)
+        except _Unclear as unclear:
+            return Told(conversation, (), (str(unclear),))
+        ledger = step.ledger
+        next_id = max((after.next_id, *(thing.id + 1 for thing in ledger.things)))
+        after = replace(after, last=step.last, next_id=next_id)
+        notes.append(step.note)
+    if questions := contradictions(ledger):
+        return Told(conversation, (), questions)
+    return Told(replace(after, states=(*after.states, ledger)), tuple(notes))
+
+
+class _Unclear(Exception):  # noqa: N818 - a question
+    """Nothing can be done before the user has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    ledger: Ledger
+    note: str
+    last: int | None
+
+
+def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
+    for pattern, change in _CHANGES:
+        if found := pattern.fullmatch(clause):
+            return change(ledger, found, last)
+    return _added(ledger, clause, last, next_id)
+
+
+def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
+    """Anything else adds what it names, and says of known things where they are."""
+    text = _named(ledger, re.sub(rf"^({_PUT}|{_ADD})\s+", "", clause, flags=re.I), last)
+    if not re.search(r"\w", text):
+        raise _Unclear(f"What is to be added by {clause!r}?")
+    found = read(text, ledger, next_id)
+    new = [thing for thing in found.things if thing.id >= next_id]
+    moved = found.relations[len(ledger.relations) :]
+    if found == ledger:
+        raise _Unclear(f"What is to change by {clause!r}?")
+    if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
+        raise _Unclear(f"There is no {new[0].noun}; is one to be added?")
+    known = {thing.id: thing for thing in ledger.things}
+    # "put it left of the red ball" moves a ball that is there; what is placed by its surroundings is new
+    relations = _latest(ledger.relations, moved)
+    touched = new[0].id if new else moved[-1].subject if moved else last
+    told = [f"added {thing.name}" for thing in new]
+    told += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
+    told += [f"{thing.name}" for thing in found.things if thing.id in known and thing != known[thing.id]]
+    told += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
+    return _Step(replace(found, relations=relations), "; ".join(told) or "kept", touched)
+
+
+def _recoloured(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    thing = _found(ledger, found["what"], last)
+    return _changed(ledger, replace(thing, colours=read(f"a {found['colour']} thing").things[0].colours))
+
+
+def _counted(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    thing = _found(ledger, found["what"], last)
+    number = _number(found["number"])
+    if number == 0:
+        return _without(ledger, thing)
+    return _changed(ledger, replace(thing, count=number))
+
+
+def _removed(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    return _without(ledger, _found(ledger, found["what"], last))
+
+
+def _replaced(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    thing = _found(ledger, found["what"], last)
+    new = read(found["other"]).things
+    if len(new) != 1:
+        raise _Unclear(f"What is to stand for the {thing.name}?")
+    given = new[0]
+    return _changed(ledger, replace(given, id=thing.id, colours=given.colours or thing.colours))
+
+
+def _resized(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    size = int(found["width"]), int(found["height"])
+    return _Step(replace(ledger, size=size), f"{size[0]}x{size[1]}", last)
+
+
+def _reworded(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+    return _Step(replace(ledger, texts=(found["text"],)), f"the words {found['text']!r}", last)
+
+
+def _changed(ledger: Ledger, thing: Thing) -> _Step:
+    things = tuple(thing if each.id == thing.id else each for each in ledger.things)
+    return _Step(replace(ledger, things=things), f"now {thing.count or 'some'} {thing.name}", thing.id)
+
+
+def _without(ledger: Ledger, thing: Thing) -> _Step:
+    things = tuple(each for each in ledger.things if each.id != thing.id)
+    relations = tuple(each for each in ledger.relations if thing.id not in (each.subject, each.other))
+    return _Step(replace(ledger, things=things, relations=relations), f"removed {thing.name}", None)
+
+
+def _found(ledger: Ledger, phrase: str, last: int | None) -> Thing:
+    """The thing of the ledger that a phrase speaks of."""
+    text = _named(ledger, phrase, last)
+    if found := _ONE.fullmatch(text.strip()):
+        fitting = [each for each in ledger.things if found[1].lower() in each.colours]
+    else:
+        bare = re.sub(r"^(?:the|a|an|that|this|those|these|all)\s+(?:the\s+)?", "", text.strip(), flags=re.I)
+        spoken = read(f"the {bare}").things
+        fitting = [each for each in ledger.things if spoken and _fits(each, spoken[0])]
+        text = spoken[0].name if spoken else text
+    if not fitting:
+        raise _Unclear(f"There is no {text}; is one to be added?")
+    return fitting[-1]
+
+
+def _fits(thing: Thing, spoken: Thing) -> bool:
+    from_it = {spoken.noun, *(spoken.noun.split()[-1:])}
+    nouns = {thing.noun, thing.noun.split()[-1]}
+    return bool(from_it & nouns) and {*spoken.colours} <= {*thing.colours} and {*spoken.qualities} <= {*thing.qualities}
+
+
+def _named(ledger: Ledger, text: str, last: int | None) -> str:
+    """``text`` with the name of the last thing for "it" and "them"."""
+    if last is None or not any(thing.id == last for thing in ledger.things):
+        return text
+    return re.sub(r"\b(?:it|them|that one)\b", f"the {ledger.thing(last).name}", text, flags=re.I)
+
+
+def _latest(before: tuple[Relation, ...], new: tuple[Relation, ...]) -> tuple[Relation, ...]:
+    pairs = {frozenset((each.subject, each.other)) for each in new}
+    return tuple(each for each in before if frozenset((each.subject, each.other)) not in pairs) + new
+
+
+def _bare(text: str) -> str:
+    """Without politeness in front and marks at the end."""
+    text = re.sub(r",? please$", "", text.strip().rstrip(".!? "), flags=re.I)
+    while found := _POLITE.match(text):
+        text = text[found.end() :]
+    return text
+
+
+def _number(word: str) -> int:
+    return _VALUES.get(word.lower(), 0) if not word.isdigit() else int(word)
+
+
+_PUT = r"(?:move|put|place|shift|set)"
+_ADD = (
+    r"(?:add|draw|include|insert|paint|give me|show|create|generate|i want|i'd like|there is|there are|there should be)"
+)
+_UNDO = re.compile(
+    rf"(?:undo|go back|revert|take (?:that|it) back|never mind)(?: (?:that|it|this))?(?: (?:the )?last)?(?: ({_NUMBER}))?"
+    rf"(?: (?:one|change|changes|step|steps|turn|turns))?$",
+    re.I,
+)
+_ONE = re.compile(rf"the ({_COLOUR}) ones?", re.I)
+_ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
+_Change = Callable[[Ledger, re.Match[str], int | None], _Step]
+_CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
+    (re.compile(pattern, re.I), change)
+    for pattern, change in (
+        (
+            r"(?:make|let|set|render|resize)?(?: it| the (?:picture|image|size))*(?: be)?(?: to)?\s*"
+            r"(?P<width>\d+)\s*[x×]\s*(?P<height>\d+)(?: (?:px|pixels))?", _resized,
+        ),
+        (
+            r"(?:change|let|make|set)?\s*(?:the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"
+            r"(?:say|says|read|be|to)?\s*[\"“'](?P<text>[^\"”']+)[\"”']", _reworded,
+        ),
+        (r"(?:remove|delete|take away|take out|drop|get rid of|erase) (?P<what>.+)", _removed),
+        (r"(?:replace|swap|exchange) (?P<what>.+?) (?:with|by|for) (?P<other>.+)", _replaced),
+        (r"(?:change|turn) (?P<what>.+?) into (?P<other>(?:an?|\d+|one|two|three) .+)", _replaced),
+        (
+            r"(?:make|paint|colou?r|turn|change|recolou?r|let) (?P<what>.+?)(?: be)?(?: (?:to|into|in))?(?: the colou?r)? "
+            rf"(?P<colour>{_COLOURS})(?: instead)?", _recoloured,
+        ),
+        (rf"(?:change|set) the colou?r of (?P<what>.+?) to (?P<colour>{_COLOURS})", _recoloured),
+        (rf"(?P<what>(?:the|it|them|they)\b.*?) {_SHOULD} (?P<colour>{_COLOURS})(?: instead)?", _recoloured),
+        (rf"(?:change|set) the (?:number|count) of (?P<what>.+?) to (?P<number>{_NUMBER})", _counted),
+        (
+            rf"(?:make (?:it|that)|there {_SHOULD}|i want|let there be|use|i'd like) (?P<number>{_NUMBER}) "
+            r"(?P<what>.+?)(?: instead)?", _counted,
+        ),
+        (rf"make (?P<what>the .+?) (?P<number>{_NUMBER})", _counted),
+    )
+)  # fmt: skip

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.tasks.shapes.ledger import (
+    Ledger,
+    Relation,
+    Thing,
+    contradictions,
+    describe,
+    plural,
+    read,
+    singular,
+    unkept,
+)
+from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
+
+
+def said(
+    text: str,
+) -> tuple[list[tuple[str, int | None, tuple[str, ...], tuple[str, ...]]], list[tuple[str, str, str]]]:
+    ledger = read(text)
+    things = [(each.noun, each.count, each.colours, each.qualities) for each in ledger.things]
+    named = [(ledger.thing(each.subject).noun, each.kind, ledger.thing(each.other).noun) for each in ledger.relations]
+    return things, named
+
+
+READINGS = {
+    "A cat in a coffee shop": ([("cat", 1, (), ()), ("coffee shop", 1, (), ())], [("cat", "in", "coffee shop")]),
+    "two red cubes to the left of a dark blue sphere": (
+        [("cube", 2, ("red",), ()), ("sphere", 1, ("dark blue",), ())],
+        [("cube", "left of", "sphere")],
+    ),
+    "a cat sleeping on a wooden table": (
+        [("cat", 1, (), ("sleeping",)), ("table", 1, (), ("wooden",))],
+        [("cat", "on", "table")],
+    ),
+    "an old man holding a green umbrella, and three ducks": (
+        [("man", 1, (), ("old",)), ("umbrella", 1, ("green",), ()), ("duck", 3, (), ())],
+        [("man", "holding", "umbrella")],
+    ),
+    "The cube is blue and left of the sphere. A red and white flag": (
+        [("cube", 1, ("blue",), ()), ("sphere", 1, (), ()), ("flag", 1, ("red and white",), ())],
+        [("cube", "left of", "sphere")],
+    ),
+    "a cube left of a sphere and above a triangle": (
+        [("cube", 1, (), ()), ("sphere", 1, (), ()), ("triangle", 1, (), ())],
+        [("cube", "left of", "sphere"), ("cube", "above", "triangle")],
+    ),
+    "a cup of tea next to a bowl of fruit": (
+        [("cup of tea", 1, (), ()), ("bowl of fruit", 1, (), ())],
+        [("cup of tea", "next to", "bowl of fruit")],
+    ),
+    "an orange, a hot dog and an orange parking meter": (
+        [("orange", 1, (), ()), ("hot dog", 1, (), ()), ("parking meter", 1, ("orange",), ())],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("text", READINGS)
+def test_colours_counts_and_places_are_bound_to_their_objects(text: str) -> None:
+    assert said(text) == READINGS[text]
+
+
+def test_words_to_be_read_sizes_media_and_what_must_not_be_there() -> None:
+    ledger = read('An oil painting of a shop, no people, a sign that says "OPEN two red days", 640x480')
+    assert ledger.texts == ("OPEN two red days",)
+    assert (ledger.medium, ledger.absent, ledger.size) == (("oil painting",), ("person",), (640, 480))
+    assert [thing.noun for thing in ledger.things] == ["shop", "sign"]  # nothing is read inside of quotation marks
+
+
+def test_what_is_described_is_read_back() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9))
+        assert read(describe(ledger)) == ledger
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("Two red cubes and a blue sphere. The red cubes are left of the blue sphere.", set()),
+        ("Two blue cubes and a red sphere. The cubes are left of the sphere.", {"colour"}),  # every word is there
+        ("A blue sphere left of two red cubes.", {"relation"}),
+        ("A blue sphere right of two red cubes, in a field of flowers.", set()),
+        ("Three red cubes left of a blue sphere.", {"count"}),
+        ("Two red cubes left of a blue sphere and a green cube.", {"extra"}),
+        ("Red cubes everywhere.", {"object", "count", "relation"}),
+    ],
+)
+def test_a_text_is_held_against_the_ledger_by_binding(text: str, kinds: set[str]) -> None:
+    ledger = read("two red cubes left of a blue sphere")
+    assert {each.kind for each in unkept(ledger, text)} == kinds
+
+
+def test_what_contradicts_itself_becomes_a_question() -> None:
+    assert contradictions(read("a red blue cube")) == ("Is the cube to be red or blue?",)
+    things = tuple(Thing(id, noun) for id, noun in enumerate(("ball", "box", "cone")))
+    chain = [Relation(0, "left of", 1), Relation(2, "right of", 1), Relation(2, "left of", 0)]
+    assert contradictions(Ledger(things, tuple(chain[:2]))) == ()
+    assert "cone" in contradictions(Ledger(things, tuple(chain)))[0]
+    assert contradictions(read("a dog, no dogs"))
+
+
+@pytest.mark.parametrize("text", ["", " \n", "Eine Katze in einem Café mit einer roten Lampe", "咖啡店里的一只猫"])
+def test_what_cannot_be_read_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(UserError, match=r"^prompt: .*; "):
+        read(text)
+
+
+def test_foreign_words_to_be_shown_are_kept() -> None:
+    assert read('a poster that says "咖啡店"').texts == ("咖啡店",)
+
+
+@pytest.mark.parametrize("noun", ["cube", "box", "bus", "knife", "city", "person", "cup of tea", "glass", "sheep"])
+def test_plurals_are_undone(noun: str) -> None:
+    head, _, rest = plural(noun).partition(" of ")
+    assert singular(head) + (f" of {rest}" if rest else "") == ("sheep" if noun == "sheep" else noun)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.tasks.shapes.ledger import describe
+from stretto.tasks.shapes.turns import Conversation, tell
+
+
+def after(*turns: str) -> Conversation:
+    conversation = Conversation()
+    for turn in turns:
+        told = tell(conversation, turn)
+        assert not told.questions, told.questions
+        conversation = told.conversation
+    return conversation
+
+
+START = "a red cube left of a blue sphere"
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        (
+            "add two green triangles",
+            "A red cube, a blue sphere and two green triangles. The red cube is left of the blue sphere.",
+        ),
+        (
+            "Now please make the sphere yellow.",
+            "A red cube and a yellow sphere. The red cube is left of the yellow sphere.",
+        ),
+        (
+            "the cube should be dark green",
+            "A dark green cube and a blue sphere. The dark green cube is left of the blue sphere.",
+        ),
+        ("move the cube above the sphere", "A red cube and a blue sphere. The red cube is above the blue sphere."),
+        ("put it right of the sphere", "A red cube and a blue sphere. The red cube is right of the blue sphere."),
+        ("make it three cubes", "Three red cubes and a blue sphere. The red cubes are left of the blue sphere."),
+        (
+            "change the number of spheres to 2",
+            "A red cube and two blue spheres. The red cube is left of the blue spheres.",
+        ),
+        ("remove the blue one and then add a cone", "A red cube and a cone."),
+        ("get rid of the sphere", "A red cube."),
+        ("replace the cube with a cone", "A red cone and a blue sphere. The red cone is left of the blue sphere."),
+        ("start over: a white dog", "A white dog."),
+    ],
+)
+def test_a_turn_changes_what_it_speaks_of_and_nothing_else(turn: str, expected: str) -> None:
+    assert describe(after(START, turn).now) == expected
+
+
+def test_changes_are_undone_one_by_one_or_several() -> None:
+    turns = (START, "make the cube yellow", "add a cone", "make the image 512x256")
+    assert after(*turns).now.size == (512, 256)
+    assert after(*turns, "undo").now == after(*turns[:3]).now
+    assert after(*turns, "undo the last three changes").now == after(START).now
+    with pytest.raises(UserError, match="undo fewer"):
+        tell(after(START), "undo the last nine")
+
+
+@pytest.mark.parametrize(
+    ("turn", "question"),
+    [
+        ("make the dog blue", "There is no dog"),
+        ("paint the cube red blue", "red or blue"),
+        ("move the pyramid above the cube", "There is no pyramid"),
+        ("put it left of the cube", "What is to change"),
+    ],
+)
+def test_what_cannot_be_done_is_asked_and_changes_nothing(turn: str, question: str) -> None:
+    before = after(START)
+    told = tell(before, turn)
+    assert question in told.questions[0] and told.conversation is before
+
+
+def test_a_circle_of_places_is_asked_about() -> None:
+    before = after("a cube left of a sphere", "add a cone right of the sphere")
+    assert tell(before, "move the cone left of the cube").questions
+    # between two things the newer place counts
+    assert not tell(before, "move the cube right of the sphere").questions
+
+
+def test_words_to_be_read_are_kept_letter_by_letter() -> None:
+    conversation = after('a door with a sign that says "Open 24h"', 'the sign should say "CLOSED, sorry"')
+    assert conversation.now.texts == ("CLOSED, sorry",)
