@@ -1,15 +1,16 @@
-"""What a calculator gains in arithmetic, at every size of one network: the same problems with it and without.
+"""What tools gain in arithmetic and counting, at every size of one network: the same problems with a tool and without.
 
     python -m bench.math_tools OUT [--samples 4] [--problems 60] [--mutant]
 
-A small elastic network learns both from demonstrations (bench/math_tools.toml: `stretto sft`): to call the calculator and say what it
-gave, and to say the answer at once; the same problems, a source each, as many of each. Then `stretto eval` asks it new ones of both at
-each of its sizes: avg@k over ``--samples``, with intervals over problems, and the gain problem by problem. Exits with 1 where the
-gain of the full size is not above 0 beyond its interval, as with ``--mutant``, which compares the source without tools with itself.
+A small elastic network learns from demonstrations (bench/math_tools.toml: `stretto sft`), as many of each: to call the calculator, or
+to write and run a line of Python in the sandbox, and to say what it gave; and to say the answer of the same kinds of problems at
+once. Then `stretto eval` asks it new ones at each of its sizes: avg@k over ``--samples``, with intervals over problems, and the gain
+problem by problem. Exits with 1 where a gain is not above 0 beyond its interval, at any size, as with ``--mutant``, which
+compares the sources without tools with themselves.
 
-A harsh reader: multiplication at once is what so small a network cannot learn, so a gain is to be expected; what is shown is that calls are
-written, run, read and judged at every size. Of a larger model on real problems: `stretto eval RUN --suite FILE --presets` with
-sources of kind ``tools`` in both forms, as in that file. ``--set start.steps=4000 --problems 500`` is the long run.
+A harsh reader: multiplication and counting at once is what so small a network cannot learn, so a gain is to be expected; what is
+shown is that calls are written, run, read and judged at every size. Of a larger model on real problems: `stretto eval RUN --suite FILE
+--presets` with sources of kind ``tools`` in both forms, as in that file. ``--set start.steps=4000 --problems 500`` is the long run.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from pathlib import Path
 import numpy as np
 
 from bench.common.measure import table, wide_console
+from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, write_json
+from stretto.base.numbers import si
+from stretto.base.paths import write_json
 from stretto.evals.scores import Interval, interval, resampled
 from stretto.model.checkpoint import read_presets
+from stretto.post.sft import STAGE
 from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
+from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).with_suffix(".toml")
-_SOURCE = {"kind": "tools", "args": {"tools": ["calculator"], "digits": 2}}
+WITH, WITHOUT = "_with", "_without"
 
 
 def _run(*arguments: str) -> None:
@@ -37,13 +42,12 @@ def _run(*arguments: str) -> None:
         raise UserError(f"stretto {arguments[0]}: failed; see above")
 
 
-def evaluated(options: argparse.Namespace, checkpoint: Path, size: str) -> Evaluation:
+def evaluated(options: argparse.Namespace, recipe: RlRecipe, checkpoint: Path, size: str) -> Evaluation:
     folder, suite = options.out / "scores" / size, options.out / "suite.json"
     if not (folder / RESULT_FILE).is_file():
-        without = {**_SOURCE, "args": {**_SOURCE["args"], "offered": False}}  # type: ignore[dict-item]
-        asked = {"problems": options.problems, "max_tokens": 96, "max_turns": 3}
-        suite.parent.mkdir(parents=True, exist_ok=True)
-        write_json(suite, {"math": {**asked, "sources": {"with": _SOURCE, "without": without}}})
+        sources = {name: source.model_dump() for name, source in recipe.sources.items()}
+        turns = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns")}
+        write_json(suite, {"math": {"problems": options.problems, "sources": sources, **turns}})
         flags = ["--samples", str(options.samples), "--subnet", size, "--device", options.device]
         _run("eval", str(checkpoint), "--suite", str(suite), "-o", str(folder), *flags)
     return read_evaluation(folder)
@@ -55,32 +59,37 @@ def gain(found: Evaluation, more: str, less: str) -> Interval:
     return interval(resampled({"": (one - other)[None]})[""][:, 0])
 
 
+def _percent(score: Interval) -> str:
+    return f"{100 * score.value:.1f} [{100 * score.low:.1f}, {100 * score.high:.1f}]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--samples", type=int, default=4, help="of a problem")
-    parser.add_argument("--problems", type=int, default=60)
+    parser.add_argument("--problems", type=int, default=60, help="of each kind")
     parser.add_argument("--mutant", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of bench/math_tools.toml")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    checkpoint = options.out / "sft" / CHECKPOINT
+    recipe, checkpoint = read_recipe(RECIPE, RlRecipe), options.out / STAGE
     if not checkpoint.is_dir():
         settings = [part for each in options.set for part in ("--set", each)]
         _run("sft", str(RECIPE), "-o", str(options.out), "--device", options.device, *settings)
-        checkpoint = options.out / "sft" / CHECKPOINT if checkpoint.is_dir() else options.out / "sft"
-    more = "without" if options.mutant else "with"
-    shown = table(f"Right, %, avg@{options.samples} of {options.problems} problems", "size", "without", "with", "gain")
-    gains = {}
+    title = f"Right, %, avg@{options.samples} of {options.problems} problems each, with 95 % intervals"
+    shown = table(title, "size", "tool", "without", "with", "gain", "FLOPs an answer without, with")
+    is_gained = True
     for size in ["full", *(name for name in read_presets(checkpoint) if name != "full")]:
-        found = evaluated(options, checkpoint, size)
-        gains[size] = gain(found, more, "without")
-        cells = [found.domains["without"].score, found.domains[more].score, gains[size]]
-        shown.add_row(
-            size, *(f"{100 * each.value:.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]" for each in cells)
-        )
+        found = evaluated(options, recipe, checkpoint, size)
+        for tool in (name.removesuffix(WITH) for name in recipe.sources if name.endswith(WITH)):
+            less, more = tool + WITHOUT, tool + (WITHOUT if options.mutant else WITH)
+            gained = gain(found, more, less)
+            is_gained = is_gained and gained.low > 0
+            scores = [_percent(each) for each in (found.domains[less].score, found.domains[more].score, gained)]
+            flops = ", ".join(si(found.domains[name].flops) for name in (less, more))
+            shown.add_row(size, tool, *scores, flops)
     wide_console().print(shown)
-    sys.exit(0 if gains["full"].low > 0 else 1)
+    sys.exit(0 if is_gained else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Agents on problems of the world `search`: one that is a network behind the chat API, and two that need none."""
+"""Agents on problems with tools: one that is a network behind the chat API, and, of the world `search`, two that need none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.base.track import progress
 from stretto.report.transcript import spent
 from stretto.serve.client import Client
 from stretto.tasks.session import use
-from stretto.tasks.task import Answer, Score
+from stretto.tasks.task import Answer, Score, TaskSource
 from stretto.tasks.worlds.search import UNKNOWN, SearchSource
 
 FIRST = 3 << 22
@@ -36,7 +36,7 @@ class Asked:
     """Documents that its answer takes; 0: no document tells."""
 
 
-def ask_network(folder: Path, source: SearchSource, num: int, options: Sequence[AgentOptions]) -> list[list[Asked]]:
+def ask_network(folder: Path, source: TaskSource, num: int, options: Sequence[AgentOptions]) -> list[list[Asked]]:
     """What the checkpoint ``folder`` makes of the first ``num`` problems under each of ``options``, on one engine."""
     with served_here(folder, ServeOptions(max_batch=_AT_ONCE)) as (app, served):
 
@@ -91,7 +91,7 @@ def closed_book(source: SearchSource, num: int) -> list[Asked]:
 
 
 def _hops(payload: Mapping[str, Any]) -> int:
-    return 0 if payload["answer"] == UNKNOWN else len(payload["documents"])
+    return 0 if payload["answer"] == UNKNOWN else len(payload.get("documents", ()))
 
 
 def write_asked(path: Path, asked: Mapping[str, Sequence[Asked]]) -> None:
