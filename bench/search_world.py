@@ -1,11 +1,11 @@
 """An agent that has learnt to search, beside agents that learn nothing, on corpora without a word in common with its own.
 
-    python -m bench.search_world OUT                       trains recipes/search.toml in OUT/run, or goes on with it
+    python -m bench.search_world OUT                       trains recipes/search.toml in OUT, one process
     python -m bench.search_world OUT --problems 1000 --set train.steps=300
+    python -m bench.search_world OUT --set train.seed=1 --set sources.search.args.seed=1
 
-Held-out corpora have other names, other relations and other kinds of things than the trained ones; problems, corpora and
-samples are of no run. Beside the trained agent: its own supervised start, which had partly wrong examples; an agent that
-always opens the first hit of the question and reads it without a fault, which is more than a network does; and a closed
+What is told of held-out corpora, and of what, are words that no trained one has. Beside the trained agent: its own supervised start; an
+agent that always opens the first hit of the question and reads it without a fault, which is more than a network does; and a closed
 book, which can do no better than abstain. All agents are asked the same problems, and differences are paired.
 
 Exits with 1 unless the trained agent beats first hit and closed book beyond the interval, and at most 2 % of its citations
@@ -26,12 +26,12 @@ from rich.console import Console
 
 from bench.common.measure import table, wide_console
 from bench.common.searching import Asked, ask_network, closed_book, first_hit, write_asked
+from bench.service import train
 from stretto.apps.agent import AgentOptions
-from stretto.apps.rl import rl_command
+from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT
 from stretto.evals.scores import interval, resampled, share_interval
-from stretto.rl.recipe import START, RlRecipe
+from stretto.rl.recipe import RlRecipe
 from stretto.tasks.worlds.search import SearchArgs, SearchSource
 
 RECIPE = Path("recipes/search.toml")
@@ -47,17 +47,16 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
     recipe = read_recipe(options.recipe, RlRecipe, options.settings)
-    run = options.out / "run"
-    if not (run / CHECKPOINT).is_dir():
-        rl_command(recipe, run, None, resume=(run / "recipe.json").is_file())
+    start = made_start(recipe, options.out, device="cpu")
+    trained = train(recipe, options.out, start, "cpu")
     args = SearchArgs.model_validate(next(iter(recipe.sources.values())).args)
-    source = SearchSource("held_out", args.replace(split="held_out"))
+    source = SearchSource("held_out", args.replace(part="held_out"))
     allowed = AgentOptions(turns=recipe.rollout.max_turns, tokens=2 * recipe.rollout.max_tokens)
     asked = {
         FIRST_HIT: first_hit(source, options.problems),
         CLOSED: closed_book(source, options.problems),
-        BEGUN: ask_network(run / START, source, options.problems, [allowed])[0],
-        TRAINED: ask_network(run / CHECKPOINT, source, options.problems, [allowed])[0],
+        BEGUN: ask_network(start, source, options.problems, [allowed])[0],
+        TRAINED: ask_network(trained, source, options.problems, [allowed])[0],
     }
     write_asked(options.out / "search_world.jsonl", asked)
     sys.exit(not show(wide_console(), asked))

@@ -1,9 +1,9 @@
 """Questions whose answers lie in documents that have to be found, read and cited: generated corpora without end, or the user's own.
 
-A generated corpus is a small world of invented names. Its kinds of things, and what is told of each kind, are drawn for each
-corpus; a document tells of one name. Questions follow one relation or several, one document each: the rival of the founder
-of X. Of some no document tells, and to say so is the right answer. The held-out split has no syllable, relation and kind
-in common with the other.
+A generated corpus is a small world of coined words: its names, its kinds of things and what is told of each kind are its own;
+a document tells of one name. Questions follow one relation or several, one document each: the rival of the founder of X, but
+for the words. Of some no document tells, and to say so is the right answer. No word of part ``held_out`` occurs in the other;
+the syllables of both are the same.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting, without_citations
@@ -35,7 +33,9 @@ from stretto.tasks.task import (
     read_records,
 )
 
-Split = Literal["train", "held_out"]
+Part = Literal["train", "held_out"]
+_FIELDS = {"search": "query", "open": "id"}
+"""Of the tools: their one argument."""
 UNKNOWN = "unknown"
 """The right answer where no document tells."""
 RULES = f"Search, open what you need and cite it as [id]. If no document tells, answer {UNKNOWN}."
@@ -44,45 +44,32 @@ _CORPORA = 64
 """Kept at once: an index takes a millisecond to make and some 100 KB."""
 _TRIES, _REDRAW = 2000, 50
 
-_KINDS: Mapping[Split, tuple[str, ...]] = {
-    "train": ("town", "ship", "poet", "song", "tower", "guild", "river", "tribe", "school", "play", "knight", "mine"),
-    "held_out": ("abbey", "painter", "comet", "vineyard"),
-}
-_LINKS: Mapping[Split, tuple[str, ...]] = {
-    "train": (
-        "founder", "rival", "patron", "heir", "teacher", "guardian", "neighbour", "ally", "successor", "owner", "builder",
-        "sponsor", "herald", "captain", "twin", "cousin", "partner", "keeper", "critic", "host", "mentor", "model", "source",
-        "home",
-    ),
-    "held_out": ("translator", "envoy", "namesake", "landlord", "rescuer", "birthplace", "jeweller", "squire"),
-}  # fmt: skip
-_NUMBERS: Mapping[Split, tuple[str, ...]] = {
-    "train": ("age", "height", "weight", "price", "depth", "length", "debt", "rank"),
-    "held_out": ("width", "speed", "volume", "tonnage"),
-}
-_SYLLABLES = ["".join(parts) for parts in product("bdfghklmnprstvz", "aeiou", "lmnrstxkd")]
+_SYLLABLES = [first + second for first in "bdfghjklmpvwxz" for second in "aeiou"]
+_NUM_KINDS, _NUM_RELATIONS, _NUM_NUMBERS = 3, 8, 4
+"""Of a corpus: kinds of things, and what may be told of a kind, the last as numbers."""
 
 
-class SearchArgs(Config):
-    """Of kind ``search``."""
+class SearchArgs(Range):
+    """Of kind ``search``; ``first`` and ``limit`` are of the questions."""
 
     path: Path | None = None
     """A folder or a JSONL file of documents, instead of generated ones; goes with ``questions``."""
     questions: Path | None = None
     """JSONL: ``question``, ``answer`` (empty: no document tells), ``documents`` (ids that have to be cited)."""
-    part: Range = Range()
-    """Of the questions."""
-    split: Split = "train"
-    documents: int = Field(default=60, ge=4, le=2000)
-    """Of a generated corpus."""
+    part: Part = "train"
+    """Of the words: the two have none in common."""
+    documents: int = Field(default=60, ge=4, le=1000)
+    """Of a generated corpus; names of one short word are not many more."""
     facts: int = Field(default=4, ge=2, le=8)
     """That are told of a kind of thing, one of them a number."""
     untold: float = Field(default=0.15, ge=0, lt=1)
     """Share of them that documents leave out."""
-    syllables: int = Field(default=2, ge=1, le=4)
-    """Of each of a name's two words."""
+    words: int = Field(default=2, ge=1, le=3)
+    """Of a name."""
+    syllables: int = Field(default=2, ge=2, le=4)
+    """Of a word."""
     likeness: float = Field(default=0.5, ge=0, le=1)
-    """Share of names that have a word in common with an earlier one."""
+    """Share of names that are an earlier one but for a word."""
     hops: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
     """Documents that an answer takes; one of these for each question."""
     unanswerable: float = Field(default=0.15, ge=0, lt=1)
@@ -132,8 +119,8 @@ class SearchSource(SessionSource):
         self._asked: list[dict[str, Any]] = []
         if args.path is not None and args.questions is not None:
             self._corpus = Corpus(read_documents(args.path))
-            self._asked = read_records(args.questions, args.part, [("question",), ("answer",), ("documents",)])
-            for place, each in enumerate(self._asked, start=args.part.first + 1):
+            self._asked = read_records(args.questions, args, [("question",), ("answer",), ("documents",)])
+            for place, each in enumerate(self._asked, start=args.first + 1):
                 if missing := [one for one in map(str, each["documents"]) if one not in self._corpus.documents]:
                     raise UserError(
                         f"{args.questions}: question {place}: no document {missing[0]!r} in {args.path}; correct it"
@@ -146,14 +133,14 @@ class SearchSource(SessionSource):
     def problem(self, item: int) -> Problem:
         if self._corpus is None:
             number = item // self.args.per_corpus
-            draw = random.Random(f"search/{self.args.split}/{self.args.seed}/question/{item}")
+            draw = random.Random(f"search/{self.args.part}/{self.args.seed}/question/{item}")
             question = _question(self._world(number), self.args, draw)
         else:
             told = self._asked[item]
             documents = tuple(map(str, told["documents"]))
-            question = _Question(
-                str(told["question"]), str(told["answer"] or UNKNOWN), documents, (str(told["question"]),)
-            )
+            asked = str(told["question"])
+            calls = (("search", asked, ""), *(("open", each, "") for each in documents))
+            question = _Question(asked, str(told["answer"] or UNKNOWN), documents, calls)
         rules = _CLOSED_RULES if self.args.closed_book else RULES
         cited = [] if self.args.closed_book else [f"[{each}]" for each in question.documents]
         return Problem.of(
@@ -163,7 +150,8 @@ class SearchSource(SessionSource):
             self.args.format,
             answer=question.answer,
             documents=list(question.documents),
-            queries=list(question.queries),
+            calls=list(question.calls),
+            note=question.note,
         )
 
     def open(self, problem: Problem, seed: int | None = None) -> SearchSession:
@@ -172,14 +160,11 @@ class SearchSource(SessionSource):
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         """For each name on the way: it is searched, and its document opened; then the answer."""
-        turns: list[Mapping[str, Any]] = []
-        queries, documents = (
-            [] if self.args.closed_book else problem.payload[each] for each in ("queries", "documents")
-        )
-        for place in range(max(len(queries), len(documents))):
-            turns += [calling("search", {"query": query}) for query in queries[place : place + 1]]
-            turns += [calling("open", {"id": each}) for each in documents[place : place + 1]]
-        turns.append({"role": "assistant", "content": problem.gold})
+        told = problem.payload
+        calls = () if self.args.closed_book else told["calls"]
+        turns = [calling(tool, {_FIELDS[tool]: value}, note) for tool, value, note in calls]
+        note = "" if self.args.closed_book or self.args.format == "plain" else told["note"]
+        turns.append({"role": "assistant", "content": f"{note}\n{problem.gold}".strip()})
         with closing(self.open(problem)) as session:
             return recorded(session, turns)
 
@@ -242,16 +227,19 @@ class _Question(NamedTuple):
     answer: str
     documents: tuple[str, ...]
     """That tell it, in the order in which they are needed; those that lead nowhere, where none tells it."""
-    queries: tuple[str, ...]
-    """That find them; one more where the next has none."""
+    calls: tuple[tuple[str, str, str], ...]
+    """Tool, argument and what is said before it: what was just read, as to repeat it before one acts on it is to copy."""
+    note: str = ""
+    """What is said before the answer."""
 
 
 def _make_world(args: SearchArgs, number: int) -> _World:
-    """Corpus ``number`` of the split and seed."""
-    draw, split = random.Random(f"search/{args.split}/{args.seed}/corpus/{number}"), args.split
-    kinds = draw.sample(_KINDS[split], 3)
-    schema = {kind: [*draw.sample(_LINKS[split], args.facts - 1), draw.choice(_NUMBERS[split])] for kind in kinds}
-    names = _names(args, args.documents + max(1, args.documents // 8), draw)
+    """Corpus ``number`` of the part and seed."""
+    draw = random.Random(f"search/{args.part}/{args.seed}/corpus/{number}")
+    words = _names(args.replace(words=1), _NUM_KINDS + _NUM_RELATIONS + _NUM_NUMBERS, draw, ())
+    kinds, relations, numbers = words[:_NUM_KINDS], words[_NUM_KINDS:-_NUM_NUMBERS], words[-_NUM_NUMBERS:]
+    schema = {kind: [*draw.sample(relations, args.facts - 1), draw.choice(numbers)] for kind in kinds}
+    names = _names(args, args.documents + max(1, args.documents // 8), draw, words)
     kind_of = {name: draw.choice(kinds) for name in names}
     facts: dict[str, dict[str, str]] = {}
     documents: list[Document] = []
@@ -259,37 +247,34 @@ def _make_world(args: SearchArgs, number: int) -> _World:
         told = [each for each in schema[kind_of[name]] if draw.random() >= args.untold] or schema[kind_of[name]][:1]
         others = [other for other in names if other != name]
         facts[name] = {
-            relation: str(draw.randrange(10, 1000)) if relation in _NUMBERS[split] else draw.choice(others)
+            relation: str(draw.randrange(10, 1000)) if relation in numbers else draw.choice(others)
             for relation in draw.sample(told, len(told))
         }
-        said = " ".join(f"Its {relation} is {_quoted(value)}." for relation, value in facts[name].items())
-        documents.append(Document(str(place), _quoted(name), f"A {kind_of[name]}. {said}"))
+        said = " ".join(f'Its {relation} is "{value}".' for relation, value in facts[name].items())
+        documents.append(Document(str(place), f'"{name}"', f"A {kind_of[name]}. {said}"))
     ids = {name: each.id for name, each in zip(names, documents, strict=False)}
     return _World(Corpus(documents), kind_of, schema, facts, ids)
 
 
-def _quoted(name: str) -> str:
-    """Between marks, where it is one: it is then the same tokens wherever it stands, as text and in the JSON of a call."""
-    return name if name.isdecimal() else f'"{name}"'
+def _names(args: SearchArgs, num: int, draw: random.Random, taken: Sequence[str]) -> list[str]:
+    """Different ones, some alike; none that is ``taken``."""
+    names: dict[tuple[str, ...], None] = {}
+    while len(names) < num:
+        name = [_coined(args, draw) for _ in range(args.words)]
+        if names and draw.random() < args.likeness:
+            other, place = draw.choice(list(names)), draw.randrange(args.words)
+            name = [*other[:place], name[place], *other[place + 1 :]]
+        if not set(name) & set(taken):
+            names[tuple(name)] = None
+    return [" ".join(each) for each in names]
 
 
-def _names(args: SearchArgs, num: int, draw: random.Random) -> list[str]:
-    """Different ones, some alike."""
-    known = [each for place, each in enumerate(_shuffled()) if (place % 4 == 0) == (args.split == "held_out")]
-    words: list[tuple[str, str]] = []
-    while len(words) < num:
-        first, last = ("".join(draw.choices(known, k=args.syllables)).capitalize() for _ in range(2))
-        if words and draw.random() < args.likeness:
-            other = draw.choice(words)
-            first, last = draw.choice([(other[0], last), (first, other[1])])
-        if (first, last) not in words:
-            words.append((first, last))
-    return [" ".join(each) for each in words]
-
-
-@lru_cache(1)
-def _shuffled() -> list[str]:
-    return random.Random("search/syllables").sample(_SYLLABLES, len(_SYLLABLES))
+def _coined(args: SearchArgs, draw: random.Random) -> str:
+    """A word of the part. Both parts have all syllables at all places: so a small network may know how to copy what it never saw."""
+    while True:
+        places = [draw.randrange(len(_SYLLABLES)) for _ in range(args.syllables)]
+        if (sum(places) % 4 == 0) is (args.part == "held_out"):
+            return "".join(_SYLLABLES[place] for place in places)
 
 
 def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question:
@@ -298,12 +283,19 @@ def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question
         if tries and tries % _REDRAW == 0:
             wanted = draw.choice(args.hops)  # this corpus may have no chain of that length
         name = draw.choice(list(world.kinds))
-        text, way, documents = _quoted(name), [name], list[str]()
+        text, note, way = f'"{name}"', "", [name]
+        documents, calls = list[str](), list[tuple[str, str, str]]()
         while len(way) <= wanted and name in world.kinds:  # of a number nothing is told
             relation = draw.choice(world.schema[world.kinds[name]])
             text = f"the {relation} of {text}"
-            documents += [world.ids[name]] if name in world.ids else []
-            name = world.facts.get(name, {}).get(relation, "")
+            calls.append(("search", name, note))
+            note, told = f'"{name}" is unknown.', ""
+            if name in world.ids:
+                documents.append(world.ids[name])
+                calls.append(("open", world.ids[name], f'"{name}" [{world.ids[name]}]'))
+                told = world.facts[name].get(relation, "")
+                note = f"Its {relation} is " + (f'"{told}".' if told else "unknown.")
+            name = told
             way.append(name)
         can_be_found = all(
             each in [hit.document.id for hit in world.corpus.search(query, args.hits, 0)]
@@ -311,6 +303,5 @@ def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question
         )
         is_told = "" not in way
         if len(way) == wanted + 1 and is_told is is_known and len(set(way)) == len(way) and can_be_found:
-            queries = tuple(way[:-1]) if is_told else tuple(filter(None, way))
-            return _Question(f"What is {text}?", name or UNKNOWN, tuple(documents), queries)
+            return _Question(f"What is {text}?", name or UNKNOWN, tuple(documents), tuple(calls), note)
     raise AssertionError(f"no question about a corpus of {args}")

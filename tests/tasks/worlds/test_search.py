@@ -17,7 +17,7 @@ from stretto.tasks.session import Diverged
 from stretto.tasks.task import Answer, Problem
 from stretto.tasks.worlds.search import UNKNOWN, SearchArgs, SearchSource
 
-TINY = {"documents": 12, "facts": 3, "syllables": 1, "hops": (1, 2), "per_corpus": 4, "hits": 3, "snippet": 0}
+TINY = {"documents": 12, "facts": 3, "words": 1, "hops": (1, 2), "per_corpus": 4, "hits": 3, "snippet": 0}
 
 
 def source(**args: Any) -> SearchSource:
@@ -30,7 +30,7 @@ def answered(problem: Problem, demonstration: Any, text: str) -> Answer:
 
 
 @pytest.mark.parametrize(
-    "args", [TINY, {}, {**TINY, "split": "held_out", "format": "plain"}, {**TINY, "closed_book": True}]
+    "args", [TINY, {}, {**TINY, "part": "held_out", "format": "plain"}, {**TINY, "closed_book": True}]
 )
 def test_it_validates(args: dict[str, Any]) -> None:
     source(**args).validate()
@@ -92,9 +92,9 @@ def test_results_that_were_others_are_not_judged() -> None:
         asked.score(problem, Answer(problem.gold, tuple(told)))
 
 
-def test_the_held_out_split_has_other_words() -> None:
-    def words(split: str) -> set[str]:
-        asked, found = source(**TINY, split=split), set[str]()
+def test_the_held_out_part_has_other_words() -> None:
+    def words(part: str) -> set[str]:
+        asked, found = source(**TINY, part=part), set[str]()
         for item in range(0, 400, 4):
             session = asked.open(asked.problem(item))
             texts = (f"{each.title} {each.text}" for each in session.reader.corpus.documents.values())
