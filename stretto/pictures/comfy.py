@@ -1,0 +1,339 @@
+"""Painting by a ComfyUI server, over HTTP alone.
+
+What is asked for has one id, made here out of its graph. Before a graph is sent the server is asked whether it has that id already: in its
+queue, in its history, or as a saved picture, which outlives the server. So nothing is lost and nothing painted twice when a reply gets lost,
+the server is killed, or this process is. Sockets tell how far it is and nothing else: they stall, so that the server is also asked now and then, by
+``/queue`` first and ``/history`` after it (a prompt moves that way, and ``/history/{id}`` is ``{}`` of a running prompt as of an unknown one).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+from PIL import Image
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from stretto.base.errors import UserError
+from stretto.pictures.backend import PaintRequest, Picture, check_request
+from stretto.pictures.comfy_graph import Graph, Kinds, choose, fit, read_kinds, refuse, repair
+
+_NAMESPACE: Final = uuid.UUID("8f6b1c9e-6f63-4f8e-9a57-0d3b6b6f5a11")
+_SENDS: Final = 5
+"""Times that one graph is sent to a server that forgets it, before it is taken for what kills the server."""
+_REPAIRS: Final = 3
+_ENDED: Final = ("execution_success", "execution_error", "execution_interrupted")
+_OPTIONS: Final = ("template", "checkpoint", "queue")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for what."""
+
+    request_s: float = 30.0
+    """For one reply."""
+    away_s: float = 60.0
+    """For a server that went away while it painted."""
+    poll_s: float = 1.0
+    """Between two looks, where the socket says nothing."""
+
+
+class _State(Enum):
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Away(RuntimeError):  # noqa: N818 - data, not a fault
+    """No reply, or one that says nothing about the request."""
+
+
+class Comfy:
+    """The backend ``comfy:URL``; ``URL`` may end in ``?template=…&checkpoint=…&queue=…``."""
+
+    multiple = 16
+    """Latents are at most so much smaller."""
+    edits = False
+
+    def __init__(self, url: str, patience: Patience = Patience()) -> None:
+        """
+        Raises:
+            UserError: the address is none, or has an option that there is not.
+        """
+        parts = urlsplit(url)
+        options = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--backend comfy:{url}: no address of a server; write comfy:http://127.0.0.1:8188")
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise UserError(f"--backend comfy:{url}: {unknown[0]}: no such option; there are {', '.join(_OPTIONS)}")
+        if not options.get("queue", "8").isdecimal():
+            raise UserError(
+                f"--backend comfy:{url}: queue: {options['queue']!r} is no number of requests; write queue=8"
+            )
+        self._base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._template, self._checkpoint = options.get("template", ""), options.get("checkpoint", "")
+        self._most_waiting = int(options.get("queue", "8"))
+        self._patience = patience
+        self._client_id = uuid.uuid4().hex
+        self._client = httpx.Client(base_url=self._base, timeout=patience.request_s, trust_env=False)
+        self._open = ExitStack()
+        self._socket: ClientConnection | None = None
+
+    @property
+    def name(self) -> str:
+        return f"comfy:{self._base}"
+
+    def close(self) -> None:
+        self._open.close()
+        self._client.close()
+
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+        """As `Backend.paint`. The same request to the same server is one picture, however often and by whom it is asked for."""
+        check_request(self, request)
+        started = time.monotonic()
+        try:
+            graph = self.graph(request)
+        except Away as error:
+            raise UserError(
+                f"{self.name}: not reachable ({error}); start ComfyUI there, or correct --backend"
+            ) from None
+        return Picture(self.run(graph, tell), request.seed, time.monotonic() - started)
+
+    def graph(self, request: PaintRequest) -> Graph:
+        """What is sent for ``request``, reference pictures uploaded; checked. Raises as `paint`."""
+        kinds = self._kinds()
+        _, base = choose(kinds, self._template, self._checkpoint, self.name)
+        for control in request.controls:
+            _readable(control.image, f"{self.name}: control {control.kind}")
+        names = [self._upload(control.image) for control in request.controls]
+        graph = fit(base, kinds, request, names, self.name)
+        refuse(graph, kinds, self.name)
+        self._refuse_foreign_loras(graph)
+        return graph
+
+    # --- one graph, from the first look to its picture ---
+
+    def run(self, graph: Graph, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
+        """The picture of a graph that was checked. Raises as `paint`."""
+        sends, repairs, away_since = 0, 0, None
+        while True:
+            key = job_id(graph)
+            try:
+                state, entry = self._look(key)
+                away_since = None
+                if state is _State.WAITING:
+                    self._follow(key, tell)
+                    continue
+                if state is _State.DONE and (picture := self._fetch(entry)) is not None:
+                    self._post("/queue", {"delete": [key]})  # a request that got lost may have arrived after all
+                    return picture
+                if state is _State.FAILED and sends:
+                    raise RuntimeError(f"{self.name}: {_failure(entry)}")
+                if state is not _State.UNKNOWN:  # of an earlier run: its file is gone, or it may do better now
+                    self._post("/history", {"delete": [key]})
+                elif (picture := self._saved(key)) is not None:
+                    return picture
+                if sends == _SENDS:
+                    raise RuntimeError(f"{self.name}: it lost the request {sends} times; it seems to die of it")
+                refusal = self._send(graph, key)
+                if refusal is None:
+                    sends += 1
+                else:
+                    repairs += 1
+                    graph = self._mend(graph, refusal, repairs)
+            except Away as error:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > self._patience.away_s:
+                    hint = "the same command goes on where it ended"
+                    raise RuntimeError(f"{self.name}: away for {self._patience.away_s:g} s ({error}); {hint}") from None
+                time.sleep(self._patience.poll_s)
+
+    def _look(self, key: str) -> tuple[_State, Mapping[str, Any]]:
+        queue = self._get("/queue")
+        if any(item[1] == key for part in ("queue_running", "queue_pending") for item in queue.get(part, [])):
+            return _State.WAITING, {}
+        entry = self._get(f"/history/{key}").get(key)
+        if entry is None:
+            return _State.UNKNOWN, {}
+        is_done = entry.get("status", {}).get("status_str") == "success"
+        return (_State.DONE if is_done else _State.FAILED), entry
+
+    def _send(self, graph: Graph, key: str) -> Mapping[str, Any] | None:
+        """The server's refusal; None: it has it."""
+        queue = self._get("/queue")
+        waiting = sum(len(queue.get(part, [])) for part in ("queue_running", "queue_pending"))
+        if waiting >= self._most_waiting:
+            problem = f"its queue is full: {waiting} requests wait, {self._most_waiting} are allowed"
+            raise UserError(f"{self.name}: {problem}; try later, or allow more with ?queue={waiting + 1}")
+        body = {"prompt": _named(graph, key), "client_id": self._client_id, "prompt_id": key}
+        reply = self._reply(lambda: self._client.post("/prompt", json=body))
+        if reply.status_code == 400:
+            return _json(reply)
+        answer = _json(reply)
+        if answer.get("node_errors"):  # it would run the rest without these
+            self._post("/queue", {"delete": [key]})
+            return answer
+        return None
+
+    def _mend(self, graph: Graph, refusal: Mapping[str, Any], attempt: int) -> Graph:
+        mended, notes = repair(graph, refusal.get("node_errors") or {})
+        if not notes or attempt > _REPAIRS:
+            raise UserError(f"{self.name}: it refuses the graph: {_refusal(refusal)}; choose another template")
+        refuse(mended, self._kinds(), self.name)
+        return mended
+
+    def _follow(self, key: str, tell: Callable[[float], None]) -> None:
+        """Listen until the prompt ended, or for `Patience.poll_s`."""
+        until = time.monotonic() + self._patience.poll_s
+        try:
+            if self._socket is None:
+                address = f"ws{self._base.removeprefix('http')}/ws?clientId={self._client_id}"
+                socket = connect(address, open_timeout=self._patience.poll_s, max_size=None, proxy=None)
+                self._socket = self._open.enter_context(socket)
+            while (left_s := until - time.monotonic()) > 0:
+                message = self._socket.recv(timeout=left_s)
+                if isinstance(message, bytes):  # a preview
+                    continue
+                said = json.loads(message)
+                data = said.get("data") or {}
+                if data.get("prompt_id") != key:
+                    continue
+                if said["type"] == "progress" and data.get("max"):
+                    tell(min(1.0, data["value"] / data["max"]))
+                elif said["type"] in _ENDED or (said["type"] == "executing" and data.get("node") is None):
+                    return
+        except TimeoutError:
+            return
+        except (OSError, WebSocketException, ValueError):
+            self._socket = None
+            self._open.close()
+            time.sleep(max(0.0, until - time.monotonic()))
+
+    # --- pictures and files ---
+
+    def _fetch(self, entry: Mapping[str, Any]) -> Image.Image | None:
+        """The picture that a history entry names; None: its file is gone."""
+        files = [file for output in entry.get("outputs", {}).values() for file in output.get("images", [])]
+        saved = [file for file in files if file.get("type") == "output"]
+        return self._view(saved[0]) if saved else None
+
+    def _saved(self, key: str) -> Image.Image | None:
+        """What a server saved that was killed before it could say so."""
+        return self._view({"filename": f"{key}_00001_.png", "subfolder": "stretto", "type": "output"})
+
+    def _view(self, file: Mapping[str, str]) -> Image.Image | None:
+        reply = self._reply(lambda: self._client.get("/view", params=dict(file)))
+        if not reply.is_success:
+            return None
+        try:
+            return Image.open(io.BytesIO(reply.content)).convert("RGB")
+        except OSError:  # killed while it wrote
+            return None
+
+    def _upload(self, image: Image.Image) -> str:
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, "PNG")
+        name = f"stretto-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.png"
+        files = {"image": (name, buffer.getvalue(), "image/png")}
+        reply = self._reply(lambda: self._client.post("/upload/image", files=files, data={"overwrite": "true"}))
+        answer = _json(reply)
+        return f"{answer['subfolder']}/{answer['name']}" if answer.get("subfolder") else str(answer["name"])
+
+    def _refuse_foreign_loras(self, graph: Graph) -> None:
+        """The server loads an adapter of another model without a word, and leaves out what does not fit: all of it."""
+        own = [self._architecture("checkpoints", node, "ckpt_name") for node in graph.values()]
+        own += [self._architecture("diffusion_models", node, "unet_name") for node in graph.values()]
+        model = next((architecture for architecture in own if architecture), None)
+        for node in graph.values():
+            lora = self._architecture("loras", node, "lora_name")
+            if model and lora and lora.removesuffix("/lora") != model:
+                name = node["inputs"]["lora_name"]
+                raise UserError(
+                    f"{self.name}: lora {name}: it is for {lora.removesuffix('/lora')}, the model is {model}; choose another"
+                )
+
+    def _architecture(self, folder: str, node: Mapping[str, Any], field: str) -> str | None:
+        if field not in node["inputs"]:
+            return None
+        reply = self._reply(
+            lambda: self._client.get(f"/view_metadata/{folder}", params={"filename": node["inputs"][field]})
+        )
+        return _json(reply).get("modelspec.architecture") if reply.is_success else None
+
+    # --- requests ---
+
+    def _kinds(self) -> Kinds:
+        return read_kinds(self._get("/object_info"), self.name)
+
+    def _get(self, path: str) -> Any:
+        return _json(self._reply(lambda: self._client.get(path)))
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        self._reply(lambda: self._client.post(path, json=dict(body)))
+
+    def _reply(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """Raises `Away`: none, or one of somebody between here and there."""
+        try:
+            reply = send()
+        except httpx.HTTPError as error:
+            raise Away(f"{type(error).__name__}: {error}") from None
+        if reply.status_code >= 500 or reply.status_code in (408, 429):
+            raise Away(f"{reply.status_code} {reply.reason_phrase}")
+        return reply
+
+
+def job_id(graph: Graph) -> str:
+    """Of the same graph always the same."""
+    return str(uuid.uuid5(_NAMESPACE, json.dumps(graph, sort_keys=True, ensure_ascii=False)))
+
+
+def _named(graph: Graph, key: str) -> Graph:
+    """Its picture saved under its id."""
+    named = {name: {**node, "inputs": dict(node["inputs"])} for name, node in graph.items()}
+    for node in named.values():
+        if "filename_prefix" in node["inputs"]:
+            node["inputs"]["filename_prefix"] = f"stretto/{key}"
+    return named
+
+
+def _readable(image: Image.Image, where: str) -> None:
+    try:
+        image.load()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{where}: the reference picture is damaged ({error}); give another") from None
+
+
+def _json(reply: httpx.Response) -> Any:
+    try:
+        return reply.json()
+    except ValueError:
+        raise Away(f"{reply.request.url.path} answers {reply.status_code} without JSON") from None
+
+
+def _failure(entry: Mapping[str, Any]) -> str:
+    for kind, about in entry.get("status", {}).get("messages", []):
+        if kind == "execution_error":
+            return f"it failed at node {about.get('node_id')}: {about.get('exception_type')}: {about.get('exception_message')}".strip()
+        if kind == "execution_interrupted":
+            return "somebody stopped it there"
+    return "it failed, and does not say at what"
+
+
+def _refusal(refusal: Mapping[str, Any]) -> str:
+    for key, report in (refusal.get("node_errors") or {}).items():
+        for error in report.get("errors", []):
+            return f"node {key}: {error.get('message')} ({error.get('details')})"
+    error = refusal.get("error")
+    return str(error.get("message") if isinstance(error, Mapping) else error)

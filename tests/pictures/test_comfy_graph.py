@@ -1,0 +1,187 @@
+"""Graphs made out of shipped templates, against the rules of a validator that was written apart from them."""
+
+import copy
+import json
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("comfyui_workflow_templates_json")
+
+from bench.common.comfy_double import object_info, validate
+from bench.common.malformed_graphs import MALFORMED, MORE, key_of
+from stretto.base.errors import UserError
+from stretto.pictures.backend import Control, Lora, PaintRequest
+from stretto.pictures.comfy_graph import (
+    TEMPLATES,
+    base_graph,
+    choose,
+    faults,
+    fit,
+    flatten,
+    read_kinds,
+    read_template,
+    repair,
+)
+
+KINDS = read_kinds(object_info(MORE, []), "comfy")
+KNOWN = [
+    name for name in TEMPLATES if not name.startswith(("hidream", "flux_schnell"))
+]  # two whose nodes the double lacks
+ASKED = PaintRequest("a red cube", 1024, 768, seed=7, guidance=3.0, loras=(Lora("ink", 0.5), Lora("wide")))
+BLANK = Image.new("RGB", (8, 8))
+
+
+def plain():
+    return fit(base_graph("image_sdxl_simple", KINDS), KINDS, ASKED, (), "comfy")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_template_paints_what_is_asked(name):
+    base = base_graph(name, KINDS)
+    before = copy.deepcopy(base)
+    controlled = PaintRequest(
+        "a red cube", 1024, 768, 7, controls=(Control("canny", BLANK, 0.4), Control("depth", BLANK))
+    )
+    for request, names in ((ASKED, []), (controlled, ["a.png", "b.png"])):
+        graph = fit(base, KINDS, request, names, "comfy")
+        assert faults(graph, KINDS) == []
+        assert validate(graph, object_info(MORE, ["a.png", "b.png"])) == (None, {})
+        text = json.dumps(graph)
+        assert text.count("a red cube") == 1 and "TextGenerate" not in text
+        latent = next(node for node in graph.values() if node["class_type"].startswith("Empty"))
+        assert (latent["inputs"]["width"], latent["inputs"]["height"]) == (1024, 768)
+        assert graph[key_of(graph, "KSampler")]["inputs"]["seed"] == 7
+    assert base == before
+
+
+def test_adapters_stand_between_the_loader_and_all_that_used_it():
+    graph = plain()
+    loader, first = key_of(graph, "CheckpointLoaderSimple"), graph["lora-1"]["inputs"]
+    assert [key for key, node in graph.items() if [loader, 0] in node["inputs"].values()] == ["lora-2"]
+    assert (first["model"], first["clip"], first["strength_model"]) == (["lora-2", 0], ["lora-2", 1], 0.5)
+    assert graph[key_of(graph, "KSampler")]["inputs"]["model"] == ["lora-1", 0]
+
+
+def test_the_editors_own_nodes_leave_their_values_behind():
+    graph = flatten(read_template("sdxl_simple_example"), KINDS)
+    assert not {"PrimitiveNode", "Note", "MarkdownNote"} & {node["class_type"] for node in graph.values()}
+    assert [
+        graph[key]["inputs"][name] for key, name in (("10", "steps"), ("10", "end_at_step"), ("11", "start_at_step"))
+    ] == [25, 20, 20]
+    assert graph["15"]["inputs"]["text"].startswith("evening sunset")
+    assert graph["10"]["inputs"]["noise_seed"] == 721897303308196 and graph["10"]["inputs"]["cfg"] == 8
+
+
+def test_detours_and_bypassed_nodes_are_gone_through():
+    picture = {"name": "x", "type": "IMAGE"}
+
+    def node(number, kind, link=None, mode=0, values=()):
+        inputs = (
+            [] if link is None else [{"name": "image" if kind == "Canny" else "images", "type": "IMAGE", "link": link}]
+        )
+        return {
+            "id": number,
+            "type": kind,
+            "mode": mode,
+            "inputs": inputs,
+            "outputs": [picture],
+            "widgets_values": list(values),
+        }
+
+    nodes = [
+        node(1, "LoadImage", values=["a.png"]),
+        node(2, "Canny", 1, mode=4),
+        node(3, "Reroute", 2),
+        node(4, "SaveImage", 3),
+    ]
+    links = [[1, 1, 0, 2, 0, "IMAGE"], [2, 2, 0, 3, 0, "*"], [3, 3, 0, 4, 0, "*"]]
+    assert flatten({"nodes": nodes, "links": links}, KINDS)["4"]["inputs"] == {"images": ["1", 0]}
+    nodes[1]["mode"] = 2
+    assert "images" not in flatten({"nodes": nodes, "links": links}, KINDS)["4"]["inputs"]
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_graphs_are_seen(kind):
+    assert faults(plain(), KINDS) == []
+    assert faults(MALFORMED[kind](plain()), KINDS)
+
+
+def test_an_empty_list_of_files_is_a_fault():
+    kinds = read_kinds(object_info({**MORE, "checkpoints": []}, []), "comfy")
+    assert "nothing to choose from" in faults(plain(), kinds)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "request_", "problem"),
+    [
+        ("image_z_image_turbo", PaintRequest("x", 64, 64, 0, negative="blur"), "negative: this template has no place"),
+        ("sdxl_simple_example", PaintRequest("x", 64, 64, 0, steps=4), "steps: this template has no place"),
+        (
+            "image_sdxl_simple",
+            PaintRequest("x", 64, 64, 0, loras=(Lora("inc"),)),
+            r"lora inc: the server has none .*ink",
+        ),
+        (
+            "image_sdxl_simple",
+            PaintRequest("x", 64, 64, 0, controls=(Control("pose", BLANK),)),
+            "control pose: none of its 2",
+        ),
+    ],
+)
+def test_what_a_template_or_server_cannot_do_is_refused(template, request_, problem):
+    kinds = read_kinds(
+        object_info({**MORE, "checkpoints": [*MORE["checkpoints"], "sd_xl_refiner_1.0.safetensors"]}, []), "comfy"
+    )
+    base = base_graph(template, kinds)
+    assert not faults(base, kinds)
+    with pytest.raises(UserError, match=problem):
+        fit(base, kinds, request_, ["r.png"] * len(request_.controls), "comfy")
+
+
+def test_the_template_is_the_first_whose_models_are_there():
+    assert choose(KINDS, "", "", "comfy")[0] == "image_ernie_image"
+    bare = {
+        "checkpoints": ["mine.safetensors"],
+        "diffusion_models": [],
+        "text_encoders": [],
+        "vae": [],
+        "loras": [],
+        "controlnet": [],
+    }
+    name, graph = choose(read_kinds(object_info(bare, []), "comfy"), "", "", "comfy")
+    assert (
+        name == "image_sdxl_simple"
+        and graph[key_of(graph, "CheckpointLoaderSimple")]["inputs"]["ckpt_name"] == "mine.safetensors"
+    )
+    with pytest.raises(UserError, match="no checkpoints"):
+        choose(read_kinds(object_info({**bare, "checkpoints": []}, []), "comfy"), "", "", "comfy")
+    with pytest.raises(UserError, match=r"2 checkpoints; say which one: .*checkpoint=a"):
+        choose(read_kinds(object_info({**bare, "checkpoints": ["a", "b"]}, []), "comfy"), "", "", "comfy")
+    with pytest.raises(UserError, match=r"template=image_sdxl: .*image_sdxl_simple"):
+        choose(KINDS, "image_sdxl", "", "comfy")
+    with pytest.raises(UserError, match="checkpoint=min: the server has none"):
+        choose(KINDS, "", "min", "comfy")
+
+
+def test_no_comfyui_is_told():
+    for answer in ([], {"KSampler": 3}, {"KSampler": {"input": {}}}):
+        with pytest.raises(UserError, match="is this a ComfyUI server"):
+            read_kinds(answer, "comfy")
+
+
+def test_what_a_server_names_is_mended_and_nothing_that_was_asked_for():
+    moved = {**MORE, "checkpoints": ["XL/sd_xl_base_1.0.safetensors", "other.safetensors"]}
+    graph = plain()
+    graph[key_of(graph, "KSampler")]["inputs"] |= {"steps": 20000, "denoise": -1.0}
+    del graph[key_of(graph, "KSampler")]["inputs"]["scheduler"]
+    info = object_info(moved, [])
+    mended, notes = repair(graph, validate(graph, info)[1])
+    assert validate(mended, info) == (None, {}) and len(notes) == 4
+    assert mended[key_of(graph, "CheckpointLoaderSimple")]["inputs"]["ckpt_name"] == "XL/sd_xl_base_1.0.safetensors"
+    assert mended[key_of(graph, "KSampler")]["inputs"]["steps"] == 10000
+    graph = plain()
+    graph[key_of(graph, "EmptyLatentImage")]["inputs"]["width"] = 8
+    assert repair(graph, validate(graph, info)[1])[0] == repair(plain(), validate(plain(), info)[1])[0] | {
+        key_of(graph, "EmptyLatentImage"): graph[key_of(graph, "EmptyLatentImage")]
+    }
