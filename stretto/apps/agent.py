@@ -277,13 +277,13 @@ async def _runs(
     serving: ServeOptions,
 ) -> list[Run]:
     """All runs, at once."""
-    async with _endpoint(model, server, serving) as endpoint:
+    async with endpoint(model, server, serving) as asked:
         with progress("agent") as advance:
 
             async def one(number: int) -> Run:
                 desk, name = desk_of(), f"run {number + 1}: " if options.votes > 1 else ""
                 run = await run_agent(
-                    endpoint,
+                    asked,
                     prompt,
                     desk,
                     options,
@@ -296,7 +296,8 @@ async def _runs(
 
 
 @asynccontextmanager
-async def _endpoint(model: Path | None, server: str | None, serving: ServeOptions) -> AsyncIterator[Endpoint]:
+async def endpoint(model: Path | None, server: str | None, serving: ServeOptions) -> AsyncIterator[Endpoint]:
+    """A model served in this process, or the first one of a server elsewhere. Raises `UserError`: it lists none."""
     if model is not None:
         with served_here(model, serving) as (app, served):
             async with Client("http://localhost", transport=httpx.ASGITransport(app)) as client:

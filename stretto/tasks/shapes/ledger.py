@@ -267,9 +267,11 @@ class _Reader:
                 elif mention.is_absent:
                     absent.append(mention.noun)
                 else:
-                    thing = (
-                        refer(things, mention.noun, mention.colours, mention.qualities) if mention.is_definite else None
-                    )
+                    thing = refer(things, mention.noun, mention.colours) if mention.is_definite else None
+                    if thing is not None:  # "the quiet shop" of before is quiet now
+                        place = next(at for at, each in enumerate(things) if each.id == thing.id)
+                        thing = replace(thing, qualities=tuple(sorted({*thing.qualities, *mention.qualities})))
+                        things[place] = thing
                     if thing is None:
                         thing = Thing(
                             self.next_id,
@@ -501,7 +503,7 @@ def refer(
             or name == wanted
             or singular(wanted) in (name, name.split()[-1])
         )
-        return is_it and {*colours} <= {*thing.colours} and {*qualities} <= {*thing.qualities}
+        return is_it and {*colours} <= {*thing.colours}
 
     found = [thing for thing in things if fits(thing)]
     exact = [thing for thing in found if thing.noun == noun]
