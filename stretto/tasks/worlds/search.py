@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -283,25 +284,41 @@ def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question
         if tries and tries % _REDRAW == 0:
             wanted = draw.choice(args.hops)  # this corpus may have no chain of that length
         name = draw.choice(list(world.kinds))
-        text, note, way = f'"{name}"', "", [name]
-        documents, calls = list[str](), list[tuple[str, str, str]]()
-        while len(way) <= wanted and name in world.kinds:  # of a number nothing is told
-            relation = draw.choice(world.schema[world.kinds[name]])
-            text = f"the {relation} of {text}"
-            calls.append(("search", name, note))
-            note, told = f'"{name}" is unknown.', ""
-            if name in world.ids:
-                documents.append(world.ids[name])
-                calls.append(("open", world.ids[name], f'"{name}" [{world.ids[name]}]'))
-                told = world.facts[name].get(relation, "")
-                note = f"Its {relation} is " + (f'"{told}".' if told else "unknown.")
-            name = told
+        way, relations = [name], list[str]()
+        while len(relations) < wanted and name in world.kinds:  # of a number nothing is told
+            relations.append(draw.choice(world.schema[world.kinds[name]]))
+            name = world.facts.get(name, {}).get(relations[-1], "")
             way.append(name)
+        documents = tuple(world.ids[each] for each in way[: len(relations)] if each in world.ids)
         can_be_found = all(
             each in [hit.document.id for hit in world.corpus.search(query, args.hits, 0)]
             for query, each in zip(way, documents, strict=False)
         )
         is_told = "" not in way
-        if len(way) == wanted + 1 and is_told is is_known and len(set(way)) == len(way) and can_be_found:
-            return _Question(f"What is {text}?", name or UNKNOWN, tuple(documents), tuple(calls), note)
+        if len(relations) == wanted and is_told is is_known and len(set(way)) == len(way) and can_be_found:
+            calls, note = _looked_up(world, way, relations)
+            return _Question(f"What is {_asked(way[0], relations)}?", name or UNKNOWN, documents, calls, note)
     raise AssertionError(f"no question about a corpus of {args}")
+
+
+def _asked(name: str, relations: Sequence[str]) -> str:
+    text = f'"{name}"'
+    for relation in relations:
+        text = f"the {relation} of {text}"
+    return text
+
+
+def _looked_up(
+    world: _World, way: Sequence[str], relations: Sequence[str]
+) -> tuple[tuple[tuple[str, str, str], ...], str]:
+    """Calls and note of one who looks up what a question's ``relations`` lead to, ``way``."""
+    calls, note = list[tuple[str, str, str]](), _asked(way[0], relations)
+    for place, (name, told) in enumerate(pairwise(way)):
+        calls.append(("search", name, note))
+        note = f'"{name}" is unknown.'
+        if name in world.ids:
+            calls.append(("open", world.ids[name], f'"{name}" [{world.ids[name]}]'))
+            left = relations[place + 1 :]
+            found = f'"{told}"' + (f", so {_asked(told, left)}" if left else "") if told else "unknown"
+            note = f"Its {relations[place]} is {found}."
+    return tuple(calls), note
