@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import httpx
 
-from stretto.base.errors import UserError
-
-SERVING = "serving at "
+from stretto.harness import suites
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,35 +49,7 @@ class Server:
 
 
 @contextmanager
-def serving(
-    source: Path,
-    *flags: str,
-    program: Sequence[str] = ("-m", "stretto.apps.cli"),
-    environ: Mapping[str, str] | None = None,
-    log: IO[str] | None = None,
-) -> Iterator[Server]:
-    """``stretto serve`` on any free port of this machine, until the block ends.
-
-    Args:
-        program: what Python runs with the command's arguments.
-        environ: set beside what this process has.
-        log: takes what the server writes to stderr; None: stderr of this process.
-
-    Raises:
-        UserError: it did not start.
-    """
-    command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
-    environment = {**os.environ, **(environ or {})}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
-            if url is None:
-                raise UserError(f"{source}: its server did not start (exit code {process.wait()}); see above")
-            yield Server(url, process.pid, process)
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=90)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def serving(source: Path, *flags: str, **told: Any) -> Iterator[Server]:
+    """`stretto.harness.suites.serving`, with what can be asked of the process. Raises `UserError`: it did not start."""
+    with suites.serving(source, *flags, **told) as (url, process):
+        yield Server(url, process.pid, process)

@@ -161,9 +161,8 @@ def evaluate(
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
     from stretto.apps.evaluate import eval_command, options, presets_command
-    from stretto.apps.harness import harness_command, harness_names
     from stretto.harness.suites import SUITES as HARNESSES
-    from stretto.harness.suites import check_installed
+    from stretto.harness.suites import check_installed, harness_names
     from stretto.post.suite import parse_suites
 
     theirs, ours = harness_names(suite)
@@ -189,6 +188,8 @@ def evaluate(
     if ours:
         eval_command(source, parse_suites(ours, HARNESSES), out, told, subnet, device)
     if theirs:
+        from stretto.apps.harness import harness_command
+
         harness_command(source, theirs, out / "harness" if ours else out, told, subnet, device)
     if right is not None:
         from stretto.post.suite import write_right_answers

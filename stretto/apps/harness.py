@@ -16,18 +16,12 @@ from stretto.apps.serve import BEST
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, claimed, write_text
 from stretto.evals.scores import Interval, interval, pass_at_k, pass_hat_k, resampled, share_interval
-from stretto.harness.suites import SUITES, Budget, Judged, ask, serving
+from stretto.harness.suites import Budget, Judged, ask, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
 from stretto.model.spec import Counts, count, parse_subnet
 from stretto.post.suite import RESULT_FILE, Cost, DomainResult, EvalOptions, Evaluation
 from stretto.report.evals import cost_table, evaluation_page, score_table
 from stretto.report.page import write_page
-
-
-def harness_names(named: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of what ``--suite`` was given: the suites of other harnesses, and the rest."""
-    parts = [part for each in named for part in each.split(",")]
-    return [part for part in parts if part in SUITES], [part for part in parts if part not in SUITES]
 
 
 def harness_command(

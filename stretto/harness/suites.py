@@ -10,16 +10,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import venv
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Final
 
 import httpx
 from pydantic import Field
@@ -39,8 +38,7 @@ _BFCL_NEEDS: Final = (
 )
 # fmt: on
 """Of what it asks for, all that single turns want; the rest is every vendor's client, and torch."""
-_SLACK_S: Final = 600.0
-"""For a harness to start and to end, beside its samples."""
+TAU: Final = ("airline", "retail", "telecom", "banking")
 
 
 class Budget(Config):
@@ -85,6 +83,12 @@ class Judged:
             last = f", the last one: {self.failures[-1]}" if self.failures else ""
             problem = f"{num_failed} infrastructure errors in {num} samples{last}"
             raise UserError(f"{name}: no score: {problem}; mend that and evaluate again")
+
+
+def harness_names(named: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of what ``--suite`` was given: the suites of other harnesses, and the rest."""
+    parts = [part for each in named for part in each.split(",")]
+    return [part for part in parts if part in SUITES], [part for part in parts if part not in SUITES]
 
 
 def check_installed(suites: Collection[str]) -> None:
@@ -148,7 +152,7 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         *tasks.values(),
         *(f"--{name}={value}" for name, value in told.items()),
     ]
-    _run([*command, *flags], folder / "console.txt", f"inspect: {', '.join(tasks)}")
+    _run([*command, "--no-log-realtime", *flags], folder / "console.txt", f"inspect: {', '.join(tasks)}")
     logs = {log.eval.task: log for log in map(read_eval_log, list_eval_logs(str(folder)))}
     missing = [name for name, task in tasks.items() if task not in logs]
     if missing:
@@ -175,9 +179,9 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
     return found
 
 
-def ask_tau(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:
+def ask_tau(url: str, folder: Path, budget: Budget, domains: Sequence[str] = TAU) -> dict[str, Judged]:
     """tau2: the model is the agent, and the customer as well."""
-    tasks = {f"tau2_{name}": f"inspect_evals/tau2_{name}" for name in ("airline", "retail", "telecom", "banking")}
+    tasks = {f"tau2_{name}": f"inspect_evals/tau2_{name}" for name in domains}
     return ask_inspect(url, folder, budget, tasks, "-T", f"message_limit={budget.turns}", "-T", "shuffle=false")
 
 
@@ -234,23 +238,36 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 
 
 @contextmanager
-def serving(source: Path, *flags: str, log: Any = None) -> Iterator[tuple[str, int]]:
-    """``stretto serve`` on a free port of this machine, without keys: its address and process id. Raises `UserError`: it did not
-    start."""
-    environ = {
-        name: value for name, value in os.environ.items() if name not in ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")
-    }
-    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ) as process:
+def serving(
+    source: Path,
+    *flags: str,
+    program: Sequence[str] = ("-m", "stretto.apps.cli"),
+    environ: Mapping[str, str] | None = None,
+    log: IO[str] | None = None,
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """``stretto serve`` on any free port of this machine, until the block ends: its address and its process.
+
+    Args:
+        program: what Python runs with the command's arguments.
+        environ: set beside what this process has, of which it gets no keys.
+        log: takes what the server writes to stderr; None: stderr of this process.
+
+    Raises:
+        UserError: it did not start.
+    """
+    command = [sys.executable, *program, "serve", str(source), "--port", "0", *flags]
+    kept = {name: value for name, value in os.environ.items() if name not in ("STRETTO_API_KEYS", "STRETTO_ADMIN_KEY")}
+    environment = kept | dict(environ or {})
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             with progress(f"open {source}"):
                 url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
             if url is None:
                 raise UserError(f"{source}: its server did not start (exit code {process.wait()}); see above")
-            yield url, process.pid
+            yield url, process
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             try:
                 process.wait(timeout=90)
             except subprocess.TimeoutExpired:

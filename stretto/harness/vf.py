@@ -26,11 +26,9 @@ from stretto.base.trajectory import Outcome
 from stretto.rl.launch import SourceTables
 from stretto.rl.recipe import SandboxConfig, SourceConfig
 from stretto.tasks.session import arguments_of, tool_turn
-from stretto.tasks.task import Answer, TaskSource
+from stretto.tasks.task import FIRST_REPORTED, Answer, TaskSource
 
-_FIRST_ITEM = 3 << 22
-"""Of sources without end: problems that no run here trains on, as in `stretto eval`."""
-__all__ = ["SessionLoop", "SourceTaskset"]
+__all__ = ["LocalEnv", "SessionLoop", "SourceTaskset"]
 
 
 class SourceData(vf.TaskData):
@@ -72,7 +70,7 @@ class SourceTaskset(vf.Taskset[SourceTask, SourceTasksetConfig]):
         kind, args = self.config.kind, self.config.args
         source = opened(kind, json.dumps(args))
         num = source.num_items
-        first = self.config.first if self.config.first is not None else 0 if num is not None else _FIRST_ITEM
+        first = self.config.first if self.config.first is not None else 0 if num is not None else FIRST_REPORTED
         for item in count(first) if num is None else islice(count(first), max(0, num - first)):
             messages = [dict(message) for message in source.problem(item).messages]
             yield SourceTask(SourceData(kind=kind, args=args, item=item, prompt=messages), self.config.task)
@@ -109,6 +107,15 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
                             break
                         turns.append({"role": "user", "content": reply})
         return ProgramResult(0, "", "")
+
+
+class LocalConfig(vf.SingleAgentEnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+    """Here: the loop runs no program, and verifiers' default is a rented machine."""
+
+
+class LocalEnv(vf.SingleAgentEnv, vf.Env[LocalConfig]):
+    """One agent over a problem."""
 
 
 @lru_cache

@@ -47,7 +47,7 @@ from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
-from stretto.tasks.task import Found, Problem, TaskSource
+from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource
 from stretto.text.similar import similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
@@ -55,8 +55,6 @@ ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.jso
 SUITES = Path(__file__).with_name("suites.toml")
 MOST_INFRA: Final = 0.05
 """Share of a domain's samples that may go unjudged (ours): 1 in 20 hides in the interval of a hundred problems."""
-_FIRST_ITEM: Final = 3 << 22
-"""Of a source without end: beyond what runs train on, and beyond the first held-out ones, by which they are chosen."""
 _DONORS, _DRAW = 200, 7
 """Problems whose answers a baseline gives; and what its draws come from a seed for."""
 _LEASE_S = 7200.0
@@ -437,7 +435,7 @@ class _Sitting:
 
     def _planned(self, suite_name: str, suite: SuiteConfig, source: TaskSource) -> Domain:
         size, num = source.num_items, suite.problems * source.variants
-        items = range(_FIRST_ITEM, _FIRST_ITEM + num) if size is None else range(max(0, size - num), size)
+        items = range(FIRST_REPORTED, FIRST_REPORTED + num) if size is None else range(max(0, size - num), size)
         if len(items) < num:
             here = len(items) // source.variants
             say(f"sources.{source.name}: {here} problems, all it has, where {suite.problems} are asked for")

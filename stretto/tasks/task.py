@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ from stretto.data.sources import Rows, read_files
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 
+FIRST_REPORTED: Final = 3 << 22
+"""Item of an endless source with which reports begin: beyond what runs train on, and beyond the held-out ones they are chosen by."""
 _GARBAGE = "\u2205 no such answer \u2205"
 _FAR_ITEM = 1_000_003
 """Of an endless source: a generator that holds a list gives its first problems, and fails hours into a run."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from stretto.apps.harness import _result, harness_names
+from stretto.apps.harness import _result
 from stretto.base.errors import UserError
 from stretto.harness import suites
-from stretto.harness.suites import Budget, Judged, ask, bfcl_python, serving
+from stretto.harness.suites import Budget, Judged, ask, bfcl_python, harness_names, serving
 from stretto.post.suite import EvalOptions
 
 

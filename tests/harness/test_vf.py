@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +74,19 @@ def test_the_loop_calls_tools_and_ends(endpoint: str) -> None:
         SessionLoop(vf.HarnessConfig(id="x")).launch(context, None, None, f"{endpoint}/no", "key", {}, data)
     )
     assert bad.exit_code == 1 and "404" in bad.stderr
+
+
+@pytest.mark.slow
+def test_its_own_command_asks_our_sources_here(endpoint: str, tmp_path: Path) -> None:
+    """By default verifiers rents a machine, which fails without a network."""
+    told = {"env.taskset.kind": "tools", "model": "empty-call", "client.base-url": endpoint, "output-dir": tmp_path}
+    flags = [part for name, value in told.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-c", "from verifiers.v1.cli.eval.main import main; main()", "stretto_vf", *flags]
+    subprocess.run([*command, "-n", "2", "--no-push", "--no-rich"], check=True, capture_output=True)
+    [path] = tmp_path.rglob("traces.jsonl")
+    for line in path.read_text().splitlines():
+        [trace] = json.loads(line)["traces"]
+        assert trace["ok"] and not trace["errors"] and trace["rewards"]["verdict"]["score"] == 0.0
 
 
 def test_calls_of_a_trace_are_read_back() -> None:
