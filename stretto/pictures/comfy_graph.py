@@ -12,14 +12,14 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from stretto.base.errors import UserError, nearest
-from stretto.pictures.backend import Lora, PaintRequest
+from stretto.pictures.backend import Control, Lora, PaintRequest
 
 Graph = dict[str, dict[str, Any]]
 
@@ -79,10 +79,6 @@ class Kind:
     fields: Mapping[str, Field]
     outputs: tuple[str, ...]
     is_output: bool
-
-    def of_kind(self, kind: str) -> list[str]:
-        """Fields that take ``kind`` and nothing else."""
-        return [name for name, entry in self.fields.items() if entry.kind == kind]
 
 
 Kinds = Mapping[str, Kind]
@@ -195,6 +191,8 @@ def _walk(scope: _Scope, subgraphs: Mapping[str, Any], kinds: Kinds, graph: Grap
 
 def _source(scope: _Scope, link: int, subgraphs: Mapping[str, Any]) -> list[Any] | _Value | None:
     """Where a link starts, through all that the server knows nothing of. None: nowhere, a value of the node's own counts."""
+    if link not in scope.links:
+        return None
     origin, slot = scope.links[link]
     if scope.definition is not None and origin == scope.definition["inputNode"]["id"]:
         assert scope.around is not None
@@ -242,7 +240,7 @@ def _fold(graph: Graph) -> None:
                 if origin["class_type"] in _CONSTANTS and "value" in inputs and not is_link(inputs["value"]):
                     node["inputs"][name] = inputs["value"]
                 elif origin["class_type"] == "ComfySwitchNode" and isinstance(inputs.get("switch"), bool):
-                    node["inputs"][name] = inputs["on_true" if inputs["switch"] else "on_false"]
+                    node["inputs"][name] = inputs.get("on_true" if inputs["switch"] else "on_false", value)
 
 
 # --- fitting to a request -------------------------------------------------------------------------------------------------------
@@ -256,32 +254,27 @@ def base_graph(template: str, kinds: Kinds, checkpoint: str = "") -> Graph:
     """What ``template`` paints its picture with, and nothing else; not yet checked.
 
     Raises:
-        UserError: no such template, or it does not save exactly one picture.
+        UserError: no such template, or it does not sample and save exactly one picture.
     """
-    graph = flatten(read_template(template), kinds)
+    where = f"template={template}"
+    editor = _Editor(flatten(read_template(template), kinds), kinds, where)
+    graph = editor.graph
     _fold(graph)
-    positive = _origin(
-        graph, kinds, graph[_first_sampler(graph, kinds, f"template={template}")]["inputs"]["positive"], "CONDITIONING"
-    )
-    for name in _fields(graph, kinds, positive[0], "STRING"):
-        graph[positive[0]]["inputs"][name] = ""  # and with what was there goes the template's own enhancer
-    saves = [key for key, node in graph.items() if _saves(kinds.get(node["class_type"]))]
+    positive = editor.encoder("positive")
+    for name in editor.fields(positive, "STRING"):
+        graph[positive]["inputs"][name] = ""  # and with what was there goes the template's own enhancer
+    saves = [key for key in graph if editor.fields(key, "IMAGE") and "filename_prefix" in graph[key]["inputs"]]
     if len(saves) != 1:
-        raise UserError(f"template={template}: on this server it saves {len(saves)} pictures, not one; choose another")
+        raise UserError(f"{where}: on this server it saves {len(saves)} pictures, not one; choose another")
     kept, todo = set(saves), list(saves)
     while todo:
         origins = {value[0] for value in graph[todo.pop()]["inputs"].values() if is_link(value)}
         todo += [origin for origin in origins - kept if origin in graph]
         kept |= origins
-    graph = {key: node for key, node in graph.items() if key in kept}
     for node in graph.values():
         if checkpoint and "ckpt_name" in node["inputs"]:
             node["inputs"]["ckpt_name"] = checkpoint
-    return graph
-
-
-def _saves(kind: Kind | None) -> bool:
-    return kind is not None and kind.is_output and bool(kind.of_kind("IMAGE")) and "filename_prefix" in kind.fields
+    return {key: node for key, node in graph.items() if key in kept}
 
 
 def choose(kinds: Kinds, template: str, checkpoint: str, where: str) -> tuple[str, Graph]:
@@ -290,26 +283,25 @@ def choose(kinds: Kinds, template: str, checkpoint: str, where: str) -> tuple[st
     Raises:
         UserError: it has the models of none, or not those of the one asked for.
     """
-    checkpoints = (
-        kinds["CheckpointLoaderSimple"].fields["ckpt_name"].options if "CheckpointLoaderSimple" in kinds else ()
-    )
-    if checkpoint and checkpoint not in checkpoints:
+    loader = kinds.get("CheckpointLoaderSimple")
+    known = [] if loader is None else [str(name) for name in loader.fields["ckpt_name"].options]
+    if checkpoint and checkpoint not in known:
         raise UserError(
-            f"{where}: checkpoint={checkpoint}: the server has none of that name{nearest(checkpoint, map(str, checkpoints))}"
+            f"{where}: checkpoint={checkpoint}: the server has none of that name{nearest(checkpoint, known)}"
         )
     if template or checkpoint:
         name = template or _PLAIN
         graph = base_graph(name, kinds, checkpoint)
         refuse(graph, kinds, f"{where}: template={name}")
         return name, graph
-    for name in TEMPLATES:
-        graph = base_graph(name, kinds) if "SaveImage" in kinds else {}
-        if graph and not faults(graph, kinds):
+    for name in TEMPLATES if "SaveImage" in kinds else ():
+        graph = base_graph(name, kinds)
+        if not faults(graph, kinds):
             return name, graph
-    if len(checkpoints) == 1:
-        return choose(kinds, _PLAIN, str(checkpoints[0]), where)
-    if checkpoints:
-        raise UserError(f"{where}: it has {len(checkpoints)} checkpoints; say which one: …?checkpoint={checkpoints[0]}")
+    if len(known) == 1:
+        return choose(kinds, _PLAIN, known[0], where)
+    if known:
+        raise UserError(f"{where}: it has {len(known)} checkpoints; say which one: …?checkpoint={known[0]}")
     raise UserError(f"{where}: it has no checkpoints and the models of no template; put a model into its models folder")
 
 
@@ -322,147 +314,148 @@ def fit(graph: Graph, kinds: Kinds, request: PaintRequest, references: Sequence[
     Raises:
         UserError: the template has no place for something asked for, or the server does not know a name.
     """
-    graph = copy.deepcopy(graph)
-    sampler = _first_sampler(graph, kinds, where)
-    inputs = graph[sampler]["inputs"]
-    positive, negative = (_origin(graph, kinds, inputs[side], "CONDITIONING")[0] for side in ("positive", "negative"))
-    _set(graph, kinds, [positive], _fields(graph, kinds, positive, "STRING"), request.prompt, f"{where}: prompt")
+    editor = _Editor(copy.deepcopy(graph), kinds, where)
+    graph = editor.graph
+    positive, negative = editor.encoder("positive"), editor.encoder("negative")
+    editor.put("prompt", [positive], editor.fields(positive, "STRING"), request.prompt)
     if request.negative:
-        encoders = [] if negative == positive else [negative]
-        names = _fields(graph, kinds, negative, "STRING")
-        _set(graph, kinds, encoders, names, request.negative, f"{where}: negative")
+        own = [] if negative == positive else [negative]
+        editor.put("negative", own, editor.fields(negative, "STRING"), request.negative)
     sized = [key for key, node in graph.items() if {"width", "height"} <= node["inputs"].keys()]
-    _set(graph, kinds, sized, ["width"], request.width, f"{where}: width")
-    _set(graph, kinds, sized, ["height"], request.height, f"{where}: height")
-    _set(graph, kinds, list(graph), _SEEDS, request.seed, f"{where}: seed")
+    editor.put("width", sized, ["width"], request.width)
+    editor.put("height", sized, ["height"], request.height)
+    editor.put("seed", list(graph), _SEEDS, request.seed)
     if request.steps is not None:
-        split = any("start_at_step" in node["inputs"] for node in graph.values())
-        _set(graph, kinds, [] if split else list(graph), ["steps"], request.steps, f"{where}: steps")
+        is_split = any("start_at_step" in node["inputs"] for node in graph.values())
+        editor.put("steps", [] if is_split else list(graph), ["steps"], request.steps)
     if request.guidance is not None:
-        _set(graph, kinds, list(graph), ["cfg"], request.guidance, f"{where}: guidance")
+        editor.put("guidance", list(graph), ["cfg"], request.guidance)
     for number, lora in enumerate(request.loras, 1):
-        _insert_lora(graph, kinds, sampler, f"lora-{number}", lora, where)
+        editor.insert_lora(f"lora-{number}", lora)
     for number, (control, name) in enumerate(zip(request.controls, references, strict=True), 1):
-        _insert_control(graph, kinds, sampler, f"control-{number}", control.kind, control.strength, name, where)
+        editor.insert_control(f"control-{number}", control, name)
     return graph
 
 
-def _set(graph: Graph, kinds: Kinds, keys: Sequence[str], names: Sequence[str], value: Any, what: str) -> None:
-    done = False
-    for key in keys:
-        for name in set(names) & kinds[graph[key]["class_type"]].fields.keys():
-            graph[key]["inputs"][name] = value
-            done = True
-    if not done:
-        raise UserError(f"{what}: this template has no place for it; leave it out, or choose another template")
+@dataclass(frozen=True, slots=True)
+class _Editor:
+    """Changes ``graph`` where it lies; messages begin with ``where``."""
 
+    graph: Graph
+    kinds: Kinds
+    where: str
 
-def _first_sampler(graph: Graph, kinds: Kinds, where: str) -> str:
-    """The one whose latents no other sampler made."""
-    samplers = [key for key, node in graph.items() if {"positive", "negative", "latent_image"} <= node["inputs"].keys()]
-    for key in samplers:
-        if _origin(graph, kinds, graph[key]["inputs"]["latent_image"], "LATENT", stop=samplers)[0] not in samplers:
-            return key
-    raise UserError(f"{where}: there is no sampler with positive and negative conditioning; choose another")
+    def fields(self, key: str, kind: str) -> list[str]:
+        """Of a node, those that take ``kind`` and nothing else."""
+        entry = self.kinds.get(self.graph[key]["class_type"])
+        return [] if entry is None else [name for name, each in entry.fields.items() if each.kind == kind]
 
+    def sampler(self) -> dict[str, Any]:
+        """Inputs of the sampler whose latents no other sampler made."""
+        sides = {"positive", "negative", "latent_image", "model"}
+        samplers = {key: node["inputs"] for key, node in self.graph.items() if sides <= node["inputs"].keys()}
+        whole = [inputs for inputs in samplers.values() if all(is_link(inputs[side]) for side in sides)]
+        for inputs in whole:
+            if self.origin(inputs["latent_image"], "LATENT", stop=samplers)[0] not in samplers:
+                return inputs
+        raise UserError(f"{self.where}: it has no sampler with a positive and a negative side; choose another")
 
-def _origin(graph: Graph, kinds: Kinds, link: list[Any], kind: str, stop: Sequence[str] = ()) -> list[Any]:
-    """The link that ``link`` leads back to: of the node that makes a ``kind`` out of none."""
-    for _ in graph:
-        node = graph[link[0]]
-        names = [name for name in _fields(graph, kinds, link[0], kind) if is_link(node["inputs"].get(name))]
-        if not names or link[0] in stop:
-            break
-        link = node["inputs"][names[min(link[1], len(names) - 1)]]
-    return link
+    def encoder(self, side: str) -> str:
+        """The node that makes the conditioning of one side of the sampler out of text."""
+        return str(self.origin(self.sampler()[side], "CONDITIONING")[0])
 
+    def origin(self, link: list[Any], kind: str, stop: Collection[str] = ()) -> list[Any]:
+        """The link that ``link`` leads back to: of the node that makes a ``kind`` out of none."""
+        for _ in self.graph:
+            inputs = self.graph[link[0]]["inputs"]
+            names = [name for name in self.fields(link[0], kind) if is_link(inputs.get(name))]
+            if not names or link[0] in stop:
+                break
+            link = inputs[names[min(link[1], len(names) - 1)]]
+        return link
 
-def _fields(graph: Graph, kinds: Kinds, key: str, kind: str) -> list[str]:
-    entry = kinds.get(graph[key]["class_type"])
-    return [] if entry is None else entry.of_kind(kind)
+    def put(self, what: str, keys: Collection[str], names: Collection[str], value: Any) -> None:
+        places = [
+            (key, name) for key in keys for name in names if name in self.kinds[self.graph[key]["class_type"]].fields
+        ]
+        if not places:
+            raise UserError(
+                f"{self.where}: {what}: this template has no place for it; leave it out, or choose another template"
+            )
+        for key, name in places:
+            self.graph[key]["inputs"][name] = value
 
+    def options(self, kind: str, name: str) -> list[str]:
+        if kind not in self.kinds or name not in self.kinds[kind].fields:
+            raise UserError(f"{self.where}: this server has no node {kind}; update ComfyUI")
+        return [str(option) for option in self.kinds[kind].fields[name].options]
 
-def _rewire(graph: Graph, old: list[Any], new: list[Any]) -> None:
-    for node in graph.values():
-        node["inputs"] |= {name: list(new) for name, value in node["inputs"].items() if value == old}
+    def rewire(self, old: list[Any], new: list[Any]) -> None:
+        for node in self.graph.values():
+            node["inputs"] |= {name: list(new) for name, value in node["inputs"].items() if value == old}
 
+    def insert_lora(self, key: str, lora: Lora) -> None:
+        """Behind the loader of the model, and of the text encoder where both are one checkpoint."""
+        model = self.origin(self.sampler()["model"], "MODEL")
+        clip = self.graph[self.encoder("positive")]["inputs"].get("clip")
+        clip = self.origin(clip, "CLIP") if is_link(clip) else ["", 0]
+        loader = "LoraLoader" if clip[0] == model[0] else "LoraLoaderModelOnly"
+        known = self.options(loader, "lora_name")
+        name = match_name(lora.name, known)
+        if name is None:
+            near = nearest(lora.name, [PurePosixPath(option).stem for option in known]) or f" (it has {len(known)})"
+            raise UserError(
+                f"{self.where}: lora {lora.name}: the server has none of that name{near}; put it into models/loras"
+            )
+        inputs = {"model": model, "lora_name": name, "strength_model": lora.weight}
+        self.rewire(model, [key, 0])
+        if clip[0] == model[0]:
+            inputs |= {"clip": clip, "strength_clip": lora.weight}
+            self.rewire(clip, [key, 1])
+        self.graph[key] = {"class_type": loader, "inputs": inputs}
 
-def _options(kinds: Kinds, kind: str, name: str, where: str) -> list[str]:
-    if kind not in kinds or name not in kinds[kind].fields:
-        raise UserError(f"{where}: this server has no node {kind}; update ComfyUI")
-    return [str(option) for option in kinds[kind].fields[name].options]
+    def insert_control(self, key: str, control: Control, image: str) -> None:
+        """Between conditioning and sampler. Edges are found on the server; of any other kind the picture is the map itself."""
+        known, apply, kind = (
+            self.options("ControlNetLoader", "control_net_name"),
+            "ControlNetApplyAdvanced",
+            control.kind.casefold(),
+        )
+        self.options(apply, "strength")
+        fitting = [name for name in known if kind in name.casefold()] or [
+            name for name in known if "union" in name.casefold()
+        ]
+        if not fitting:
+            problem = f"none of its {len(known)} ControlNets has it in its name"
+            raise UserError(f"{self.where}: control {kind}: {problem}; put one into models/controlnet")
+        picture = [f"{key}-image", 0]
+        self.graph[picture[0]] = {"class_type": "LoadImage", "inputs": {"image": image}}
+        if kind == "canny" and "Canny" in self.kinds:
+            values = {name: each.default for name, each in self.kinds["Canny"].fields.items() if each.kind in _WIDGETS}
+            self.graph[f"{key}-edges"] = {"class_type": "Canny", "inputs": {**values, "image": picture}}
+            picture = [f"{key}-edges", 0]
+        self.graph[f"{key}-net"] = {"class_type": "ControlNetLoader", "inputs": {"control_net_name": fitting[0]}}
+        sampler = self.sampler()
+        inputs = {side: sampler[side] for side in ("positive", "negative")}
+        inputs |= {"control_net": [f"{key}-net", 0], "image": picture}
+        inputs |= {"strength": control.strength, "start_percent": 0.0, "end_percent": 1.0}
+        decoders = [
+            node["inputs"]["vae"] for node in self.graph.values() if {"samples", "vae"} <= node["inputs"].keys()
+        ]
+        if decoders and "vae" in self.kinds[apply].fields:
+            inputs["vae"] = decoders[0]
+        self.graph[key] = {"class_type": apply, "inputs": inputs}
+        sampler["positive"], sampler["negative"] = [key, 0], [key, 1]
 
 
 def match_name(name: str, known: Sequence[str]) -> str | None:
     """The one of ``known`` that ``name`` means: itself, or the only one with that file name or stem, wherever it lies."""
-
-    def last(path: str) -> PurePosixPath:
-        return PurePosixPath(path.replace("\\", "/"))
-
-    if name in known:
-        return name
-    for same in (lambda path: last(path).name.casefold(), lambda path: last(path).stem.casefold()):
-        found = [option for option in known if same(option) == same(name)]
-        if len(found) == 1:
-            return found[0]
-    return None
-
-
-def _insert_lora(graph: Graph, kinds: Kinds, sampler: str, key: str, lora: Lora, where: str) -> None:
-    """Behind the loader of the model, and of the text encoder where both are one checkpoint."""
-    model = _origin(graph, kinds, graph[sampler]["inputs"]["model"], "MODEL")
-    encoder = _origin(graph, kinds, graph[sampler]["inputs"]["positive"], "CONDITIONING")[0]
-    clip = graph[encoder]["inputs"].get("clip")
-    clip = _origin(graph, kinds, clip, "CLIP") if is_link(clip) else ["", 0]
-    is_both = clip[0] == model[0]
-    loader = "LoraLoader" if is_both else "LoraLoaderModelOnly"
-    known = _options(kinds, loader, "lora_name", where)
-    name = match_name(lora.name, known)
-    if name is None:
-        near = nearest(lora.name, [PurePosixPath(option).stem for option in known]) or f" (it has {len(known)})"
-        raise UserError(f"{where}: lora {lora.name}: the server has none of that name{near}; put it into models/loras")
-    inputs: dict[str, Any] = {"model": model, "lora_name": name, "strength_model": lora.weight}
-    _rewire(graph, model, [key, 0])
-    if is_both:
-        inputs |= {"clip": clip, "strength_clip": lora.weight}
-        _rewire(graph, clip, [key, 1])
-    graph[key] = {"class_type": loader, "inputs": inputs}
-
-
-def _insert_control(
-    graph: Graph, kinds: Kinds, sampler: str, key: str, kind: str, strength: float, image: str, where: str
-) -> None:
-    """Between the conditioning and the sampler. Edges are found on the server; of any other kind the picture is the map itself."""
-    known = _options(kinds, "ControlNetLoader", "control_net_name", where)
-    _options(kinds, "ControlNetApplyAdvanced", "strength", where)
-    fitting = [name for name in known if kind.casefold() in name.casefold()] or [
-        n for n in known if "union" in n.casefold()
-    ]
-    if not fitting:
-        raise UserError(
-            f"{where}: control {kind}: none of its {len(known)} ControlNets has it in its name; put one into models/controlnet"
-        )
-    graph[f"{key}-image"] = {"class_type": "LoadImage", "inputs": {"image": image}}
-    picture = [f"{key}-image", 0]
-    if kind.casefold() == "canny" and "Canny" in kinds:
-        values = {name: entry.default for name, entry in kinds["Canny"].fields.items() if entry.kind in _WIDGETS}
-        graph[f"{key}-edges"] = {"class_type": "Canny", "inputs": {**values, "image": picture}}
-        picture = [f"{key}-edges", 0]
-    graph[f"{key}-net"] = {"class_type": "ControlNetLoader", "inputs": {"control_net_name": fitting[0]}}
-    inputs = graph[sampler]["inputs"]
-    apply: dict[str, Any] = {side: inputs[side] for side in ("positive", "negative")}
-    apply |= {
-        "control_net": [f"{key}-net", 0],
-        "image": picture,
-        "strength": strength,
-        "start_percent": 0.0,
-        "end_percent": 1.0,
-    }
-    decoder = next((node for node in graph.values() if {"samples", "vae"} <= node["inputs"].keys()), None)
-    if decoder is not None and "vae" in kinds["ControlNetApplyAdvanced"].fields:
-        apply["vae"] = decoder["inputs"]["vae"]
-    graph[key] = {"class_type": "ControlNetApplyAdvanced", "inputs": apply}
-    inputs["positive"], inputs["negative"] = [key, 0], [key, 1]
+    paths = [PurePosixPath(option.replace("\\", "/").casefold()) for option in known]
+    wanted = PurePosixPath(name.replace("\\", "/").casefold())
+    by_name = [option for option, path in zip(known, paths, strict=True) if path.name == wanted.name]
+    by_stem = [option for option, path in zip(known, paths, strict=True) if path.stem == wanted.stem]
+    found = next((each for each in (by_name, by_stem) if len(each) == 1), [None])
+    return name if name in known else found[0]
 
 
 # --- checking and repairing -----------------------------------------------------------------------------------------------------
