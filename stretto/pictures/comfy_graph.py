@@ -428,8 +428,8 @@ class _Editor:
         if not fitting:
             problem = f"none of its {len(known)} ControlNets has it in its name"
             raise UserError(f"{self.where}: control {kind}: {problem}; put one into models/controlnet")
-        picture = [f"{key}-image", 0]
-        self.graph[picture[0]] = {"class_type": "LoadImage", "inputs": {"image": image}}
+        picture: list[Any] = [f"{key}-image", 0]
+        self.graph[f"{key}-image"] = {"class_type": "LoadImage", "inputs": {"image": image}}
         if kind == "canny" and "Canny" in self.kinds:
             values = {name: each.default for name, each in self.kinds["Canny"].fields.items() if each.kind in _WIDGETS}
             self.graph[f"{key}-edges"] = {"class_type": "Canny", "inputs": {**values, "image": picture}}
