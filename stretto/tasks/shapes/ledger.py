@@ -38,7 +38,7 @@ _INDEFINITE = _words("a an another some several many few")
 _DEFINITE = _words("the this that these those its his her their my your our")
 _VAGUE = _words("some several many few")
 _ABSENT = frozenset(("no", "without"))
-_QUALITIES = _words(
+QUALITIES = _words(
     "big small large little tiny huge tall short long wide narrow thick thin round old young new ancient modern wooden metal metallic "
     "plastic stone glass paper leather shiny matte rusty wet dry hot cold warm cool soft hard smooth rough furry fluffy striped spotted "
     "dotted empty full open closed broken happy sad angry sleepy cute beautiful pretty ugly elegant simple colorful colourful "
@@ -49,7 +49,7 @@ _MEDIA = _words(
     "photo photograph picture image painting drawing sketch illustration portrait render rendering watercolor watercolour poster "
     "cartoon close-up closeup shot view print etching sculpture"
 )
-_RELATIONS: Final = {
+RELATIONS: Final = {
     "to the left of": "left of", "on the left of": "left of", "on the left side of": "left of", "left of": "left of",
     "to the right of": "right of", "on the right of": "right of", "on the right side of": "right of", "right of": "right of",
     "on top of": "on", "in front of": "in front of", "next to": "next to", "close to": "next to", "inside of": "in",
@@ -189,7 +189,7 @@ def check_language(text: str) -> None:
     words = [word.lower() for word in _WORD.findall(bare)]
     foreign = sum(word in _FOREIGN for word in words)
     native = sum(
-        word in _INDEFINITE | _DEFINITE | _COPULAS | _ENDS | _RELATIONS.keys() | _NUMBERS.keys() for word in words
+        word in _INDEFINITE | _DEFINITE | _COPULAS | _ENDS | RELATIONS.keys() | _NUMBERS.keys() for word in words
     )
     if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > native:
         raise UserError(
@@ -304,9 +304,9 @@ class _Reader:
         """A preposition here, stepped over."""
         for length in (5, 4, 3, 2, 1):
             phrase = " ".join(self.words[self.at : self.at + length])
-            if phrase in _RELATIONS and self.at + length <= len(self.words):
+            if phrase in RELATIONS and self.at + length <= len(self.words):
                 self.at += length
-                return _RELATIONS[phrase]
+                return RELATIONS[phrase]
         return None
 
     def _verb(self) -> str | None:
@@ -327,10 +327,10 @@ class _Reader:
         while True:
             if colour := self._colour():
                 colours.append(colour)
-            elif self._peek() in _QUALITIES and not self._begins_noun():
+            elif self._peek() in QUALITIES and not self._begins_noun():
                 qualities.append(self._peek())
                 self.at += 1
-            elif self._peek() in ("and", ",") and self._peek(1) in _QUALITIES:
+            elif self._peek() in ("and", ",") and self._peek(1) in QUALITIES:
                 self.at += 1
             else:
                 return colours, qualities
@@ -389,10 +389,7 @@ class _Reader:
                     break
                 found.qualities.append(word)
             elif (
-                not nouns
-                and (word in _QUALITIES or word.endswith("ly"))
-                and self._begins_noun()
-                and not self._is_name()
+                not nouns and (word in QUALITIES or word.endswith("ly")) and self._begins_noun() and not self._is_name()
             ):
                 found.qualities += [] if word.endswith("ly") else [word]
             elif not nouns and self._at_relation():
@@ -406,11 +403,9 @@ class _Reader:
             else:
                 self.at = start
                 return None
-        if self._peek() == "of" and nouns[-1] not in _MEDIA and self._peek(1) and self._peek(1) not in _DEFINITE:
+        head = len(nouns) - 1
+        if self._peek() == "of" and nouns[-1] not in _MEDIA and self._peek(1) not in _DEFINITE:
             nouns += self._of()
-            head = nouns.index("of") - 1
-        else:
-            head = len(nouns) - 1
         single = singular(nouns[head])
         is_plural = single != nouns[head]
         if (is_counted and found.count != 1) or (

@@ -8,7 +8,7 @@ there, changes nothing: it comes back as questions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,11 +16,13 @@ from stretto.base.errors import UserError
 from stretto.tasks.shapes.ledger import (
     COLOURS,
     NUMBER_WORDS,
+    RELATIONS,
     Ledger,
     Relation,
     Thing,
     check_language,
     contradictions,
+    plural,
     read,
 )
 
@@ -28,9 +30,10 @@ _NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
 _COLOUR = rf"(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})"
 _COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
 _VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
-_SHOULD = r"(?:should|must|shall|has to|have to|needs to) be"
 _POLITE = re.compile(
-    r"^(?:now|then|ok(?:ay)?|please|also|and|actually|could you|can you|i want you to|i'd like you to)[, ]+", re.I
+    r"^(?:now|then|ok(?:ay)?|no|well|hm+|please|also|and|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
+    r"i (?:think|feel|guess)(?: that)?|maybe|perhaps|let's)\b[, ]+",
+    re.I,
 )
 _CLAUSES = re.compile(r";\s*|\.\s+|,? and then |, then ")
 
@@ -74,8 +77,9 @@ def tell(conversation: Conversation, text: str) -> Told:
     """
     check_language(text)
     plain = _bare(text.strip())
-    if found := _UNDO.match(plain):
-        num = _number(next(filter(None, found.groups()), "1"))
+    if _UNDO.search(plain) and not list(_spoken(conversation.now, plain)):
+        found = re.search(rf"\b{_NUMBER}\b", plain, re.I)
+        num = _number(found[0]) if found else 1
         return Told(conversation.undone(num), (f"{num} taken back",))
     after, notes = conversation, list[str]()
     if found := _ANEW.match(plain):
@@ -112,18 +116,27 @@ def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Ste
     for pattern, change in _CHANGES:
         if found := pattern.fullmatch(clause):
             return change(ledger, found, last)
-    return _added(ledger, clause, last, next_id)
+    return _slotted(ledger, clause, last) or _added(ledger, clause, last, next_id)
 
 
 def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
     """Anything else adds what it names, and says of known things where they are."""
-    text = _named(ledger, re.sub(rf"^({_PUT}|{_ADD})\s+", "", clause, flags=re.I), last)
+    text = re.sub(rf"^({_PUT}|{_ADD})\s+", "", clause, flags=re.I)
+    text = _named(ledger, re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", text, flags=re.I), last)
     if not re.search(r"\w", text):
         raise _Unclear(f"What is to be added by {clause!r}?")
     found = read(text, ledger, next_id)
     new = [thing for thing in found.things if thing.id >= next_id]
     moved = found.relations[len(ledger.relations) :]
-    if found == ledger:
+    stray = [each for each in new if ledger.things and not _is_introduced(each, clause)]
+    if stray:
+        missing = [
+            each.noun for each in stray if re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
+        ]
+        raise _Unclear(
+            f"There is no {missing[0]}; is one to be added?" if missing else f"What is to change by {clause!r}?"
+        )
+    if found == ledger and not re.search(r"\b(?:the|these|those|this|that)\b", text, re.I):
         raise _Unclear(f"What is to change by {clause!r}?")
     if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
         raise _Unclear(f"There is no {new[0].noun}; is one to be added?")
@@ -135,20 +148,89 @@ def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step
     told += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
     told += [f"{thing.name}" for thing in found.things if thing.id in known and thing != known[thing.id]]
     told += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
-    return _Step(replace(found, relations=relations), "; ".join(told) or "kept", touched)
+    return _Step(replace(found, relations=relations), "; ".join(told) or "it is so already", touched)
 
 
-def _recoloured(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
-    thing = _found(ledger, found["what"], last)
-    return _changed(ledger, replace(thing, colours=read(f"a {found['colour']} thing").things[0].colours))
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """A known thing in a turn, and where it stands."""
+
+    thing: Thing
+    start: int
+    end: int
+    number: str | None
 
 
-def _counted(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
-    thing = _found(ledger, found["what"], last)
-    number = _number(found["number"])
-    if number == 0:
+def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
+    """The things of a ledger that a text speaks of; not what it calls another one, or by a colour that none has."""
+    forms = {
+        form: each.noun for each in ledger.things for form in (each.noun, plural(each.noun), each.noun.split()[-1])
+    }
+    if not forms:
+        return
+    nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
+    said = "|".join(
+        sorted(
+            {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS,
+            key=len,
+            reverse=True,
+        )
+    )
+    phrase = rf"\b(?:(?P<number>{_NUMBER})\s+)?(?P<other>(?:an?|another)\s+)?(?P<said>(?:(?:{said})\s+)*)(?P<noun>{nouns}|ones?)\b"
+    for found in re.finditer(phrase, text, re.I):
+        told = {*re.findall(said, found["said"].lower())} if found["said"] else set()
+        noun = found["noun"].lower()
+        fitting = [
+            each
+            for each in ledger.things
+            if told <= {*each.colours, *each.qualities}
+            and (forms.get(noun) == each.noun or (noun in ("one", "ones") and told))
+        ]
+        if fitting and not found["other"]:
+            yield _Spoken(fitting[-1], found.start(), found.end(), found["number"])
+
+
+def _is_introduced(thing: Thing, clause: str) -> bool:
+    """Whether a clause brings in a new thing: by an article, a number, a colour or a verb right before it."""
+    own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very"))
+    first = re.escape(thing.noun.split()[0])
+    before = rf"(?:an?|another|some|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
+    return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
+
+
+def _slotted(ledger: Ledger, clause: str, last: int | None) -> _Step | None:
+    """What becomes of known things by a colour, a number or a place that a clause names, in whatever words; None: it names none."""
+    text = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", clause, flags=re.I)
+    spoken = list(_spoken(ledger, text))
+    if not spoken or _PLACE.search(
+        text
+    ):  # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
+        text = _named(ledger, text, last)
+        spoken = list(_spoken(ledger, text))
+    if not spoken or re.match(rf"(?:{_NEW})\b", clause, re.I):
+        return None
+    rest = "".join(
+        " " if any(each.start <= at < each.end for each in spoken) else letter for at, letter in enumerate(text)
+    )
+    if len(spoken) > 1 and spoken[0].thing.id != spoken[1].thing.id:
+        place = _PLACE.search(text, spoken[0].end, spoken[1].start)
+        if place is None or re.search(r"\b(?:an?|another)\b", rest, re.I):
+            return None
+        moved = Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id)
+        note = f"{spoken[0].thing.name} {moved.kind} {spoken[1].thing.name}"
+        return _Step(replace(ledger, relations=_latest(ledger.relations, (moved,))), note, moved.subject)
+    thing = spoken[0].thing
+    colours, number = re.search(_COLOURS, rest, re.I), spoken[0].number
+    if number is None and (found := re.search(rf"\b{_NUMBER}\b", rest, re.I)):
+        number = found[0]
+    if colours is None and number is None:
+        return None
+    if number is not None and (count := _number(number) + (thing.count or 1) * ("more" in text.lower().split())) == 0:
         return _without(ledger, thing)
-    return _changed(ledger, replace(thing, count=number))
+    changed = replace(thing, count=count) if number is not None else thing
+    if colours is not None:
+        changed = replace(changed, colours=read(f"a {colours[0]} thing").things[0].colours)
+    return _changed(ledger, changed)
 
 
 def _removed(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
@@ -229,15 +311,13 @@ def _number(word: str) -> int:
     return _VALUES.get(word.lower(), 0) if not word.isdigit() else int(word)
 
 
+_NEW = r"add|include|insert|draw|also"
+_PLACE = re.compile(rf"\b(?:{'|'.join(sorted(RELATIONS, key=len, reverse=True))})\b", re.I)
 _PUT = r"(?:move|put|place|shift|set)"
 _ADD = (
     r"(?:add|draw|include|insert|paint|give me|show|create|generate|i want|i'd like|there is|there are|there should be)"
 )
-_UNDO = re.compile(
-    rf"(?:undo|go back|revert|take (?:that|it) back|never mind)(?: (?:that|it|this))?(?: (?:the )?last)?(?: ({_NUMBER}))?"
-    rf"(?: (?:one|change|changes|step|steps|turn|turns))?$",
-    re.I,
-)
+_UNDO = re.compile(r"\b(?:undo|back|revert|cancel|never mind|as it was|as before)\b", re.I)
 _ONE = re.compile(rf"the ({_COLOUR}) ones?", re.I)
 _ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
 _Change = Callable[[Ledger, re.Match[str], int | None], _Step]
@@ -255,17 +335,5 @@ _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
         (r"(?:remove|delete|take away|take out|drop|get rid of|erase) (?P<what>.+)", _removed),
         (r"(?:replace|swap|exchange) (?P<what>.+?) (?:with|by|for) (?P<other>.+)", _replaced),
         (r"(?:change|turn) (?P<what>.+?) into (?P<other>(?:an?|\d+|one|two|three) .+)", _replaced),
-        (
-            r"(?:make|paint|colou?r|turn|change|recolou?r|let) (?P<what>.+?)(?: be)?(?: (?:to|into|in))?(?: the colou?r)? "
-            rf"(?P<colour>{_COLOURS})(?: instead)?", _recoloured,
-        ),
-        (rf"(?:change|set) the colou?r of (?P<what>.+?) to (?P<colour>{_COLOURS})", _recoloured),
-        (rf"(?P<what>(?:the|it|them|they)\b.*?) {_SHOULD} (?P<colour>{_COLOURS})(?: instead)?", _recoloured),
-        (rf"(?:change|set) the (?:number|count) of (?P<what>.+?) to (?P<number>{_NUMBER})", _counted),
-        (
-            rf"(?:make (?:it|that)|there {_SHOULD}|i want|let there be|use|i'd like) (?P<number>{_NUMBER}) "
-            r"(?P<what>.+?)(?: instead)?", _counted,
-        ),
-        (rf"make (?P<what>the .+?) (?P<number>{_NUMBER})", _counted),
     )
 )  # fmt: skip

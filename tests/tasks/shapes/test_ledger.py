@@ -120,3 +120,19 @@ def test_foreign_words_to_be_shown_are_kept() -> None:
 def test_plurals_are_undone(noun: str) -> None:
     head, _, rest = plural(noun).partition(" of ")
     assert singular(head) + (f" of {rest}" if rest else "") == ("sheep" if noun == "sheep" else noun)
+
+
+SOUP = """a an the no some two 3 red blue and red-hot dog cats tea cup of orange is are left to right on top in with holding
+sleeping , . ; ? photo painting that says big hot 'x' § " 12x40 it 64x64 building one both pair dozen quickly —"""
+
+
+def test_any_words_are_read_or_refused_and_what_is_read_is_kept() -> None:
+    rng, words = random.Random(0), SOUP.split()
+    for _ in range(3000):
+        text = " ".join(rng.choices(words, k=rng.randint(1, 14)))
+        try:
+            ledger = read(text)
+        except UserError:
+            continue
+        assert contradictions(ledger) or unkept(ledger, text) == (), text
+        describe(ledger)

@@ -1,0 +1,156 @@
+"""A conversation about a picture: every turn changes the ledger, the ledger becomes a prompt, the picture is held against the ledger.
+
+Nothing is remembered but ledgers and versions. A turn that contradicts what stands is answered with a question and changes nothing;
+a turn that takes back shows the picture of then. A picture that shows something else than was asked is painted again, until one is
+right or the budget of the turn is spent; then the one with the fewest faults is shown, and they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pydantic import Field
+
+from stretto.base.config import Config
+from stretto.base.errors import UserError
+from stretto.pictures.backend import Backend, PaintRequest, Picture
+from stretto.tasks.shapes.draw import FORMS, drawable, see, unmet
+from stretto.tasks.shapes.ledger import Ledger, Unkept, describe
+from stretto.tasks.shapes.turns import Conversation, tell
+
+
+class PaintOptions(Config):
+    """How pictures of a conversation are painted."""
+
+    width: int = Field(default=512, gt=0)
+    """Pixels; a size named in the conversation counts instead. As ``height``."""
+    height: int = Field(default=512, gt=0)
+    images: int = Field(default=4, gt=0)
+    """A turn, at most."""
+    seed: int = 0
+    """Of the first picture of every turn, so that what is not spoken of stays; each further one has the next."""
+
+
+class Verifier(Protocol):
+    """What a picture shows, against what it must show."""
+
+    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...]:
+        """The constraints it can judge and that are not met. Raises RuntimeError: it could not do its work."""
+        ...
+
+
+class ShapesVerifier:
+    """Exact, for coloured shapes on white; of anything else it says nothing."""
+
+    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...]:
+        return unmet(ledger, see(picture.image)) if is_of_shapes(ledger) else ()
+
+
+def is_of_shapes(ledger: Ledger) -> bool:
+    """Whether all that is asked for can be drawn and read back exactly."""
+    try:
+        return drawable(ledger).num_constraints == ledger.num_constraints and all(
+            each.noun in FORMS for each in ledger.things
+        )
+    except UserError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A picture that was shown. Written by `respond`."""
+
+    ledger: Ledger
+    prompt: str
+    picture: Picture
+    faults: tuple[Unkept, ...]
+    num_images: int
+    """Painted for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """All that is remembered."""
+
+    conversation: Conversation = field(default_factory=Conversation)
+    versions: tuple[Version, ...] = ()
+
+    @property
+    def shown(self) -> Version | None:
+        """The version of what stands now."""
+        return next((each for each in reversed(self.versions) if each.ledger == self.conversation.now), None)
+
+    @property
+    def num_images(self) -> int:
+        return sum(version.num_images for version in self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a turn came to."""
+
+    dialogue: Dialogue
+    said: str
+    """To the user: what was done, what is asked, or what the picture lacks."""
+    is_question: bool = False
+
+
+def respond(
+    dialogue: Dialogue,
+    text: str,
+    backend: Backend,
+    verifier: Verifier,
+    options: PaintOptions,
+    write: Callable[[Ledger], str] = describe,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Reply:
+    """The dialogue after a user's turn.
+
+    Args:
+        write: the prompt of a ledger.
+        progress: how much of the budget is used, 0 to 1.
+
+    Raises:
+        UserError: the turn is empty, in another language or takes back too much, or the backend refuses. The dialogue stands as it
+            stood. What ``backend`` and ``verifier`` raise passes.
+    """
+    told = tell(dialogue.conversation, text)
+    if told.questions:
+        return Reply(dialogue, " ".join(told.questions), is_question=True)
+    after = replace(dialogue, conversation=told.conversation)
+    done = "; ".join(told.notes)
+    if not told.conversation.now.things:
+        return Reply(after, f"{done}: nothing is asked for")
+    if after.shown is None:
+        made = painted(told.conversation.now, backend, verifier, options, write, progress)
+        after = replace(after, versions=(*after.versions, made))
+    shown = after.shown
+    assert shown is not None
+    lacking = "; ".join(fault.says for fault in shown.faults)
+    return Reply(after, f"{done}. Not right yet after {shown.num_images} pictures: {lacking}" if lacking else done)
+
+
+def painted(
+    ledger: Ledger,
+    backend: Backend,
+    verifier: Verifier,
+    options: PaintOptions,
+    write: Callable[[Ledger], str] = describe,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Version:
+    """The first picture that shows what is asked for, or the one of the budget with the fewest faults; raises as `respond`."""
+    prompt = write(ledger)
+    width, height = ledger.size or (options.width, options.height)
+    best: Version | None = None
+    for attempt in range(options.images):
+        request = PaintRequest(prompt, width, height, options.seed + attempt)
+        picture = backend.paint(request, lambda done, at=attempt: progress((at + done) / options.images))  # type: ignore[misc]
+        faults = verifier.judge(ledger, picture)
+        if best is None or len(faults) < len(best.faults):
+            best = Version(ledger, prompt, picture, faults, attempt + 1)
+        if not faults:
+            break
+    assert best is not None
+    return replace(best, num_images=attempt + 1)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from stretto.base.errors import UserError
+from stretto.pictures.agent import Dialogue, PaintOptions, Reply, ShapesVerifier, is_of_shapes, respond
+from stretto.pictures.backend import PaintRequest, Picture, check_request
+from stretto.pictures.renderer import Renderer
+from stretto.tasks.shapes.draw import see, unmet
+from stretto.tasks.shapes.ledger import read
+
+OPTIONS = PaintOptions(width=96, height=96, images=8)
+
+
+def talk(*turns: str, faults: float = 0.0, options: PaintOptions = OPTIONS) -> Reply:
+    reply = Reply(Dialogue(), "")
+    for turn in turns:
+        reply = respond(reply.dialogue, turn, Renderer(faults), ShapesVerifier(), options)
+    return reply
+
+
+def test_a_turn_paints_what_stands_and_undo_shows_the_picture_of_then() -> None:
+    first = talk("two red circles left of a blue square")
+    third = talk("two red circles left of a blue square", "make the square green", "undo")
+    assert [version.num_images for version in third.dialogue.versions] == [1, 1]  # nothing is painted to take back
+    assert third.dialogue.shown == third.dialogue.versions[0]
+    assert first.dialogue.shown is not None and third.dialogue.shown is not None
+    assert first.dialogue.shown.picture.image.tobytes() == third.dialogue.shown.picture.image.tobytes()
+
+
+def test_what_is_painted_wrongly_is_painted_again_within_the_budget() -> None:
+    request = "two red circles left of a blue square"
+    seeds = range(0, 400, 8)
+    replies = [talk(request, faults=0.3, options=OPTIONS.replace(seed=seed)) for seed in seeds]
+    versions = [reply.dialogue.versions[0] for reply in replies]
+    assert all(not unmet(read(request), see(each.picture.image)) for each in versions if not each.faults)
+    assert max(each.num_images for each in versions) > 1 and all(
+        each.num_images == 8 for each in versions if each.faults
+    )
+    alone = [talk(request, faults=0.3, options=OPTIONS.replace(seed=seed, images=1)) for seed in seeds]
+    assert sum(bool(each.dialogue.versions[0].faults) for each in alone) > sum(bool(each.faults) for each in versions)
+    told = next(each for each in alone if each.dialogue.versions[0].faults)
+    assert told.dialogue.versions[0].faults[0].says in told.said
+
+
+def test_it_asks_only_where_the_ledger_contradicts_itself() -> None:
+    reply = talk("a red circle", "make the circle red blue")
+    assert reply.is_question and "red or blue" in reply.said and len(reply.dialogue.versions) == 1
+    assert not talk("a red circle", "add two squares", "put them above the circle", "remove the circle").is_question
+
+
+def test_a_size_that_is_named_counts() -> None:
+    shown = talk("a red circle", "make it 128x64").dialogue.shown
+    assert shown is not None and shown.picture.image.size == (128, 64)
+
+
+def test_what_is_left_of_nothing_is_told() -> None:
+    assert "nothing is asked for" in talk("a red circle", "remove the circle").said
+
+
+def test_only_shapes_are_judged_exactly() -> None:
+    assert is_of_shapes(read("two red cubes above a ball")) and not is_of_shapes(read("a red cube in a room"))
+    assert not is_of_shapes(read("a pink cube")) and not is_of_shapes(read("a cat"))
+    blank = Picture(Image.new("RGB", (32, 32), "white"), 0, 0.0)
+    assert ShapesVerifier().judge(read("a cat"), blank) == () and ShapesVerifier().judge(read("a cube"), blank)
+
+
+class Coarse(Renderer):
+    multiple = 16
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (PaintRequest(" ", 64, 64, 0), "empty"),
+        (PaintRequest("a cube", 100, 64, 0), "width 100 is no multiple of 16; 96"),
+        (PaintRequest("a cube", 64, 7, 0), "height 7 .*; 16 is the nearest"),
+        (PaintRequest("a cube", 64, 64, 0, mask=Image.new("L", (64, 64))), "give both"),
+        (PaintRequest("a cube", 64, 64, 0, base=Image.new("RGB", (64, 64)), mask=Image.new("L", (64, 64))), "renderer"),
+    ],
+)
+def test_what_every_backend_refuses(request_: PaintRequest, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_request(Coarse(), request_)
