@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from stretto.apps.cli_pictures import enhance
+from stretto.apps.cli_pictures import enhance, paint
 from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Source, agent, bench_serve, chat, generate, serve
@@ -413,7 +413,7 @@ def demo(
 for command in (run, sft, rl, distill, online, top, merge):
     app.command()(command)
 app.command("eval")(evaluate)
-for other in (compare, serve, chat, agent, generate, bench_serve, enhance):
+for other in (compare, serve, chat, agent, generate, bench_serve, enhance, paint):
     app.command()(other)
 
 

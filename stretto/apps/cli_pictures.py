@@ -12,6 +12,7 @@ from stretto.apps.options import Device
 
 Prompt = Annotated[str, typer.Argument(help="What is asked for, in English.", show_default=False)]
 Size = Annotated[str, typer.Option(help="Width and height in pixels.")]
+Backend = Annotated[str, typer.Option(help="renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")]
 Model = Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")]
 Server = Annotated[str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")]
 
@@ -37,3 +38,52 @@ def enhance(
     enhance_command(
         prompt, pixels, model, server, subnet, as_json=as_json, temperature=temperature, seed=seed, serving=serving
     )
+
+
+def paint(
+    prompt: Prompt,
+    backend: Backend = "renderer",
+    size: Size = "512x512",
+    out: Annotated[Path, typer.Option("-o", "--out", help="PNG to write.")] = Path("picture.png"),
+    images: Annotated[
+        int, typer.Option(min=1, help="Pictures at most: where shapes are asked for, until one shows them.")
+    ] = 1,
+    lora: Annotated[list[str], typer.Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
+    control: Annotated[
+        list[str], typer.Option(help="Picture that steers: canny=reference.png.", show_default=False)
+    ] = [],  # noqa: B006
+    negative: Annotated[str, typer.Option(help="What is to be avoided.")] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Of sampling; the backend's own by default.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="The same.")] = None,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Do not read the prompt: any language, and nothing is checked.")
+    ] = False,
+    model: Model = None,
+    server: Server = None,
+    subnet: ServedSubnet = None,
+    seed: Annotated[int, typer.Option(help="Of the first picture; the next have the next.")] = 0,
+    device: Device = "auto",
+    dtype: ServedDtype = None,
+) -> None:
+    """Paint a picture; with --model or --server the request is written out first, as by `stretto enhance`."""
+    from stretto.apps.pictures import Writer, paint_command, parse_control, parse_lora, parse_size
+    from stretto.apps.serve import ServeOptions
+    from stretto.base.errors import UserError
+    from stretto.pictures.backend import PaintRequest
+
+    if as_is and (model is not None or server is not None):
+        raise UserError("--as-is: a prompt that is not read cannot be written out; leave --model and --server away")
+    width, height = parse_size(size)
+    request = PaintRequest(
+        prompt,
+        width,
+        height,
+        seed,
+        negative,
+        steps,
+        guidance,
+        tuple(map(parse_lora, lora)),
+        tuple(map(parse_control, control)),
+    )
+    writer = Writer(model, server, subnet, ServeOptions(device=device, dtype=dtype, max_batch=1))
+    paint_command(request, backend, writer, images, out, device, as_is=as_is)

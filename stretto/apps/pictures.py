@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 import rich
+from PIL import Image, UnidentifiedImageError
 from rich.markup import escape
 
 from stretto.apps.agent import endpoint
 from stretto.apps.serve import ServeOptions, check_text
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, nearest
+from stretto.base.paths import replacing
+from stretto.base.track import progress
+from stretto.pictures.agent import ShapesVerifier, Version, painted
+from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
 from stretto.pictures.enhance import Enhanced, enhance, readable
+from stretto.pictures.renderer import Renderer
 from stretto.serve.client import ApiFailure
+from stretto.tasks.shapes.ledger import Ledger
 
+BACKENDS = ("renderer", "diffusers", "comfy")
 _SIZE = re.compile(r"(\d{1,5})[x×](\d{1,5})")
 
 
@@ -82,3 +92,94 @@ async def _enhanced(
         raise UserError(f"--server {server}: {problem}") from None
     except ApiFailure as failure:
         raise UserError(f"{model or server}: {failure.message}; see docs/PICTURES.md") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes a request out, if anybody does."""
+
+    model: Path | None = None
+    server: str | None = None
+    subnet: str | None = None
+    serving: ServeOptions = field(default_factory=ServeOptions)
+
+    def written(self, prompt: str, size: tuple[int, int]) -> str:
+        """The prompt to paint."""
+        if self.model is None and self.server is None:
+            return prompt
+        made = asyncio.run(_enhanced(prompt, size, self.model, self.server, self.subnet, 0.0, 0, self.serving))
+        return made.prompt
+
+
+def paint_command(
+    request: PaintRequest, backend: str, writer: Writer, images: int, out: Path, device: str, *, as_is: bool = False
+) -> Version:
+    """Paint ``request`` until the picture shows what it asks for, or ``images`` times; the best is written to ``out``.
+
+    Args:
+        as_is: the prompt is not read, whatever language it is in, and the picture held against nothing.
+
+    Raises:
+        UserError: bad input, or a backend that cannot do this.
+    """
+    ledger = Ledger() if as_is else readable(request.prompt)
+    with closing(open_backend(backend, device)) as painter:
+        check_request(painter, request)
+        order = replace(request, prompt=writer.written(request.prompt, (request.width, request.height)))
+        with progress("paint", 100) as advance:
+            told = 0
+
+            def tell(done: float) -> None:
+                nonlocal told
+                advance(round(100 * done) - told)
+                told = round(100 * done)
+
+            version = painted(ledger, order, painter, ShapesVerifier(), images, tell)
+    with replacing(out) as path:
+        version.picture.image.save(path, format="PNG")
+    console = rich.get_console()
+    console.print(escape(f"{out}: {version.prompt}"))
+    for fault in version.faults:
+        console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
+    return version
+
+
+def open_backend(named: str, device: str) -> Backend:
+    """``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``. Raises `UserError`: there is no such one, or what it needs is not installed."""
+    kind, _, place = named.partition(":")
+    if kind not in BACKENDS or (kind == "renderer") == bool(place):
+        known = "renderer, diffusers:FOLDER, comfy:http://127.0.0.1:8188"
+        raise UserError(f"--backend {named}: no such painter{nearest(kind, BACKENDS)}; one of {known}")
+    if kind == "renderer":
+        return Renderer()
+    try:
+        if kind == "comfy":
+            from stretto.pictures.comfy import Comfy
+
+            return Comfy(place)
+        from stretto.pictures.diffusers import Diffusers
+    except ModuleNotFoundError as error:
+        raise UserError(f"--backend {named}: needs {error.name}; pip install 'stretto[pictures]'") from None
+    return Diffusers(place, None if device == "auto" else device)
+
+
+def parse_lora(text: str) -> Lora:
+    """``NAME`` or ``NAME@WEIGHT``. Raises `UserError`: the weight is no number."""
+    name, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
+    try:
+        return Lora(name, float(weight))
+    except ValueError:
+        raise UserError(f"--lora {text}: {weight!r} is no weight; write NAME or NAME@0.8") from None
+
+
+def parse_control(text: str) -> Control:
+    """``KIND=FILE``. Raises `UserError`: no kind, or no picture there."""
+    kind, _, file = text.partition("=")
+    if not kind or not file:
+        raise UserError(f"--control {text}: no kind and picture; write canny=reference.png")
+    try:
+        with Image.open(file) as image:
+            return Control(kind, image.convert("RGB"))
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        problem = getattr(error, "strerror", None) or "it cannot be read as a picture"
+        raise UserError(f"--control {text}: {file}: {problem}; name a PNG or JPEG file") from None

@@ -124,7 +124,10 @@ def respond(
     if not told.conversation.now.things:
         return Reply(after, f"{done}: nothing is asked for")
     if after.shown is None:
-        made = painted(told.conversation.now, backend, verifier, options, write, progress)
+        now = told.conversation.now
+        width, height = now.size or (options.width, options.height)
+        order = PaintRequest(write(now), width, height, options.seed)
+        made = painted(now, order, backend, verifier, options.images, progress)
         after = replace(after, versions=(*after.versions, made))
     shown = after.shown
     assert shown is not None
@@ -134,23 +137,26 @@ def respond(
 
 def painted(
     ledger: Ledger,
+    order: PaintRequest,
     backend: Backend,
     verifier: Verifier,
-    options: PaintOptions,
-    write: Callable[[Ledger], str] = describe,
+    images: int,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Version:
-    """The first picture that shows what is asked for, or the one of the budget with the fewest faults; raises as `respond`."""
-    prompt = write(ledger)
-    width, height = ledger.size or (options.width, options.height)
+    """The first picture of an ``order`` that shows what is asked for, or of so many, with a seed each, the one with the fewest faults.
+    Raises as `respond`."""
     best: Version | None = None
-    for attempt in range(options.images):
-        request = PaintRequest(prompt, width, height, options.seed + attempt)
-        picture = backend.paint(request, lambda done, at=attempt: progress((at + done) / options.images))  # type: ignore[misc]
+    for attempt in range(images):
+        share = _part(progress, attempt, images)
+        picture = backend.paint(replace(order, seed=order.seed + attempt), share)
         faults = verifier.judge(ledger, picture)
         if best is None or len(faults) < len(best.faults):
-            best = Version(ledger, prompt, picture, faults, attempt + 1)
+            best = Version(ledger, order.prompt, picture, faults, attempt + 1)
         if not faults:
             break
     assert best is not None
     return replace(best, num_images=attempt + 1)
+
+
+def _part(progress: Callable[[float], None], at: int, num: int) -> Callable[[float], None]:
+    return lambda done: progress((at + done) / num)

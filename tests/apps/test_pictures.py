@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from stretto.model.checkpoint import write_checkpoint
 from stretto.pictures.enhance import FIELDS
+from stretto.tasks.shapes.draw import see, unmet
 from stretto.tasks.shapes.ledger import read, unkept
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
@@ -60,3 +62,47 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
 )
 def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ...]) -> None:
     refused(stretto("enhance", *told), *words)
+
+
+def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_path: Path) -> None:
+    out, request = tmp_path / "new" / "picture.png", "two red circles left of a blue square"
+    done = stretto("paint", request, "--size", "96x64", "-o", out, "--seed", 4)
+    assert done.code == 0 and request in done.out, done
+    with Image.open(out) as picture:
+        assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
+
+
+def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    done = stretto(
+        "paint", "a green triangle", "--size", "64x64", "-o", out, "--model", roomy_run, "--subnet", "corner"
+    )
+    assert done.code == 0 and done.out.count(". ") >= 4, done
+    with Image.open(out) as picture:
+        assert unmet(read("a green triangle"), see(picture)) == ()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (("",), ("prompt", "empty")),
+        (("a red blue cube",), ("prompt", "red or blue")),
+        (("a cat",), ("no shape that can be drawn",)),
+        (("a cube", "--size", "0x4"), ("--size",)),
+        (("a cube", "--backend", "rendrer"), ("--backend", "did you mean 'renderer'")),
+        (("a cube", "--backend", "renderer:x"), ("no such painter",)),
+        (("a cube", "--lora", "x@much"), ("--lora", "NAME@0.8")),
+        (("a cube", "--control", "canny"), ("--control", "canny=reference.png")),
+        (("a cube", "--control", "canny={folder}/none.png"), ("No such file",)),
+        (("a cube", "--control", "canny={folder}/corrupt.png"), ("cannot be read as a picture",)),
+        (("猫", "--as-is", "--server", "http://127.0.0.1:9"), ("--as-is",)),
+        (("Ein Haus und das Auto mit der Frau",), ("prompt", "English")),
+    ],
+)
+def test_what_cannot_be_painted(
+    stretto: Command, tmp_path: Path, told: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "corrupt.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    out = tmp_path / "picture.png"
+    refused(stretto("paint", *(each.format(folder=tmp_path) for each in told), "-o", out), *words)
+    assert not out.exists()

@@ -145,13 +145,13 @@ def _bodies(thing: Thing, column: int, row: int, num_cells: int, rng: random.Ran
 
 
 def draw(scene: Scene, width: int, height: int) -> Image.Image:
-    """RGB, on white."""
+    """RGB, on white; what is not square is drawn as large as fits."""
     large = Image.new("RGB", (width * _OVERSAMPLED, height * _OVERSAMPLED), _WHITE)
     pen = ImageDraw.Draw(large)
     for body in scene:
-        sides = (body.width * large.width, body.height * large.height)
-        corner = (body.x * large.width - sides[0] / 2, body.y * large.height - sides[1] / 2)
-        _draw_form(pen, body.form, (*corner, corner[0] + sides[0], corner[1] + sides[1]), PALETTE[body.colour])
+        side = min(body.width * large.width, body.height * large.height)
+        left, top = body.x * large.width - side / 2, body.y * large.height - side / 2
+        _draw_form(pen, body.form, (left, top, left + side, top + side), PALETTE[body.colour])
     return large.resize((width, height), Image.Resampling.BOX)
 
 
