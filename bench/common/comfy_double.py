@@ -1,6 +1,6 @@
 """A strict double of ComfyUI's server: its documented routes and messages, in a process that can be killed.
 
-    python -m bench.common.comfy_double FOLDER --port 8188 [--step-s S] [--mute] [--lose-replies N] [--full N]
+    python -m bench.common.comfy_double FOLDER --port 8188 [--step-s S] [--mute] [--lose-replies N] [--full N] [--own-ids]
 
 Written from docs.comfy.org (routes, messages, API examples, built-in nodes); it shares no code with what it is held against, nor with
 ComfyUI. As there, queue and history live in memory and die with the process, ``/history/{id}`` of a running prompt is ``{}`` as that of an
@@ -319,6 +319,7 @@ class Double:
     is_mute: bool
     lose_every: int
     full_at: int
+    own_ids: bool
     number: int = 0
     posts: int = 0
     pending: list[list[Any]] = field(default_factory=list)
@@ -423,7 +424,7 @@ def routes(double: Double) -> list[Any]:
             double.note("refused", str(body.get("prompt_id")), why=error["type"])
             return JSONResponse({"error": error, "node_errors": node_errors}, 400)
         double.number += 1
-        key = str(body.get("prompt_id") or uuid.uuid4())
+        key = str(uuid.uuid4() if double.own_ids or not body.get("prompt_id") else body["prompt_id"])
         double.pending.append([double.number, key, body["prompt"], body.get("extra_data", {}), []])
         double.note("accepted", key)
         double.wake.set()
@@ -511,6 +512,7 @@ def main() -> None:
         "--lose-replies", type=int, default=0, help="every so many accepted prompts are answered with 502"
     )
     parser.add_argument("--full", type=int, default=0, help="503 where so many wait")
+    parser.add_argument("--own-ids", action="store_true", help="as before clients could choose them")
     options = parser.parse_args()
     for name in ("input", "output"):
         (options.folder / name).mkdir(parents=True, exist_ok=True)
@@ -518,7 +520,9 @@ def main() -> None:
         (options.folder / "models.json").write_text(json.dumps(MODELS))
 
     async def serve() -> None:
-        double = Double(options.folder, options.step_s, options.mute, options.lose_replies, options.full)
+        double = Double(
+            options.folder, options.step_s, options.mute, options.lose_replies, options.full, options.own_ids
+        )
         work = asyncio.create_task(double.work())
         config = uvicorn.Config(
             Starlette(routes=routes(double)), port=options.port, log_level="error", ws="websockets-sansio"

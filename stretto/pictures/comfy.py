@@ -182,6 +182,11 @@ class Comfy:
         if reply.status_code == 400:
             return _json(reply)
         answer = _json(reply)
+        if answer.get("prompt_id") != key:
+            self._post("/queue", {"delete": [answer.get("prompt_id")]})
+            raise UserError(
+                f"{self.name}: it gives requests ids of its own, so that none could be found again; update ComfyUI"
+            )
         if answer.get("node_errors"):  # it would run the rest without these
             self._post("/queue", {"delete": [key]})
             return answer
