@@ -64,7 +64,7 @@ class Recipe:
     autoencoder_steps: int = 800
     autoencoder_rows: int = 32
     autoencoder_rate: float = 3e-3
-    steps: int = 2_000
+    steps: int = 900
     rows: int = 64
     rate: float = 2e-3
     muon_rate: float = 2e-2
@@ -122,25 +122,14 @@ def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
     )  # fmt: skip
     blocks, channels, head = (16, 32, 32), 8, 32
     autoencoder = AutoencoderKLFlux2(
-        down_block_types=("DownEncoderBlock2D",) * len(blocks),
-        up_block_types=("UpDecoderBlock2D",) * len(blocks),
-        block_out_channels=blocks,
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=8,
-        sample_size=SIDE,
+        down_block_types=("DownEncoderBlock2D",) * len(blocks), up_block_types=("UpDecoderBlock2D",) * len(blocks),
+        block_out_channels=blocks, layers_per_block=1, latent_channels=channels, norm_num_groups=8, sample_size=SIDE,
         mid_block_add_attention=False,
-    )
-    transformer = ErnieImageTransformer2DModel(
-        hidden_size=recipe.dim,
-        num_attention_heads=recipe.dim // head,
-        num_layers=recipe.layers,
-        ffn_hidden_size=3 * recipe.dim,
-        in_channels=4 * channels,  # two by two latents are one token
-        out_channels=4 * channels,
-        text_in_dim=text.hidden_size,
-        rope_axes_dim=(8, 12, 12),
-    )
+    )  # fmt: skip
+    transformer = ErnieImageTransformer2DModel(  # two by two latents are one token
+        hidden_size=recipe.dim, num_attention_heads=recipe.dim // head, num_layers=recipe.layers, ffn_hidden_size=3 * recipe.dim,
+        in_channels=4 * channels, out_channels=4 * channels, text_in_dim=text.hidden_size, rope_axes_dim=(8, 12, 12),
+    )  # fmt: skip
     return ErnieImagePipeline(transformer, autoencoder, Qwen3Model(text), tokenizer, FlowMatchEulerDiscreteScheduler())
 
 
@@ -173,8 +162,9 @@ def train(folder: Path, recipe: Recipe, device: str = "cpu") -> None:
         if state.get("recipe") != asdict(recipe):
             state = {"recipe": asdict(recipe)}
         _train_autoencoder(pipeline.vae, pictures_BCHW, recipe, state, saved)
-        latents_BCHW = _encode(pipeline.vae, pictures_BCHW)
-        _train_painter(pipeline, latents_BCHW, prompts, recipe, state, saved)
+        told = pipeline.tokenizer(prompts, padding=True, return_tensors="pt").to(device)
+        taught = _Taught(_encode(pipeline.vae, pictures_BCHW), told["input_ids"], told["attention_mask"].sum(1))
+        _train_painter(pipeline, taught, recipe, state, saved)
         for part in (pipeline.vae, pipeline.transformer, pipeline.text_encoder):
             part.eval()
         with replacing(folder / "pipeline") as temporary:
@@ -238,47 +228,42 @@ def _train_autoencoder(
 def _encode(autoencoder: AutoencoderKLFlux2, pictures_BCHW: Tensor) -> Tensor:
     """Latents as the transformer sees them: two by two in a token, each channel of mean 0 and deviation 1 over the lessons. What they
     were before is left in the autoencoder, where the pipeline looks for it."""
-    latents_BCHW = torch.cat(
-        [
-            ErnieImagePipeline._patchify_latents(autoencoder.encode(some / 127.5 - 1).latent_dist.mode())
-            for some in pictures_BCHW.split(256)
-        ]
-    )
+    parts = [autoencoder.encode(some / 127.5 - 1).latent_dist.mode() for some in pictures_BCHW.split(256)]
+    latents_BCHW = ErnieImagePipeline._patchify_latents(torch.cat(parts))
     autoencoder.bn.running_mean.copy_(latents_BCHW.mean((0, 2, 3)))
     autoencoder.bn.running_var.copy_(latents_BCHW.var((0, 2, 3)))
     mean, var = (each.view(1, -1, 1, 1) for each in (autoencoder.bn.running_mean, autoencoder.bn.running_var))
     return (latents_BCHW - mean) / torch.sqrt(var + 1e-5)  # the pipeline's own constant
 
 
+@dataclass(frozen=True, slots=True)
+class _Taught:
+    """What the second stage draws its batches from."""
+
+    latents_BCHW: Tensor
+    ids_BT: Tensor
+    lengths_B: Tensor
+
+
 def _train_painter(
-    pipeline: ErnieImagePipeline,
-    latents_BCHW: Tensor,
-    prompts: Sequence[str],
-    recipe: Recipe,
-    state: dict[str, Any],
-    saved: Path,
+    pipeline: ErnieImagePipeline, taught: _Taught, recipe: Recipe, state: dict[str, Any], saved: Path
 ) -> None:
-    device = latents_BCHW.device
-    told = pipeline.tokenizer(list(prompts), padding=True, return_tensors="pt").to(device)
-    ids_BT, lengths_B = told["input_ids"], told["attention_mask"].sum(1)
     mean = _Network(pipeline).train()
     exact, fast = deepcopy(mean), deepcopy(mean)
-    if _has_bf16(device):
+    if _has_bf16(taught.ids_BT.device):
         fast.bfloat16()
     optimizers = _optimizers(exact, recipe)
+    kept = {"mean": mean, "exact": exact} | {f"optimizer {number}": each for number, each in enumerate(optimizers)}
     if "step" in state:
-        for module, name in ((mean, "mean"), (exact, "exact")):
-            module.load_state_dict(state[name])
-        for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
+        for name, each in kept.items():
+            each.load_state_dict(state[name])
     first, written, losses = state.get("step", 0), time.monotonic(), list[float]()
     with progress("painter", recipe.steps) as advance:
         advance(first)
         for step in range(first, recipe.steps):
             with torch.no_grad():
                 torch._foreach_copy_(list(fast.parameters()), list(exact.parameters()))
-            rows, generator = _rows(recipe, 2, step, recipe.rows)
-            losses.append(_painter_step(fast, latents_BCHW, ids_BT, lengths_B, rows.to(device), generator))
+            losses.append(_painter_step(fast, taught, *_rows(recipe, 2, step, recipe.rows)))
             for parameter, quick in zip(exact.parameters(), fast.parameters(), strict=True):
                 parameter.grad, quick.grad = None if quick.grad is None else quick.grad.float(), None
             nn.utils.clip_grad_norm_(exact.parameters(), 1.0)
@@ -291,37 +276,23 @@ def _train_painter(
                 torch._foreach_lerp_(list(mean.parameters()), list(exact.parameters()), 1 - keep)
             advance(1, f"loss {np.mean(losses[-100:]):.3f}")
             if time.monotonic() - written > _SNAPSHOT_S:
-                kept_states = [optimizer.state_dict() for optimizer in optimizers]
-                state |= {
-                    "step": step + 1,
-                    "mean": mean.state_dict(),
-                    "exact": exact.state_dict(),
-                    "optimizers": kept_states,
-                }
-                _snapshot(saved, state)
+                _snapshot(saved, state | {"step": step + 1} | {name: each.state_dict() for name, each in kept.items()})
                 written = time.monotonic()
 
 
-def _painter_step(
-    network: nn.Module,
-    latents_BCHW: Tensor,
-    ids_BT: Tensor,
-    lengths_B: Tensor,
-    rows: Tensor,
-    generator: torch.Generator,
-) -> float:
+def _painter_step(network: nn.Module, taught: _Taught, rows: Tensor, generator: torch.Generator) -> float:
     """Gradients of one batch; its loss."""
-    device = latents_BCHW.device
-    clean_BCHW, lengths_B = latents_BCHW[rows], lengths_B[rows].clone()
+    device = taught.ids_BT.device
+    rows = rows.to(device)
+    clean_BCHW, lengths_B = taught.latents_BCHW[rows], taught.lengths_B[rows]
     lengths_B[(torch.rand(len(rows), generator=generator) < 0.1).to(device)] = 1  # the empty prompt, for guidance
+    ids_BT = taught.ids_BT[rows][:, : lengths_B.max()]
     time_B = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
     noise_BCHW = torch.randn(clean_BCHW.shape, generator=generator).to(device)
-    at = time_B.view(-1, 1, 1, 1)
-    # On CPUs torch's fused attention takes a third of the time of the whole step for its backward pass: sequences are short here.
+    noisy_BCHW = clean_BCHW.lerp(noise_BCHW, time_B.view(-1, 1, 1, 1))
+    # on CPUs the backward pass of torch's fused attention takes a third of the whole step: sequences are short here
     with sdpa_kernel(SDPBackend.MATH):
-        made_BCHW = network(
-            (1 - at) * clean_BCHW + at * noise_BCHW, time_B, ids_BT[rows][:, : lengths_B.max()], lengths_B
-        )
+        made_BCHW = network(noisy_BCHW, time_B, ids_BT, lengths_B)
         loss = (made_BCHW.float() - (noise_BCHW - clean_BCHW)).square().mean()
         loss.backward()
     return loss.item()

@@ -124,9 +124,9 @@ def test_silent_sockets_and_lost_replies_change_nothing(tmp_path):
 
 
 def test_a_server_that_knows_no_ids_of_ours_is_refused(tmp_path):
-    with DoubleProcess(tmp_path, "--own-ids", "--step-s", "0.05") as double:
-        with pytest.raises(UserError, match="it gives requests ids of its own"):
-            painter(double).paint(request(1))
+    refused = pytest.raises(UserError, match="it gives requests ids of its own")
+    with DoubleProcess(tmp_path, "--own-ids", "--step-s", "0.05") as double, refused:
+        painter(double).paint(request(1))
 
 
 def test_a_failure_on_the_server_says_where(double):

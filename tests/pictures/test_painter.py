@@ -81,11 +81,10 @@ def test_the_fast_step_is_the_exact_one_up_to_bf16() -> None:
     told = pipeline.tokenizer(prompts, padding=True, return_tensors="pt")
     latents_BCHW = torch.randn(64, 32, 4, 4, generator=torch.Generator().manual_seed(0))
 
+    taught = painter._Taught(latents_BCHW, told["input_ids"], told["attention_mask"].sum(1))
+
     def gradient(network: torch.nn.Module) -> tuple[float, torch.Tensor]:
-        rows, generator = painter._rows(TINY, 2, 0, 16)
-        loss = painter._painter_step(
-            network, latents_BCHW, told["input_ids"], told["attention_mask"].sum(1), rows, generator
-        )
+        loss = painter._painter_step(network, taught, *painter._rows(TINY, 2, 0, 16))
         return loss, torch.cat([each.grad.float().flatten() for each in network.parameters() if each.grad is not None])
 
     exact_loss, exact = gradient(painter._Network(pipeline))
