@@ -3,6 +3,7 @@
     python -m bench.search_world OUT                       trains recipes/search.toml in OUT, one process
     python -m bench.search_world OUT --problems 1000 --set train.steps=300
     python -m bench.search_world OUT --set train.seed=1 --set sources.search.args.seed=1
+    python -m bench.search_world OUT --recipe recipes/search_smol.toml --model runs/smol --device cuda
 
 What is told of held-out corpora, and of what, are words that no trained one has. Beside the trained agent: its own supervised start; an
 agent that always opens the first hit of the question and reads it without a fault, which is more than a network does; and a closed
@@ -30,6 +31,7 @@ from bench.service import train
 from stretto.apps.agent import AgentOptions
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
+from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import interval, resampled, share_interval
 from stretto.rl.recipe import RlRecipe
 from stretto.tasks.worlds.search import SearchArgs, SearchSource
@@ -43,12 +45,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--model", type=Path, help="what learns, where the recipe describes no network")
     parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--device", default="cpu", help="trains; what answers takes an accelerator where there is one")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
     recipe = read_recipe(options.recipe, RlRecipe, options.settings)
-    start = made_start(recipe, options.out, device="cpu")
-    trained = train(recipe, options.out, start, "cpu")
+    origin = checkpoint_folder(options.model) if options.model else None
+    start = made_start(recipe, options.out, origin, options.device)
+    trained = train(recipe, options.out, start, options.device)
     args = SearchArgs.model_validate(next(iter(recipe.sources.values())).args)
     source = SearchSource("held_out", args.replace(part="held_out"))
     allowed = AgentOptions(turns=recipe.rollout.max_turns, tokens=2 * recipe.rollout.max_tokens)

@@ -101,7 +101,30 @@ def test_the_held_out_part_has_other_words() -> None:
             found |= {word.casefold() for text in texts for word in re.findall(r"[^\W\d]+", text)}
         return found
 
-    assert words("train") & words("held_out") == {"a", "its", "is"}
+    train, held_out = words("train"), words("held_out")
+    assert train & held_out == {"a", "its", "is"}
+    # but the same syllables, at both places
+    assert {word[:2] for word in train} == {word[:2] for word in held_out}
+    assert {word[2:] for word in train} == {word[2:] for word in held_out}
+
+
+def test_a_demonstration_says_what_is_left_before_it_looks() -> None:
+    asked = source(**TINY, unanswerable=0.0, format="line")
+    item = next(item for item in range(40) if len(asked.problem(item).payload["documents"]) == 2)
+    problem = asked.problem(item)
+    question = str(problem.messages[0]["content"]).partition("?")[0].removeprefix("What is ")
+    outer, inner, first = re.findall(r"the (\w+) of", question) + re.findall(r'"(\w+)"', question)
+    said = [turn["content"] for turn in asked.demonstration(problem) if turn["role"] == "assistant"]
+    ids, answer = problem.payload["documents"], problem.payload["answer"]
+    second = said[3].split('"')[1]
+    assert said == [
+        question,
+        f'"{first}" [{ids[0]}]',
+        f'Its {inner} is "{second}", so the {outer} of "{second}".',
+        f'"{second}" [{ids[1]}]',
+        f'Its {outer} is "{answer}".\n{answer} [{ids[0]}] [{ids[1]}]',
+    ]
+    assert asked.score(problem, Answer(said[-1], asked.demonstration(problem))).ok
 
 
 def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
