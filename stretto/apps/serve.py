@@ -45,6 +45,7 @@ from stretto.model.spec import (
 from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
+from stretto.pictures.door import Door
 from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.serve.dialects import Piece, Thought
 from stretto.serve.elastic import Least, ServedModel, environment_subnet
@@ -86,6 +87,7 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
         opened, model = _open(source, options)
         with closing(AsyncEngine(opened.engine).start()) as service:
             app = create_app(service, model, settings)
+            app.add_middleware(Door)
             host, port = listening.getsockname()[:2]
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
@@ -99,7 +101,9 @@ def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette
     """The application over an engine in this process, for clients in it: no port is opened."""
     opened, model = _open(source, options)
     with closing(AsyncEngine(opened.engine).start()) as service:
-        yield create_app(service, model, ServeSettings()), model
+        app = create_app(service, model, ServeSettings())
+        app.add_middleware(Door)
+        yield app, model
 
 
 def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
+from stretto.apps.serve import ServeOptions, served_here
 from stretto.model.checkpoint import write_checkpoint
-from stretto.pictures.enhance import FIELDS
+from stretto.pictures.door import PATH
+from stretto.pictures.enhance import FIELDS, SYSTEM
 from stretto.tasks.shapes.draw import see, unmet
 from stretto.tasks.shapes.ledger import read, unkept
 from stretto.text.chat import CHATML
@@ -106,3 +111,36 @@ def test_what_cannot_be_painted(
     out = tmp_path / "picture.png"
     refused(stretto("paint", *(each.format(folder=tmp_path) for each in told), "-o", out), *words)
     assert not out.exists()
+
+
+def answers(run: Path, *contents: Any) -> list[httpx.Response]:
+    async def ask() -> list[httpx.Response]:
+        with served_here(run, ServeOptions(max_batch=1)) as (app, _):
+            async with httpx.AsyncClient(base_url="http://localhost", transport=httpx.ASGITransport(app)) as client:
+                bodies = [{"messages": [{"role": "user", "content": each}], "max_tokens": 5} for each in contents]
+                bodies[0]["elastic"] = "corner"
+                return [await client.post(PATH, json=body) for body in bodies]
+
+    return asyncio.run(ask())
+
+
+def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(roomy_run: Path) -> None:
+    def asked(prompt: str, **fields: Any) -> str:
+        return json.dumps({"prompt": prompt, "width": 512, "height": 256} | fields, ensure_ascii=False)
+
+    request = 'a red cube and a sign that says "日夜"'
+    written, plain, other, wrong, contradiction, long = answers(
+        roomy_run,
+        asked(request),
+        "hello",
+        asked(request, steps=3),
+        asked("a cube", width="wide"),
+        asked("a red blue cube"),
+        asked("cube " * 2000),
+    )
+    assert list(written.json()) == ["text"] and unkept(read(request), written.json()["text"]) == ()
+    assert written.json()["text"].count(". ") >= 4 and SYSTEM not in written.text
+    for each in (plain, other, wrong):  # five tokens of a random network
+        assert each.status_code == 200 and "cube" not in each.json()["text"]
+    for each, said in ((contradiction, "red or blue"), (long, "fewer")):
+        assert each.status_code == 400 and said in each.json()["error"]["message"]

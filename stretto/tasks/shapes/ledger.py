@@ -92,6 +92,8 @@ _QUOTED = re.compile(
 )
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+|\S")
+MOST_CHARS = 8000
+"""Of a text that is read: strangers send megabytes, and models write on."""
 _MARK = "§"
 """Where quoted words stood."""
 
@@ -181,9 +183,11 @@ class _Mention:
 
 
 def check_language(text: str) -> None:
-    """Raises `UserError`: empty, or not in English outside of quotation marks."""
+    """Raises `UserError`: empty, too long, or not in English outside of quotation marks."""
     if not text.strip():
         raise UserError("prompt: it is empty; say what is to be painted")
+    if len(text) > MOST_CHARS:
+        raise UserError(f"prompt: {len(text):,} characters are more than {MOST_CHARS:,}; say it in fewer")
     bare = _QUOTED.sub(" ", text)
     letters = [letter for letter in bare if letter.isalpha()]
     words = [word.lower() for word in _WORD.findall(bare)]

@@ -106,7 +106,9 @@ def test_what_contradicts_itself_becomes_a_question() -> None:
     assert contradictions(read("a dog, no dogs"))
 
 
-@pytest.mark.parametrize("text", ["", " \n", "Eine Katze in einem Café mit einer roten Lampe", "咖啡店里的一只猫"])
+@pytest.mark.parametrize(
+    "text", ["", " \n", "Eine Katze in einem Café mit einer roten Lampe", "咖啡店里的一只猫", "a cat " * 2000]
+)
 def test_what_cannot_be_read_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(UserError, match=r"^prompt: .*; "):
         read(text)

@@ -1,0 +1,79 @@
+"""The enhancer behind `/api/ernie-5.1/chat`: a last message that is diffusers' input of a prompt enhancer is written out; any other is
+answered by the server as before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.base.errors import UserError
+from stretto.pictures.enhance import enhance
+from stretto.serve.client import ApiFailure, Client
+from stretto.serve.limits import ApiError, as_api_error
+
+PATH: Final = "/api/ernie-5.1/chat"
+_MOST_BYTES = 1 << 16
+"""Of a body that is looked into: requests for pictures are short."""
+
+
+class Door:
+    """Middleware. The model is asked through the same application, so keys, limits and sizes are the server's own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        came: list[Message] = []
+        body = b""
+        while len(body) <= _MOST_BYTES:
+            came.append(await receive())
+            body += came[-1].get("body", b"")
+            if came[-1]["type"] != "http.request" or not came[-1].get("more_body"):
+                break
+        if (asked := _asked(body)) is not None:
+            await (await self._written(scope, *asked))(scope, receive, send)
+            return
+        left = iter(came)
+
+        async def again() -> Message:
+            return next(left, None) or await receive()
+
+        await self._app(scope, again, send)
+
+    async def _written(self, scope: Scope, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
+        headers = Headers(scope=scope)
+        host, key = headers.get("host", "localhost"), headers.get("authorization", "").removeprefix("Bearer ")
+        try:
+            async with Client(f"http://{host}", key or None, transport=httpx.ASGITransport(self._app)) as client:
+
+                async def ask(body: Mapping[str, Any]) -> Any:
+                    return await client.post("/v1/chat/completions", {**body, **fields})
+
+                made = await enhance(ask, request["prompt"], request["width"], request["height"])
+        except UserError as error:
+            return as_api_error(error).response()
+        except ApiFailure as failure:
+            return ApiError(failure.status, failure.message).response()
+        return JSONResponse({"text": made.prompt})
+
+
+def _asked(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
+    """What of a body goes on to the model, and the request for a picture in it; None: there is none."""
+    try:
+        tree = json.loads(body)
+        request = json.loads(tree["messages"][-1]["content"])
+        given = isinstance(request["prompt"], str) and all(type(request[side]) is int for side in ("width", "height"))
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    if not given or len(request) != 3:
+        return None
+    return {name: tree[name] for name in ("temperature", "seed", "elastic") if tree.get(name) is not None}, request
