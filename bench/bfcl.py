@@ -28,6 +28,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ RECIPE = {
 }
 """What differs from recipes/sft.toml: few and small steps want a higher rate. Found on no question of BFCL's."""
 AT_ONCE, MAX_TOKENS = 48, 160
+MOST_TRIES = 300
+"""Of a question: a server that is busy says so, and when to ask again."""
 QUESTIONS = "questions.jsonl"
 STAGES = ("questions", "answers", "scores")
 
@@ -249,7 +252,7 @@ def train(options: argparse.Namespace, rate: float, taken: Collection[str]) -> P
         for name, stream in streams.items():
             path = data / f"{name}.jsonl"
             if not path.is_file():
-                num = max(40, int(2 * rows * SHARES[name]))
+                num = max(40, int(3 * rows * SHARES[name]))
                 kept = []
                 with progress(f"make {name}", num) as advance:
                     for record in fitted(stream, num, tokenizer, taken):
@@ -361,7 +364,13 @@ def answered(
                     "tool_choice": choice,
                     "parallel_tool_calls": False,
                 }
-                reply = client.post("/v1/chat/completions", json={**body, "temperature": 0, "max_tokens": MAX_TOKENS})
+                for _ in range(MOST_TRIES):
+                    reply = client.post(
+                        "/v1/chat/completions", json={**body, "temperature": 0, "max_tokens": MAX_TOKENS}
+                    )
+                    if reply.status_code not in (429, 503):
+                        break
+                    time.sleep(float(reply.headers.get("retry-after", 1)))
                 if reply.is_error:
                     raise UserError(f"{question['id']}: {reply.text[:300]}")
                 message = reply.json()["choices"][0]["message"]
@@ -446,19 +455,19 @@ def main() -> None:
         "empty call": [{**each, "calls": [(each["tools"][0]["function"]["name"], {})]} for each in questions],
         "regex filler": [{**each, "calls": [filled(each)]} for each in questions],
         "as it was, auto": answered(options, "before", before, questions, "auto"),
-        "as it was, forced": answered(options, "forced", before, questions, "required"),
         "trained, auto": answered(options, "trained", after, questions, "auto"),
+        "as it was, forced": answered(options, "forced", before, questions, "required"),
     }
     if options.until == "answers":
         return
     shown = table(f"Right, %, with 95 % intervals over {len(questions)} questions", "", *AIM, "calls")
-    is_enough = False
+    is_enough = True
     for name, answers in rows.items():
         verdicts = inside(options, "judge", text="".join(json.dumps(each) + "\n" for each in answers))
         found = {kind: _share([right for what, _, right in verdicts if what == kind]) for kind in AIM}
         cells = [f"{100 * each.value:.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]" for each in found.values()]
         shown.add_row(name, *cells, f"{sum(bool(each['calls']) for each in answers)}/{len(answers)}")
-        is_enough = all(found[kind].value >= least for kind, least in AIM.items())  # of the last row
+        is_enough &= name != "trained, auto" or all(found[kind].value >= least for kind, least in AIM.items())
     wide_console().print(shown)
     sys.exit(0 if is_enough else 1)
 
