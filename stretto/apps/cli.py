@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from stretto.apps.cli_judge import judge
 from stretto.apps.cli_pictures import enhance, paint
 from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
@@ -415,6 +416,7 @@ for command in (run, sft, rl, distill, online, top, merge):
 app.command("eval")(evaluate)
 for other in (compare, serve, chat, agent, generate, bench_serve, enhance, paint):
     app.command()(other)
+app.add_typer(judge, name="judge")
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations
 from pathlib import Path
@@ -32,6 +33,7 @@ from stretto.base.endpoint import Chat, ChatConfig, Unanswered
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.briefs import Constraints
 from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, one_line, read_records
 from stretto.text.similar import compression, distinct, spoken, words
 
@@ -73,6 +75,8 @@ class Prompt(Config):
     reference: str = ""
     """A good answer."""
     rubric: tuple[Criterion, ...] = ()
+    constraints: Constraints | None = None
+    """What can be checked: an answer that does not keep all of it earns nothing, whatever the judge would say."""
 
 
 class EndpointConfig(ChatConfig):
@@ -243,6 +247,39 @@ def _material(problem: Problem, texts: Mapping[str, str]) -> str:
     return _MATERIAL.format(mark=mark, request=request) + "".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What an `EndpointJudge` asks, read again: for judges that are no language model. Made by `read_question`."""
+
+    prompt: str
+    """Its last message."""
+    texts: tuple[str, ...]
+    """One to rate, or two to choose from."""
+    points: tuple[int, ...]
+    """Of each criterion, where there is one to rate."""
+
+    def rating(self, share: float) -> str:
+        """The answer that gives the text ``share`` of every point to be had, and no fault."""
+        return "SCORES: " + " ".join(f"{max(0, each) * share:.4f}" for each in self.points)
+
+    def verdict(self, first_wins: float) -> str:
+        """The answer for whom 1 is the first text, 0 the second, ½ neither."""
+        return f"VERDICT: {'TIE' if first_wins == 0.5 else 'A' if first_wins > 0.5 else 'B'}"
+
+
+def read_question(asked: str) -> Question | None:
+    """What `EndpointJudge` asked; None: it did not ask this."""
+    if (mark := re.search(r"^Text between <(text-[0-9a-f]+)>", asked)) is None:
+        return None
+    found = re.findall(rf"^([^\n]*):\n<{mark[1]}>\n(.*?)\n</{mark[1]}>", asked, re.MULTILINE | re.DOTALL)
+    texts = [text for name, text in found if name.startswith("Answer")]
+    told = asked.rpartition(f"</{mark[1]}>")[2]
+    points = tuple(map(int, re.findall(r"^\d+\. \[(-?\d+)\] ", told, re.MULTILINE))) if len(texts) == 1 else ()
+    if not found or found[0][0] != "Request" or not (len(texts) == 2 or points):
+        return None
+    return Question(found[0][1].rpartition("user: ")[2], tuple(texts), points)
+
+
 def _last(said: str, word: str) -> str | None:
     """What stands behind ``word:`` in the last line that has it, thoughts left out."""
     found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", said.rpartition("</think>")[2], re.MULTILINE | re.IGNORECASE)
@@ -289,7 +326,10 @@ class JudgedSource(TaskSource):
         prompt = self._prompts[item]
         messages = prompt.messages or (Turn(role="user", content=prompt.prompt or ""),)
         rubric = [each.model_dump() for each in prompt.rubric]
-        return Problem(item, tuple(each.model_dump() for each in messages), prompt.reference, {"rubric": rubric})
+        payload: dict[str, Any] = {"rubric": rubric}
+        if prompt.constraints is not None:
+            payload["constraints"] = prompt.constraints.model_dump()
+        return Problem(item, tuple(each.model_dump() for each in messages), prompt.reference, payload)
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         if not problem.gold:
@@ -306,14 +346,14 @@ class JudgedSource(TaskSource):
             quality = self._judge.rate(problem, text, self._stop_s())
         else:
             quality = self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5
-        return self._graded(quality, text)
+        return self._graded(problem, quality, text)
 
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
         texts, num = [spoken(each.text) for each in answers], len(answers)
         near = self.args.opponents or num
         pairs = [each for each in combinations(range(num), 2) if min(step := each[1] - each[0], num - step) <= near]
         rates = win_rates(num, pairs, self._duels(problem, texts, pairs))
-        return list(map(self._graded, rates, texts))
+        return [self._graded(problem, rate, text) for rate, text in zip(rates, texts, strict=True)]
 
     def duels(
         self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]
@@ -350,9 +390,12 @@ class JudgedSource(TaskSource):
             raise UserError(f"{where}: rubric: no criterion gives points; give some here, or for all in args.rubric")
         return prompt
 
-    def _graded(self, quality: float, text: str) -> Score:
+    def _graded(self, problem: Problem, quality: float, text: str) -> Score:
         if not words(text):
             return Score.of(False, detail="no answer")
+        kept = Constraints.model_validate(problem.payload.get("constraints") or {}).kept(text)
+        if broken := [name for name, each in kept.items() if not each]:
+            return Score.of(False, {"judged": quality}, f"not kept: {', '.join(broken)}")
         return Score(quality, Outcome.OK if quality >= self.args.good_at else Outcome.WRONG)
 
     def _duels(self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:

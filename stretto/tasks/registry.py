@@ -9,6 +9,7 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.plugin import error_line, load_named
 from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.briefs import BriefsSource
 from stretto.tasks.choice import ChoiceSource
 from stretto.tasks.code import CodeSource
 from stretto.tasks.gym import GymSource
@@ -25,6 +26,7 @@ from stretto.tasks.worlds.sheets import SheetsSource
 
 KINDS: Final[Mapping[str, type[TaskSource]]] = {
     "arithmetic": ArithmeticSource,
+    "briefs": BriefsSource,
     "choice": ChoiceSource,
     "code": CodeSource,
     "gym": GymSource,

@@ -1,19 +1,28 @@
-"""Our own server as the judge of open-ended answers: requests that it takes, and answers that a grammar makes judgements."""
+"""Judges of our own behind real HTTP: the server, whose answers a grammar makes judgements, and a local judge, which does nothing else."""
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
+from stretto.evals.ranker import LocalJudge, open_judge
 from stretto.serve.elastic import ServedModel
-from stretto.serve.server import ServeSettings
+from stretto.serve.judge import judge_server
+from stretto.serve.server import ServeSettings, open_socket
 from stretto.tasks.judge import JudgeFailed
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer
+from tests.evals.judges import judge, network
 from tests.serve.live import live
 
 
@@ -38,3 +47,64 @@ def test_our_server_judges(
         forced = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         rewards = compared({"max_tokens": 32, "response_format": forced})
     assert rewards[2] == 0.0 and rewards[0] + rewards[1] == 1.5 and rewards[0] in (0.5, 0.75, 1.0)
+
+
+# A local judge
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> LocalJudge:
+    folder = tmp_path_factory.mktemp("judge")
+    judge(network(folder), folder / "judge")
+    return open_judge(folder / "judge")
+
+
+@pytest.fixture
+def address(local: LocalJudge) -> Iterator[str]:
+    listening, server = open_socket("127.0.0.1", 0), judge_server(local)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    server.should_exit = True
+    thread.join(30)
+
+
+def _source(tmp_path: Path, url: str, model: str, prompt: str = "The river rose.", **args: Any) -> Any:
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"prompt": prompt, "rubric": [{"criterion": "x", "points": 4}, "y"]})
+    )
+    told = {"url": url, "model": model, "retries": 0, "cache": str(tmp_path / "cache")}
+    told = {"path": str(tmp_path / "prompts.jsonl"), "judge": told, **args}
+    return open_source("open", SimpleNamespace(kind="judged", args=told))
+
+
+def test_a_local_judge_rates_and_compares(tmp_path: Path, address: str, local: LocalJudge) -> None:
+    texts = ["The river watched the bread.", "- The river watched the bread.", "Clock clock, the."]
+    rating = _source(tmp_path, address, local.record.name)
+    found = [rating.score(rating.problem(0), Answer(text)).reward for text in texts]
+    want = local.shares([("The river rose.", text) for text in texts])
+    assert found == pytest.approx(
+        want.tolist(), abs=2e-3
+    )  # four digits of each criterion's points; bf16 where there is
+    comparing = _source(tmp_path, address, local.record.name, by="group")
+    won = [each.reward for each in comparing.compare(comparing.problem(0), [Answer(text) for text in texts])]
+    assert won[0] == won[1] and sum(won) == pytest.approx(1.5)  # layout is a tie, whichever is shown first
+
+
+def test_what_a_local_judge_refuses(tmp_path: Path, address: str, local: LocalJudge) -> None:
+    def scored(*args: str) -> Any:
+        made = _source(tmp_path, address, *args)
+        return made.score(made.problem(0), Answer("The cat sat."))
+
+    with pytest.raises(UserError, match=r"the judge refuses: 404: .*no model 'judge' here: the judge is 'reward-"):
+        scored("judge")
+    with pytest.raises(UserError, match=r"the judge refuses: 422: .*a prompt written in CJK"):
+        scored(local.record.name, "写一个故事。")
+    assert httpx.get(f"{address}/models").json()["data"][0]["id"] == local.record.name
+    said = httpx.post(
+        f"{address}/chat/completions", json={"model": local.record.name, "messages": [{"content": "Hello?"}]}
+    )
+    assert said.status_code == 400 and "it does not chat" in said.text
+    assert httpx.post(f"{address}/chat/completions", content=b"no JSON").status_code == 400

@@ -1,0 +1,142 @@
+"""`stretto judge`: train a local judge of writing, say how far to trust one, and serve it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import rich
+import torch
+from torch import Tensor
+
+from stretto.base.endpoint import ChatConfig
+from stretto.base.errors import UserError
+from stretto.base.numbers import percent
+from stretto.base.paths import checkpoint_folder, remove, replacing
+from stretto.base.track import progress
+from stretto.evals.ranker import (
+    JudgeRecord,
+    Reader,
+    check_enough,
+    features,
+    open_judge,
+    open_reader,
+    read_books,
+    save_judge,
+    train_head,
+)
+from stretto.evals.scores import Interval
+from stretto.model.checkpoint import weights_hash
+from stretto.model.parallel import join
+from stretto.post.calibrate import RankerJudge, Trust, calibrate
+from stretto.report.page import Cell, Table
+from stretto.serve.judge import judge_server
+from stretto.serve.server import open_socket
+from stretto.tasks.judge import EndpointConfig, EndpointJudge
+from stretto.text.passages import Part, Passage, damaged, passages
+
+_CHUNK = 8
+"""Passages whose states are kept in one file: what a kill costs."""
+_FEWEST = 16
+"""To learn from, or to be tried with."""
+
+
+def passage_states(
+    reader: Reader, books: Sequence[tuple[str, str]], part: Part, num: int, kept: Path, seed: int = 0
+) -> tuple[list[Passage], list[dict[str, str]], Tensor]:
+    """Passages of ``part``, their damages, and the features of all [1 + damages, N, S, F]; what the folder ``kept`` holds is not
+    computed again. Raises `UserError`: too few of them."""
+    found = passages(books, part, num, seed)
+    check_enough(found, part, min(num, _FEWEST))
+    told, parts = damaged(found, part, seed), []
+    name = f"{weights_hash(reader.folder)[:8]}-{part}-{seed}-{len(found)}"
+    kept.mkdir(parents=True, exist_ok=True)
+    with progress(f"states of passages, {part}", len(found)) as advance:
+        for start in range(0, len(found), _CHUNK):
+            path, some = kept / f"{name}-{start:05}.pt", slice(start, start + _CHUNK)
+            if not path.is_file():
+                with replacing(path) as partial:
+                    torch.save(features(reader, found[some], told[some]).half(), partial)
+            parts.append(torch.load(path).float())
+            advance(parts[-1].shape[1])
+    return found, told, torch.cat(parts, 1)
+
+
+def train_command(
+    model: Path, data: Sequence[Path], out: Path, part: Part, num: int, seed: int = 0, device: str = "auto"
+) -> JudgeRecord:
+    """Train a judge on the states of ``model`` and write it to ``out``. Raises `UserError`: bad input."""
+    reader = open_reader(checkpoint_folder(model), join(device).device)
+    kept = out.with_name(f"{out.name}.states")
+    found, _, read_KNSF = passage_states(reader, read_books(data), part, num, kept, seed)
+    head = train_head(read_KNSF[0], read_KNSF[1:])
+    record = save_judge(out, reader, head, part, seed, found, read_KNSF)
+    remove(kept)
+    rich.print(
+        f"{out}: judge {record.name}, of {len(found)} passages by {len(record.authors)} authors\nnext: stretto judge calibrate {out}"
+    )
+    return record
+
+
+def calibrate_command(
+    judge: str, data: Sequence[Path], num: int, name: str | None = None, seed: int = 0, device: str = "auto"
+) -> Trust:
+    """Print how far to trust ``judge``, a folder or an address, where it is asked about authors that no local judge has learnt from.
+    Raises `UserError`: bad input, or a judge that does not answer."""
+    found = passages(read_books(data), "held_out", num, seed)
+    check_enough(found, "held_out", min(num, _FEWEST))
+    told = damaged(found, "held_out", seed)
+    if judge.startswith(("http://", "https://")):
+        with tempfile.TemporaryDirectory() as folder:  # what is asked for here is not to be had from an earlier time
+            config = EndpointConfig(url=judge, model=name or served_name(judge), cache=Path(folder) / "said")
+            asked = EndpointJudge(config, "calibrate")
+            try:
+                trust = calibrate(asked, found, told, config.at_once, config.verdict_s)
+            finally:
+                asked.close()
+    else:
+        trust = calibrate(RankerJudge(open_judge(Path(judge), join(device).device)), found, told)
+    rich.print(trust_table(trust, judge))
+    return trust
+
+
+def served_name(url: str) -> str:
+    """Of the first model at an address. Raises `UserError`: nobody answers there."""
+    try:
+        return str(httpx.get(f"{url}/models", timeout=ChatConfig(url=url, model="").timeout_s).json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(
+            f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"
+        ) from None
+
+
+def trust_table(trust: Trust, judge: str) -> Table:
+    """A row for each thing that a fair judge does."""
+
+    def row(what: str, found: Interval, should: str) -> tuple[Cell, ...]:
+        return (
+            Cell(what),
+            Cell(percent(found.value), found.value, f"{percent(found.low)} … {percent(found.high)}"),
+            Cell(should),
+        )
+
+    rows = [row(f"whole against {name}", each, "high") for name, each in trust.damages.items()]
+    rows += [row(f"{name} against itself", each, "half") for name, each in trust.layouts.items()]
+    rows += [
+        row("longer against its first half", trust.longer, ""),
+        row("itself", trust.itself, "half"),
+        row("shown first", trust.position, "half"),
+    ]
+    note = f"It contradicted itself in {percent(trust.contradicted)} of pairs; {trust.num_infra} comparisons were not made."
+    return Table(f"How far to trust {judge}", ("What", "Wins", "A fair judge"), tuple(rows), (), note)
+
+
+def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> None:
+    """Serve a local judge until it is told to stop. Raises `UserError`: as `open_judge`, or the port is taken."""
+    listening = open_socket(host, port)
+    opened = open_judge(judge, join(device).device)
+    url = f"http://{host}:{listening.getsockname()[1]}/v1"
+    rich.print(f'judge serving at {url}\njudge = {{ url = "{url}", model = "{opened.record.name}" }}', flush=True)
+    judge_server(opened).run(sockets=[listening])

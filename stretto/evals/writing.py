@@ -1,0 +1,129 @@
+"""What can be counted of open-ended answers without a judge: how many different ones there are, how they degenerate, what is overused.
+
+Shape letters: N texts, D of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stretto.base.errors import UserError
+from stretto.evals.diversity import vendi
+from stretto.text.similar import clusters_N, compression, distinct, ngrams, similarity_NN, words
+
+SAME_AT = 0.8
+"""Cosine of embeddings from which two answers are one (ours: 0.9 between paraphrases, 0.5 between two stories to one prompt)."""
+_RUN = 4
+"""Words: a text that says as many in the same order again repeats itself."""
+_PRIOR = 0.5
+"""Occurrences that every n-gram is given on both sides before rates are compared."""
+_OFTEN, _ANSWERS = 3, 0.02
+"""An overused n-gram occurs so often at least, and in so many of the answers."""
+
+Similarity = Callable[[Sequence[str]], np.ndarray]
+"""From texts to how alike each two are: [N, N], 1 on the diagonal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overused:
+    """An n-gram that answers have more often than people do. Written by `overused`."""
+
+    ngram: str
+    answers: float
+    """Times in ten thousand words of the answers."""
+    people: float
+    """The same of the human corpus."""
+
+
+def embeddings() -> Similarity:
+    """Cosines of wordllama's embeddings: a table of words' vectors and their mean, which knows topics, and no order of words.
+    Raises `UserError`: the extra is not installed."""
+    try:
+        import wordllama  # optional
+    except ImportError:
+        raise UserError("--similar embeddings: needs a package: pip install 'stretto[writing]'") from None
+    # its own search misses the tokenizer that its wheel has, and would download one
+    model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+
+    def alike_NN(texts: Sequence[str]) -> np.ndarray:
+        found_ND = np.nan_to_num(np.asarray(model.embed(list(texts)), np.float64))
+        found_ND /= np.maximum(np.linalg.norm(found_ND, axis=1, keepdims=True), 1e-9)
+        alike = np.clip(found_ND @ found_ND.T, -1.0, 1.0)
+        np.fill_diagonal(alike, 1.0)
+        return alike
+
+    return alike_NN
+
+
+def letters(texts: Sequence[str]) -> np.ndarray:
+    """Three letters in a row: what is there without the extra."""
+    return similarity_NN(texts, "characters")
+
+
+def distinct_k(alike_NN: np.ndarray, same_at: float = SAME_AT) -> int:
+    """How many different answers there are: each is compared with the first of every class so far, and opens one of its own if it is
+    like none of them (NoveltyBench, 2504.05228, whose likeness is a trained classifier's)."""
+    firsts = list[int]()
+    for at in range(len(alike_NN)):
+        if not any(alike_NN[at, first] >= same_at for first in firsts):
+            firsts.append(at)
+    return len(firsts)
+
+
+def group_measures(texts: Sequence[str], alike_NN: np.ndarray, same_at: float = SAME_AT) -> dict[str, float]:
+    """Of the answers to one prompt."""
+    return {
+        "distinct_k": float(distinct_k(alike_NN, same_at)),
+        "vendi": vendi(alike_NN),
+        "clusters": float(clusters_N(alike_NN, same_at).max() + 1),
+        "distinct_2": distinct(*texts, n=2),
+    }
+
+
+def text_measures(text: str) -> dict[str, float]:
+    """Of one answer: bytes of zlib over its own, the share of its words in runs that it has said before, its words, and how much of
+    its lines is layout."""
+    said, lines = words(text), [line for line in text.splitlines() if line.strip()]
+    runs = ngrams(said, _RUN)
+    return {
+        "zlib": compression(text),
+        "repeats": 1 - len(set(runs)) / len(runs) if runs else 0.0,
+        "words": float(len(said)),
+        "layout": marked(text) / max(1, len(lines)),
+    }
+
+
+def marked(text: str) -> int:
+    """Lines that begin as headings, list items or rules, and spans of emphasis."""
+    starts = sum(
+        line.lstrip().startswith(("#", "- ", "* ", "+ ", "> ", "---", "***", "•")) for line in text.splitlines()
+    )
+    numbered = sum(
+        line.lstrip()[:3].rstrip(" ").rstrip(".)").isdigit() and ". " in line[:6] for line in text.splitlines()
+    )
+    return starts + numbered + text.count("**") // 2
+
+
+def overused(texts: Sequence[str], people: Iterable[str], n: int = 3, most: int = 12) -> list[Overused]:
+    """The n-grams of words of ``texts`` whose rate is the most times that of ``people``, in several of the texts each. Raises
+    `UserError`: nobody has written anything."""
+    runs = [ngrams(words(text), n) for text in texts]
+    here, among = Counter(run for own in runs for run in own), Counter(run for own in runs for run in set(own))
+    there, num_there = Counter[tuple[str, ...]](), 0
+    for text in people:
+        own = ngrams(words(text), n)
+        num_there += len(own)
+        there.update(run for run in own if run in here)  # nothing else is looked up: a corpus may be large
+    if not num_there:
+        raise UserError("--human: no text to compare with; name a corpus of what people have written")
+    num_here, least = max(1, here.total()), max(2, math.ceil(_ANSWERS * len(texts)))
+    often = [run for run, num in here.items() if num >= _OFTEN and among[run] >= least]
+    rates = {run: (here[run] / num_here, (there[run] + _PRIOR) / (num_there + _PRIOR)) for run in often}
+    worst = sorted(rates, key=lambda run: -(here[run] + _PRIOR) / num_here / rates[run][1])[:most]
+    return [Overused(" ".join(run), 1e4 * rates[run][0], 1e4 * there[run] / num_there) for run in worst]

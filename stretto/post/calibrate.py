@@ -1,0 +1,130 @@
+"""How far a judge of writing can be trusted: what it makes of damaged passages, of layout and length, of the order, and of equals."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.base.errors import UserError
+from stretto.base.track import progress
+from stretto.evals.ranker import LocalJudge
+from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.post.suite import MOST_INFRA
+from stretto.tasks.judge import Judge, JudgeFailed
+from stretto.tasks.task import Problem
+from stretto.text.passages import Passage, bulleted, sentences, spaced
+
+_CRITERION = {"criterion": "It continues the text well, and is whole and well written.", "points": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Written by `calibrate`. Shares are of passages, with intervals over these."""
+
+    damages: dict[str, Interval]
+    """How often the whole passage won, by what was done to the other: pairwise AUC; a tie, and a judge that contradicts itself, half."""
+    layouts: dict[str, Interval]
+    """How often the same words won in another layout: half, if the judge is fair."""
+    longer: Interval
+    """How often a whole passage won against its own first half, which ends with a sentence, too."""
+    itself: Interval
+    """How often a passage won against itself, shown first."""
+    position: Interval
+    """How often what was shown first won, over all pairs, each of which was shown in both orders: half."""
+    contradicted: float
+    """Share of pairs of which it said something else in the other order."""
+    num_infra: int
+    """Comparisons that it did not make."""
+
+
+class RankerJudge:
+    """A `LocalJudge` as a `stretto.tasks.judge.Judge`."""
+
+    def __init__(self, judge: LocalJudge):
+        self._judge = judge
+
+    def rate(self, problem: Problem, text: str, stop_s: float) -> float:
+        return float(self._judge.shares([(problem.messages[-1]["content"], text)])[0])
+
+    def prefer(self, problem: Problem, first: str, second: str, stop_s: float) -> float:
+        return self._judge.first_wins(problem.messages[-1]["content"], first, second)
+
+    def close(self) -> None:
+        return
+
+
+def calibrate(
+    judge: Judge,
+    found: Sequence[Passage],
+    told: Sequence[Mapping[str, str]],
+    at_once: int = 1,
+    verdict_s: float = math.inf,
+) -> Trust:
+    """Ask ``judge`` for every pair, in both orders, ``at_once`` of them at a time. ``told``: of each passage its damages.
+
+    Raises:
+        UserError: the judge refuses, or more than `MOST_INFRA` of what it was asked for has not come.
+    """
+    pairs = []
+    for place, (own, worse) in enumerate(zip(found, told, strict=True)):
+        said = sentences(own.text)
+        others = {
+            **worse,
+            "bulleted": bulleted(own.text),
+            "spaced": spaced(own.text),
+            "half": " ".join(said[: len(said) // 2]),
+            "itself": own.text,
+        }
+        pairs += [(place, kind, own.text, other) for kind, other in others.items()]
+    wins, failures = dict[tuple[str, bool], np.ndarray](), list[str]()
+    with ThreadPoolExecutor(at_once) as pool, progress("comparisons", 2 * len(pairs)) as advance:
+
+        def ask(task: tuple[int, str, str, str, bool]) -> float:
+            place, _, own, other, is_swapped = task
+            problem = Problem(
+                place,
+                ({"role": "user", "content": f"Continue this text:\n\n{found[place].prompt}"},),
+                "",
+                {"rubric": [_CRITERION]},
+            )
+            try:
+                return judge.prefer(
+                    problem, *((other, own) if is_swapped else (own, other)), time.monotonic() + verdict_s
+                )
+            except JudgeFailed as failed:
+                failures.append(str(failed))
+                if len(failures) > MOST_INFRA * 2 * len(pairs):
+                    raise UserError(
+                        f"calibrate: {len(failures)} comparisons were not made: {failed}; mend that and call again"
+                    ) from failed
+                return math.nan
+            finally:
+                advance(1)
+
+        tasks = [(*pair, is_swapped) for pair in pairs for is_swapped in (False, True)]
+        for (place, kind, _, _, is_swapped), first in zip(tasks, pool.map(ask, tasks), strict=True):
+            wins.setdefault((kind, is_swapped), np.full(len(found), math.nan))[place] = first
+    kinds = list(dict.fromkeys(kind for kind, _ in wins))
+    # of the passage, a judge that contradicts itself having said tie: the mean of both orders is ½ then
+    won = {kind: (wins[kind, False] + 1 - wins[kind, True]) / 2 for kind in kinds}
+    first_PK = np.stack([(wins[kind, False] + wins[kind, True]) / 2 for kind in kinds], -1)
+    differs_PK = np.stack([wins[kind, False] != 1 - wins[kind, True] for kind in kinds if kind != "itself"], -1)
+    return Trust(
+        damages={kind: _share(won[kind]) for kind in told[0]},
+        layouts={kind: _share(1 - won[kind]) for kind in ("bulleted", "spaced")},
+        longer=_share(won["half"]),
+        itself=_share(wins["itself", False]),
+        position=_share(first_PK.mean(1)),
+        contradicted=float(differs_PK.mean()),
+        num_infra=len(failures),
+    )
+
+
+def _share(won_P: np.ndarray) -> Interval:
+    draws_R = resampled({"judge": won_P[None]}, seed=0)["judge"][:, 0]
+    return share_interval(draws_R, int((~np.isnan(won_P)).sum()))

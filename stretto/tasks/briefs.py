@@ -1,0 +1,122 @@
+"""Writing to a brief that can be checked: its length, who tells it, and words that must be in it. How good it is nobody says here.
+
+Such prompts stay in the mix where a judge rewards other ones; and a judge's own prompts may have a brief, as a gate to its points.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.base.config import Config
+from stretto.base.trajectory import Outcome
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.text.similar import spoken, words
+
+_QUOTED = re.compile(r"[\"“«][^\"”»]*[\"”»]|(?<!\w)['‘][^'’]*['’](?!\w)")
+_FIRST: Final = frozenset(
+    ("i", "me", "my", "mine", "myself", "we", "us", "our", "ours", "ourselves", "i'm", "i'd", "i've", "i'll")
+)
+_THIRD: Final = frozenset(("he", "him", "his", "she", "her", "hers", "they", "them", "their", "theirs", "it", "its"))
+_FORMS: Final = (
+    "a story",
+    "a scene",
+    "a letter home",
+    "a diary entry",
+    "a portrait",
+    "a memory",
+    "a fable",
+    "a news report",
+)
+_TOPICS: Final = (
+    "a ferry that comes late", "a house that is for sale", "two sisters and a debt", "the last day of a market", "a dog nobody owns",
+    "a teacher's first winter", "a bridge in fog", "an old radio", "a wedding without music", "a harvest that failed",
+    "a stranger at the table", "a key that fits nothing", "a night train", "the bakery before dawn", "an unfinished map",
+    "a flood and a piano", "a lighthouse keeper's guest", "a promise kept too long", "a garden under snow", "a boy who counts birds",
+)  # fmt: skip
+_WORDS: Final = (
+    "lantern",
+    "copper",
+    "thimble",
+    "orchard",
+    "ladder",
+    "harbour",
+    "velvet",
+    "compass",
+    "kettle",
+    "ribbon",
+    "gravel",
+    "mirror",
+)
+_LENGTHS: Final = ((30, 60), (50, 90), (80, 130))
+
+
+class Constraints(Config):
+    """What can be checked of an answer."""
+
+    words: tuple[int, int] | None = None
+    """Fewest and most."""
+    person: Literal["first", "third"] | None = None
+    """Who tells it, quoted speech aside."""
+    include: tuple[str, ...] = ()
+    """Words that must be there."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.words is not None and not 0 <= self.words[0] <= self.words[1]:
+            raise ValueError(f"words: {self.words[0]} to {self.words[1]} is no range; the fewest first")
+        return self
+
+    def kept(self, text: str) -> dict[str, bool]:
+        """Whether ``text`` keeps each of them, by name."""
+        said = words(text)
+        found = {} if self.words is None else {"words": self.words[0] <= len(said) <= self.words[1]}
+        if self.person is not None:
+            told = re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)?", _QUOTED.sub(" ", text).casefold().replace("’", "'"))
+            firsts, thirds = sum(each in _FIRST for each in told), sum(each in _THIRD for each in told)
+            found["person"] = firsts > 0 if self.person == "first" else firsts == 0 < thirds
+        return found | {f"include {each}": set(words(each)) <= set(said) for each in self.include}
+
+
+class BriefsArgs(Config):
+    """Of kind ``briefs``."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the prompts."""
+
+
+class BriefsSource(TaskSource):
+    """Endless; the reward is the share of the constraints that are kept, and right is who keeps all."""
+
+    args_kind = BriefsArgs
+    args: BriefsArgs
+
+    def __init__(self, name: str, args: BriefsArgs, sandbox: Sandbox | None = None) -> None:
+        super().__init__(name, args, sandbox)
+
+    def problem(self, item: int) -> Problem:
+        rng = random.Random(f"{self.args.seed} {item}")
+        told = Constraints(
+            words=rng.choice(_LENGTHS), person=rng.choice(("first", "third")), include=tuple(rng.sample(_WORDS, 2))
+        )
+        assert told.words is not None
+        prompt = (
+            f"Write {rng.choice(_FORMS)} about {rng.choice(_TOPICS)}, in the {told.person} person and in {told.words[0]} to {told.words[1]} "
+            f"words. It must have the words {' and '.join(told.include)}."
+        )
+        who = "I" if told.person == "first" else "She"
+        gold = f"{who} saw the {told.include[0]} and the {told.include[1]}."
+        while len(words(gold)) < told.words[0]:
+            gold += f" {who} looked at the {rng.choice(told.include)} for a while, and said nothing."
+        return Problem(item, ({"role": "user", "content": prompt},), gold, {"constraints": told.model_dump()})
+
+    def score(self, problem: Problem, answer: Answer) -> Score:
+        text = spoken(answer.text)
+        kept = Constraints.model_validate(problem.payload["constraints"]).kept(text)
+        share = sum(kept.values()) / len(kept) if words(text) else 0.0
+        broken = ", ".join(name for name, each in kept.items() if not each)
+        return Score(share, Outcome.WRONG if broken else Outcome.OK, detail=broken and f"not kept: {broken}")
