@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stretto.apps.cli_judge import judge
-from stretto.apps.cli_pictures import enhance, paint
+from stretto.apps.cli_pictures import enhance, paint, studio
 from stretto.apps.cli_post import compare, distill, evaluate, merge, online, run, sft
 from stretto.apps.cli_rl import rl, top
 from stretto.apps.cli_serve import Source, agent, bench_serve, chat, generate, serve
@@ -414,7 +414,7 @@ def demo(
 for command in (run, sft, rl, distill, online, top, merge):
     app.command()(command)
 app.command("eval")(evaluate)
-for other in (compare, serve, chat, agent, generate, bench_serve, enhance, paint):
+for other in (compare, serve, chat, agent, generate, bench_serve, enhance, paint, studio):
     app.command()(other)
 app.add_typer(judge, name="judge")
 

@@ -87,3 +87,21 @@ def paint(
     )
     writer = Writer(model, server, subnet, ServeOptions(device=device, dtype=dtype, max_batch=1))
     paint_command(request, backend, writer, images, out, device, as_is=as_is)
+
+
+def studio(
+    backend: Backend = "renderer",
+    size: Size = "512x512",
+    images: Annotated[int, typer.Option(min=1, help="Pictures a turn, at most, until one shows what was asked.")] = 4,
+    server: Server = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder for every version and the conversation.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 8010,
+    seed: Annotated[int, typer.Option(help="Of the first picture of a turn.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Talk about a picture on a page: what was said, what must be there, versions side by side, undo."""
+    from stretto.apps.pictures import parse_size, studio_command
+
+    studio_command(backend, parse_size(size), images, server, seed, out, port, device)

@@ -1,4 +1,4 @@
-"""`stretto enhance` and `stretto paint`: requests written out as prompts, and painted."""
+"""`stretto enhance`, `stretto paint` and `stretto studio`: requests written out as prompts, painted, and talked about."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import rich
+import uvicorn
 from PIL import Image, UnidentifiedImageError
 from rich.markup import escape
 
@@ -19,12 +20,14 @@ from stretto.apps.serve import ServeOptions, check_text
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import replacing
 from stretto.base.track import progress
-from stretto.pictures.agent import ShapesVerifier, Version, painted
+from stretto.pictures.agent import PaintOptions, ShapesVerifier, Version, painted
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
 from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
+from stretto.pictures.studio import Studio, create_studio
 from stretto.serve.client import ApiFailure
-from stretto.tasks.shapes.ledger import Ledger
+from stretto.serve.server import open_socket
+from stretto.tasks.shapes.ledger import Ledger, describe
 
 BACKENDS = ("renderer", "diffusers", "comfy")
 _SIZE = re.compile(r"(\d{1,5})[x×](\d{1,5})")
@@ -139,7 +142,9 @@ def paint_command(
         version.picture.image.save(path, format="PNG")
     console = rich.get_console()
     console.print(escape(f"{out}: {version.prompt}"))
-    for fault in version.faults:
+    if version.faults is None:
+        console.print("nobody has checked the picture", style="dim")
+    for fault in version.faults or ():
         console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
     return version
 
@@ -183,3 +188,33 @@ def parse_control(text: str) -> Control:
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         problem = getattr(error, "strerror", None) or "it cannot be read as a picture"
         raise UserError(f"--control {text}: {file}: {problem}; name a PNG or JPEG file") from None
+
+
+def studio_command(
+    backend: str,
+    size: tuple[int, int],
+    images: int,
+    server: str | None,
+    seed: int,
+    out: Path | None,
+    port: int,
+    device: str,
+) -> None:
+    """Serve the studio on this machine until stopped.
+
+    Raises:
+        UserError: bad input, a port that is taken, or a folder that holds a conversation already.
+    """
+    if out is not None and (out / "conversation.json").exists():
+        raise UserError(f"{out}: it holds a conversation already; name another folder")
+    options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
+    writer = Writer(server=server)
+    with closing(open_socket("127.0.0.1", port)) as listening, closing(open_backend(backend, device)) as painter:
+        check_request(painter, PaintRequest("a picture", *size, seed))
+
+        def write(ledger: Ledger) -> str:
+            return writer.written(describe(ledger), ledger.size or size)
+
+        studio = Studio(painter, ShapesVerifier(), options, write, out)
+        rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        uvicorn.Server(uvicorn.Config(create_studio(studio), log_level="warning")).run(sockets=[listening])

@@ -36,16 +36,16 @@ class PaintOptions(Config):
 class Verifier(Protocol):
     """What a picture shows, against what it must show."""
 
-    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...]:
-        """The constraints it can judge and that are not met. Raises RuntimeError: it could not do its work."""
+    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...] | None:
+        """The constraints that are not met; None: this it cannot judge. Raises RuntimeError: it could not do its work."""
         ...
 
 
 class ShapesVerifier:
-    """Exact, for coloured shapes on white; of anything else it says nothing."""
+    """Exact, for coloured shapes on white; anything else it cannot judge."""
 
-    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...]:
-        return unmet(ledger, see(picture.image)) if is_of_shapes(ledger) else ()
+    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...] | None:
+        return unmet(ledger, see(picture.image)) if is_of_shapes(ledger) else None
 
 
 def is_of_shapes(ledger: Ledger) -> bool:
@@ -65,7 +65,8 @@ class Version:
     ledger: Ledger
     prompt: str
     picture: Picture
-    faults: tuple[Unkept, ...]
+    faults: tuple[Unkept, ...] | None
+    """None: nobody has judged it."""
     num_images: int
     """Painted for it."""
 
@@ -131,6 +132,8 @@ def respond(
         after = replace(after, versions=(*after.versions, made))
     shown = after.shown
     assert shown is not None
+    if shown.faults is None:
+        return Reply(after, f"{done}. Nobody has checked the picture")
     lacking = "; ".join(fault.says for fault in shown.faults)
     return Reply(after, f"{done}. Not right yet after {shown.num_images} pictures: {lacking}" if lacking else done)
 
@@ -150,7 +153,7 @@ def painted(
         share = _part(progress, attempt, images)
         picture = backend.paint(replace(order, seed=order.seed + attempt), share)
         faults = verifier.judge(ledger, picture)
-        if best is None or len(faults) < len(best.faults):
+        if best is None or len(faults or ()) < len(best.faults or ()):
             best = Version(ledger, order.prompt, picture, faults, attempt + 1)
         if not faults:
             break

@@ -77,6 +77,7 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
 
 
+@pytest.mark.slow
 def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "picture.png"
     done = stretto(
@@ -124,6 +125,7 @@ def answers(run: Path, *contents: Any) -> list[httpx.Response]:
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(roomy_run: Path) -> None:
     def asked(prompt: str, **fields: Any) -> str:
         return json.dumps({"prompt": prompt, "width": 512, "height": 256} | fields, ensure_ascii=False)

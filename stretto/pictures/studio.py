@@ -1,0 +1,175 @@
+"""The studio: a conversation about a picture as a page - what was said, what must be there, versions side by side, undo.
+
+One conversation a process, kept by the server; the page shows what ``/state`` says and nothing of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
+
+from stretto.base.errors import UserError
+from stretto.base.paths import replacing
+from stretto.pictures.agent import Dialogue, PaintOptions, Verifier, respond
+from stretto.pictures.backend import Backend
+from stretto.tasks.shapes.ledger import Ledger, describe
+
+_PAGE = Path(__file__).parent / "page"
+_POLICY = "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A turn and what came of it."""
+
+    text: str
+    reply: str
+    is_question: bool
+
+
+class Studio:
+    """A conversation and who paints. One turn at a time; a second one waits."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        verifier: Verifier,
+        options: PaintOptions,
+        write: Callable[[Ledger], str] = describe,
+        out: Path | None = None,
+    ) -> None:
+        """``out``: folder that every version is written to, as soon as it is there."""
+        self._backend, self._verifier, self._options, self._write, self._out = backend, verifier, options, write, out
+        self._lock = threading.Lock()
+        self._dialogue = Dialogue()
+        self._said: tuple[Said, ...] = ()
+        self._done: float | None = None
+
+    def turn(self, text: str) -> None:
+        """A user's turn. Raises as `respond`; nothing has changed then."""
+        with self._lock:
+            self._done = 0.0
+            try:
+                reply = respond(
+                    self._dialogue, text, self._backend, self._verifier, self._options, self._write, self._tell
+                )
+            finally:
+                self._done = None
+            num_before = len(self._dialogue.versions)
+            self._dialogue = reply.dialogue
+            self._said = (*self._said, Said(text, reply.said, reply.is_question))
+            if self._out is not None:
+                for number in range(num_before, len(reply.dialogue.versions)):
+                    with replacing(self._out / f"{number + 1:03}.png") as path:
+                        path.write_bytes(self.picture(number))
+                with replacing(self._out / "conversation.json") as path:
+                    path.write_text(json.dumps(self.state(), ensure_ascii=False, indent=1), encoding="utf-8")
+
+    def _tell(self, done: float) -> None:
+        self._done = done
+
+    def state(self) -> dict[str, Any]:
+        """What the page shows; plain JSON values."""
+        dialogue, now = self._dialogue, self._dialogue.conversation.now
+        shown = dialogue.shown
+        return {
+            "turns": [{"text": each.text, "reply": each.reply, "question": each.is_question} for each in self._said],
+            "ledger": _lines(now),
+            "versions": [
+                {
+                    "prompt": each.prompt,
+                    "lacks": None if each.faults is None else [fault.says for fault in each.faults],
+                    "images": each.num_images,
+                }
+                for each in dialogue.versions
+            ],
+            "shown": None if shown is None else dialogue.versions.index(shown),
+            "undoable": len(dialogue.conversation.states) - 1,
+            "done": self._done,
+        }
+
+    def picture(self, number: int) -> bytes:
+        """A version as PNG. Raises IndexError: there is none."""
+        held = io.BytesIO()
+        self._dialogue.versions[number].picture.image.save(held, format="PNG")
+        return held.getvalue()
+
+
+def _lines(ledger: Ledger) -> list[str]:
+    things = [f"{'some' if thing.count is None else thing.count} {thing.name}" for thing in ledger.things]
+    places = [
+        f"{ledger.thing(each.subject).name} {each.kind} {ledger.thing(each.other).name}" for each in ledger.relations
+    ]
+    rest = [f"no {noun}" for noun in ledger.absent] + [*ledger.medium] + [f"“{text}”" for text in ledger.texts]
+    return things + places + rest + ([] if ledger.size is None else ["{}×{} pixels".format(*ledger.size)])
+
+
+def create_studio(studio: Studio) -> Starlette:
+    """The page and its three routes, for browsers on this machine."""
+
+    def state(request: Request) -> Response:
+        return JSONResponse(studio.state())
+
+    def picture(request: Request) -> Response:
+        try:
+            return Response(studio.picture(request.path_params["number"]), media_type="image/png")
+        except IndexError:
+            return JSONResponse({"error": "there is no such version"}, 404)
+
+    async def turn(request: Request) -> Response:
+        # a page elsewhere can send forms and plain text here, but no JSON without being asked first
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return JSONResponse({"error": "send application/json"}, 415)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                return JSONResponse({"error": "that is too long for a turn"}, 413)
+        try:
+            text = json.loads(body)["text"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return JSONResponse({"error": 'send {"text": …}'}, 400)
+        try:
+            await asyncio.to_thread(studio.turn, text)
+        except UserError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except RuntimeError as error:  # the painter's, on the way
+            return JSONResponse({"error": f"it could not be painted: {error}"}, 502)
+        return JSONResponse(studio.state())
+
+    routes = [
+        Route("/state", state),
+        Route("/pictures/{number:int}.png", picture),
+        Route("/turn", turn, methods=["POST"]),
+        Route("/{path:path}", _Page(directory=_PAGE, html=True)),
+    ]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])
+
+
+class _Page(StaticFiles):
+    """The files beside this one, which load nothing from elsewhere."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(
+            {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        )
+        return response
