@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -34,6 +34,7 @@ _SENDS: Final = 5
 """Times that one graph is sent to a server that forgets it, before it is taken for what kills the server."""
 _REPAIRS: Final = 3
 _ENDED: Final = ("execution_success", "execution_error", "execution_interrupted")
+_T = TypeVar("_T")
 _OPTIONS: Final = ("template", "checkpoint", "queue")
 
 
@@ -54,6 +55,15 @@ class _State(Enum):
     WAITING = "waiting"
     DONE = "done"
     FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Job:
+    """One graph on its way."""
+
+    graph: Graph
+    sends: int = 0
+    repairs: int = 0
 
 
 class Away(RuntimeError):  # noqa: N818 - data, not a fault
@@ -90,6 +100,7 @@ class Comfy:
         self._client = httpx.Client(base_url=self._base, timeout=patience.request_s, trust_env=False)
         self._open = ExitStack()
         self._socket: ClientConnection | None = None
+        self._has_answered = False
 
     @property
     def name(self) -> str:
@@ -103,12 +114,7 @@ class Comfy:
         """As `Backend.paint`. The same request to the same server is one picture, however often and by whom it is asked for."""
         check_request(self, request)
         started = time.monotonic()
-        try:
-            graph = self.graph(request)
-        except Away as error:
-            raise UserError(
-                f"{self.name}: not reachable ({error}); start ComfyUI there, or correct --backend"
-            ) from None
+        graph = self._patiently(lambda: self.graph(request))
         return Picture(self.run(graph, tell), request.seed, time.monotonic() - started)
 
     def graph(self, request: PaintRequest) -> Graph:
@@ -127,38 +133,36 @@ class Comfy:
 
     def run(self, graph: Graph, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         """The picture of a graph that was checked. Raises as `paint`."""
-        sends, repairs, away_since = 0, 0, None
-        while True:
-            key = job_id(graph)
-            try:
-                state, entry = self._look(key)
-                away_since = None
-                if state is _State.WAITING:
-                    self._follow(key, tell)
-                    continue
-                if state is _State.DONE and (picture := self._fetch(entry)) is not None:
-                    self._post("/queue", {"delete": [key]})  # a request that got lost may have arrived after all
-                    return picture
-                if state is _State.FAILED and sends:
-                    raise RuntimeError(f"{self.name}: {_failure(entry)}")
-                if state is not _State.UNKNOWN:  # of an earlier run: its file is gone, or it may do better now
-                    self._post("/history", {"delete": [key]})
-                elif (picture := self._saved(key)) is not None:
-                    return picture
-                if sends == _SENDS:
-                    raise RuntimeError(f"{self.name}: it lost the request {sends} times; it seems to die of it")
-                refusal = self._send(graph, key)
-                if refusal is None:
-                    sends += 1
-                else:
-                    repairs += 1
-                    graph = self._mend(graph, refusal, repairs)
-            except Away as error:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > self._patience.away_s:
-                    hint = "the same command goes on where it ended"
-                    raise RuntimeError(f"{self.name}: away for {self._patience.away_s:g} s ({error}); {hint}") from None
-                time.sleep(self._patience.poll_s)
+        job, picture = _Job(graph), None
+        while picture is None:
+            picture = self._patiently(lambda: self._step(job, tell))
+        return picture
+
+    def _step(self, job: _Job, tell: Callable[[float], None]) -> Image.Image | None:
+        """Look where it is, and do the one thing that is next."""
+        key = job_id(job.graph)
+        state, entry = self._look(key)
+        if state is _State.WAITING:
+            self._follow(key, tell)
+            return None
+        if state is _State.DONE and (picture := self._fetch(entry)) is not None:
+            self._post("/queue", {"delete": [key]})  # a request that got lost may have arrived after all
+            return picture
+        if state is _State.FAILED and job.sends:
+            raise RuntimeError(f"{self.name}: {_failure(entry)}")
+        if state is not _State.UNKNOWN:  # of an earlier run: its file is gone, or it may do better now
+            self._post("/history", {"delete": [key]})
+        elif (picture := self._saved(key)) is not None:
+            return picture
+        if job.sends == _SENDS:
+            raise RuntimeError(f"{self.name}: it lost the request {job.sends} times; it seems to die of it")
+        refusal = self._send(job.graph, key)
+        if refusal is None:
+            job.sends += 1
+        else:
+            job.repairs += 1
+            job.graph = self._mend(job.graph, refusal, job.repairs)
+        return None
 
     def _look(self, key: str) -> tuple[_State, Mapping[str, Any]]:
         queue = self._get("/queue")
@@ -279,6 +283,22 @@ class Comfy:
 
     # --- requests ---
 
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
+        """``ask``, again and again while a server is away that was there before."""
+        since: float | None = None
+        while True:
+            try:
+                return ask()
+            except Away as error:
+                if not self._has_answered:
+                    problem = f"not reachable ({error}); start ComfyUI there, or correct --backend"
+                    raise UserError(f"{self.name}: {problem}") from None
+                since = since or time.monotonic()
+                if time.monotonic() - since > self._patience.away_s:
+                    hint = "the same command goes on where it ended"
+                    raise RuntimeError(f"{self.name}: away for {self._patience.away_s:g} s ({error}); {hint}") from None
+                time.sleep(self._patience.poll_s)
+
     def _kinds(self) -> Kinds:
         return read_kinds(self._get("/object_info"), self.name)
 
@@ -296,6 +316,7 @@ class Comfy:
             raise Away(f"{type(error).__name__}: {error}") from None
         if reply.status_code >= 500 or reply.status_code in (408, 429):
             raise Away(f"{reply.status_code} {reply.reason_phrase}")
+        self._has_answered = True
         return reply
 
 
