@@ -168,7 +168,13 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
         fields["subject"] = written["subject"].rstrip(".")
     for name, plain in _PLAIN.items():
         field = _spoken_of(ledger, written.get(name, "").rstrip("."))
-        wrong = _lost(ledger, f"{fields['subject']}. {field}") if field else ["nothing was written"]
+        wrong = (
+            ["it repeats itself"]
+            if _repeats(field)
+            else _lost(ledger, f"{fields['subject']}. {field}")
+            if field
+            else ["nothing"]
+        )
         fields[name] = plain if wrong else field
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")
@@ -189,6 +195,12 @@ def _spoken_of(ledger: Ledger, field: str) -> str:
         if thing.count == 1:
             field = re.sub(rf"\b(?:a|an) (?=(?:[\w-]+ ){{0,2}}{re.escape(thing.noun)}\b)", "the ", field)
     return field
+
+
+def _repeats(field: str) -> bool:
+    """Whether a quarter of its words have been there before: how small networks write on."""
+    words = field.lower().split()
+    return len({*words}) <= 0.75 * len(words)
 
 
 def _lost(ledger: Ledger, text: str) -> list[str]:

@@ -49,6 +49,8 @@ def test_what_is_kept_stays_as_it_was_written() -> None:
         ("subject", "two red cubes and a blue sphere", "not left of"),
         ("scene", "a field with a green sphere", "another sphere"),
         ("style", "photograph where the sphere is yellow", "blue yellow"),
+        ("style", "photograph with a white sphere cover", "white sphere cover"),
+        ("camera", "shot of glass of glass of glass", "repeats itself"),
     ],
 )
 def test_what_is_lost_or_bound_to_another_is_put_right_and_told(field: str, text: str, said: str) -> None:

@@ -250,20 +250,12 @@ class _Reader:
                 pending = (start, kind) if start is not None else None
             elif word in _COPULAS and subject is not None:
                 self.at += 1
-                colours, qualities = self._predicate()
-                index = next(place for place, thing in enumerate(things) if thing.id == subject)
-                known = things[index]
-                things[index] = replace(
-                    known,
-                    colours=_merged(known.colours, colours),
-                    qualities=tuple(sorted({*known.qualities, *qualities})),
-                )
+                _bind(things, subject, *self._predicate())
             elif subject is not None and (verb := self._verb()):
                 if self._begins_phrase():
                     pending = (subject, verb)
                 elif verb != "with":
-                    index = next(place for place, thing in enumerate(things) if thing.id == subject)
-                    things[index] = replace(things[index], qualities=tuple(sorted({*things[index].qualities, verb})))
+                    _bind(things, subject, (), (verb,))
             elif (mention := self._phrase()) is not None:
                 if mention.noun.split()[-1] in _MEDIA and self._peek() in ("of", "showing") and not things:
                     medium.append(" ".join((*mention.qualities, *mention.colours, mention.noun)))
@@ -272,20 +264,13 @@ class _Reader:
                     absent.append(mention.noun)
                 else:
                     thing = refer(things, mention.noun, mention.colours) if mention.is_definite else None
-                    if thing is not None:  # "the quiet shop" of before is quiet now
-                        place = next(at for at, each in enumerate(things) if each.id == thing.id)
-                        thing = replace(thing, qualities=tuple(sorted({*thing.qualities, *mention.qualities})))
-                        things[place] = thing
                     if thing is None:
-                        thing = Thing(
-                            self.next_id,
-                            mention.noun,
-                            mention.count,
-                            tuple(mention.colours),
-                            tuple(sorted({*mention.qualities})),
-                        )
+                        thing = Thing(self.next_id, mention.noun, mention.count)
                         things.append(thing)
                         self.next_id += 1
+                    _bind(
+                        things, thing.id, mention.colours, mention.qualities
+                    )  # "the quiet shop" of before is quiet now
                     if pending is not None and pending[0] != thing.id:
                         relations.append(Relation(pending[0], pending[1], thing.id))
                     elif pending is None:
@@ -510,8 +495,11 @@ def refer(
     return fitting[-1] if fitting else None
 
 
-def _merged(known: tuple[str, ...], told: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*known, *told)))
+def _bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Iterable[str]) -> None:
+    """Say of the thing ``id``, in its place, what more is known of it."""
+    at = next(place for place, thing in enumerate(things) if thing.id == id)
+    colours = tuple(dict.fromkeys((*things[at].colours, *colours)))
+    things[at] = replace(things[at], colours=colours, qualities=tuple(sorted({*things[at].qualities, *qualities})))
 
 
 # Writing
@@ -615,8 +603,11 @@ def unkept(ledger: Ledger, text: str) -> tuple[Unkept, ...]:
             if each not in best.qualities
         ]
     for each in free:
-        if any(thing.noun == each.noun for thing in ledger.things):
-            faults.append(Unkept("extra", f"another {each.noun}: {each.name}"))
+        for thing in ledger.things:
+            if thing.noun == each.noun:
+                faults.append(Unkept("extra", f"another {each.noun}: {each.name}"))
+            elif f" {thing.noun} " in f" {each.noun} " and {*each.colours} - {*thing.colours}:  # "a white dog face"
+                faults.append(Unkept("colour", f"{each.name} beside {thing.name}", thing.id))
     told = {(each.subject, each.kind, each.other) for each in found.relations}
     told |= {(each.other, INVERSE[each.kind], each.subject) for each in found.relations if each.kind in INVERSE}
     for relation in ledger.relations:

@@ -140,13 +140,11 @@ def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step
         raise _Unclear(f"What is to change by {clause!r}?")
     if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
         raise _Unclear(f"There is no {new[0].noun}; is one to be added?")
-    known = {thing.id: thing for thing in ledger.things}
-    # "put it left of the red ball" moves a ball that is there; what is placed by its surroundings is new
     relations = _latest(ledger.relations, moved)
     touched = new[0].id if new else moved[-1].subject if moved else last
     told = [f"added {thing.name}" for thing in new]
     told += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
-    told += [f"{thing.name}" for thing in found.things if thing.id in known and thing != known[thing.id]]
+    told += [f"{thing.name}" for thing in found.things if thing.id < next_id and thing not in ledger.things]
     told += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
     return _Step(replace(found, relations=relations), "; ".join(told) or "it is so already", touched)
 
@@ -169,13 +167,8 @@ def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
     if not forms:
         return
     nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-    said = "|".join(
-        sorted(
-            {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS,
-            key=len,
-            reverse=True,
-        )
-    )
+    words = {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS
+    said = "|".join(sorted(words, key=len, reverse=True))
     phrase = rf"\b(?:(?P<number>{_NUMBER})\s+)?(?P<other>(?:an?|another)\s+)?(?P<said>(?:(?:{said})\s+)*)(?P<noun>{nouns}|ones?)\b"
     for found in re.finditer(phrase, text, re.I):
         told = {*re.findall(said, found["said"].lower())} if found["said"] else set()
@@ -194,7 +187,7 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
     """Whether a clause brings in a new thing: by an article, a number, a colour or a verb right before it."""
     own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very"))
     first = re.escape(thing.noun.split()[0])
-    before = rf"(?:an?|another|some|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
+    before = rf"(?:an?|another|some|its|his|her|their|my|your|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
     return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
 
 
@@ -202,9 +195,8 @@ def _slotted(ledger: Ledger, clause: str, last: int | None) -> _Step | None:
     """What becomes of known things by a colour, a number or a place that a clause names, in whatever words; None: it names none."""
     text = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", clause, flags=re.I)
     spoken = list(_spoken(ledger, text))
-    if not spoken or _PLACE.search(
-        text
-    ):  # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
+    # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
+    if not spoken or _PLACE.search(text):
         text = _named(ledger, text, last)
         spoken = list(_spoken(ledger, text))
     if not spoken or re.match(rf"(?:{_NEW})\b", clause, re.I):
@@ -268,23 +260,11 @@ def _without(ledger: Ledger, thing: Thing) -> _Step:
 
 def _found(ledger: Ledger, phrase: str, last: int | None) -> Thing:
     """The thing of the ledger that a phrase speaks of."""
-    text = _named(ledger, phrase, last)
-    if found := _ONE.fullmatch(text.strip()):
-        fitting = [each for each in ledger.things if found[1].lower() in each.colours]
-    else:
-        bare = re.sub(r"^(?:the|a|an|that|this|those|these|all)\s+(?:the\s+)?", "", text.strip(), flags=re.I)
-        spoken = read(f"the {bare}").things
-        fitting = [each for each in ledger.things if spoken and _fits(each, spoken[0])]
-        text = spoken[0].name if spoken else text
-    if not fitting:
-        raise _Unclear(f"There is no {text}; is one to be added?")
-    return fitting[-1]
-
-
-def _fits(thing: Thing, spoken: Thing) -> bool:
-    from_it = {spoken.noun, *(spoken.noun.split()[-1:])}
-    nouns = {thing.noun, thing.noun.split()[-1]}
-    return bool(from_it & nouns) and {*spoken.colours} <= {*thing.colours} and {*spoken.qualities} <= {*thing.qualities}
+    spoken = list(_spoken(ledger, _named(ledger, phrase, last)))
+    if not spoken:
+        bare = re.sub(r"^(?:the|an?|that|this|those|these|all)\s+(?:the\s+)?", "", phrase.strip(), flags=re.I)
+        raise _Unclear(f"There is no {bare}; is one to be added?")
+    return spoken[0].thing
 
 
 def _named(ledger: Ledger, text: str, last: int | None) -> str:
@@ -317,8 +297,7 @@ _PUT = r"(?:move|put|place|shift|set)"
 _ADD = (
     r"(?:add|draw|include|insert|paint|give me|show|create|generate|i want|i'd like|there is|there are|there should be)"
 )
-_UNDO = re.compile(r"\b(?:undo|back|revert|cancel|never mind|as it was|as before)\b", re.I)
-_ONE = re.compile(rf"the ({_COLOUR}) ones?", re.I)
+_UNDO = re.compile(r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step)\b.*\bback$", re.I)
 _ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
 _Change = Callable[[Ledger, re.Match[str], int | None], _Step]
 _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(

@@ -83,6 +83,12 @@ def test_what_cannot_be_done_is_asked_and_changes_nothing(turn: str, question: s
     assert question in told.questions[0] and told.conversation is before
 
 
+def test_a_back_is_no_way_back() -> None:
+    conversation = after(START, "add a cat lying on its back")
+    assert [each.noun for each in conversation.now.things] == ["cube", "sphere", "cat", "back"]
+    assert after(START, "make the cube yellow", "please go back").now == after(START).now
+
+
 def test_what_is_so_already_is_a_turn_that_can_be_undone() -> None:
     told = tell(after(START), "put the cube left of the sphere")
     assert told.conversation.now == after(START).now and len(told.conversation.states) == 3
