@@ -146,20 +146,6 @@ class NonFiniteError(UserError):
     exit_code = 3
 
 
-@contextmanager
-def reproducible(wanted: bool = True) -> Iterator[None]:
-    """Kernels that add up in one order, where torch has them: on a GPU, attention's gradients are atomic sums otherwise, and a
-    run that is resumed does not end on the same bits.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def optimisation_step(
     model: Transformer,
     optimizers: Sequence[Optimizer],
