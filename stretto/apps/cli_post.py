@@ -157,6 +157,15 @@ def evaluate(
     right: Annotated[
         Path | None, typer.Option(help="Also write the right answers there, as conversations for stretto sft --data.")
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of who rates open-ended answers, http://…/v1; not the judge that rewarded the model."
+        ),
+    ] = None,
+    human: Annotated[
+        Path | None, typer.Option(help="Texts that people have written, to say what open-ended answers overuse.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Have a checkpoint answer problems: scores with intervals, beside their cost and what knowing nothing scores."""
@@ -168,7 +177,11 @@ def evaluate(
     theirs, ours = harness_names(suite)
     check_installed(theirs)
     if presets and (
-        unused := [flag for flag, value in (("--subnet", subnet), ("--right", right)) if value is not None]
+        unused := [
+            flag
+            for flag, value in (("--subnet", subnet), ("--right", right), ("--judge", judge), ("--human", human))
+            if value is not None
+        ]
     ):
         raise UserError(f"{unused[0]}: is of one size; leave out --presets")
     if presets and theirs:
@@ -186,7 +199,7 @@ def evaluate(
         presets_command(source, ours, out, told, device)
         return
     if ours:
-        eval_command(source, parse_suites(ours, HARNESSES), out, told, subnet, device)
+        eval_command(source, parse_suites(ours, HARNESSES), out, told, subnet, device, judge, human)
     if theirs:
         from stretto.apps.harness import harness_command
 

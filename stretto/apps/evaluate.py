@@ -13,12 +13,18 @@ import torch
 
 from stretto.apps.search import best_subnet
 from stretto.base.config import validate
+from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_text
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_json, write_text
+from stretto.base.track import say
+from stretto.data.sources import open_source
+from stretto.evals.writing import Similarity, embeddings, letters
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
 from stretto.post.battle import battle
+from stretto.post.panel import PANEL_FILE, judged_by, suites_of
+from stretto.post.panel import panels as writing_panels
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
     RESULT_FILE,
@@ -38,6 +44,8 @@ from stretto.report.evals import (
     comparison_table,
     cost_table,
     evaluation_page,
+    overused_table,
+    panel_table,
     place_table,
     score_table,
 )
@@ -58,10 +66,16 @@ def eval_command(
     options: EvalOptions,
     subnet: str | None = None,
     device: str = "auto",
+    judge: str | None = None,
+    people: Path | None = None,
 ) -> Evaluation:
-    """Evaluate the run or checkpoint ``source`` into ``out``, print what came of it and draw it. Raises `UserError`: as `evaluate`,
-    or a Subnet that is not its."""
+    """Evaluate the run or checkpoint ``source`` into ``out``, print what came of it and draw it; of open-ended answers a panel, too, which
+    compares what they overuse with the texts of ``people``. ``judge``: address of who rates these. Raises `UserError`: as `evaluate`,
+    or a Subnet that is not its, or a judge that may not be."""
     folder = checkpoint_folder(source)
+    if judge is not None:
+        suites = judged_by(suites, judge, served_name(judge), folder)
+    corpus = None if people is None else [text.text for text in open_source(people).read("train")]
     chosen = None
     if subnet is not None:
         config = read_config(folder)
@@ -70,11 +84,25 @@ def eval_command(
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
     console = rich.get_console()
-    for table in (score_table(found), asked_table(found), cost_table(found), place_table(found)):
+    tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
+    if any(domain.is_graded for domain in found.domains.values()):
+        panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
+        write_json(out / PANEL_FILE, [asdict(each) for each in panels])
+        tables += [panel_table(panels), *(overused_table(each) for each in panels)]
+    for table in tables:
         if table.rows:
             console.print(table)
     console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
     return found
+
+
+def _similar() -> Similarity:
+    """By words' vectors where the extra is installed, else by letters, which is said."""
+    try:
+        return embeddings()
+    except UserError as error:
+        say(f"answers are alike by their letters: {error}")
+        return letters
 
 
 def presets_command(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import rich
 import torch
 from torch import Tensor
 
-from stretto.base.endpoint import ChatConfig
-from stretto.base.errors import UserError
+from stretto.base.endpoint import served_name
 from stretto.base.numbers import percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
 from stretto.base.track import progress
@@ -74,9 +73,8 @@ def train_command(
     head = train_head(read_KNSF[0], read_KNSF[1:])
     record = save_judge(out, reader, head, part, seed, found, read_KNSF)
     remove(kept)
-    rich.print(
-        f"{out}: judge {record.name}, of {len(found)} passages by {len(record.authors)} authors\nnext: stretto judge calibrate {out}"
-    )
+    said = f"{out}: judge {record.name}, of {len(found)} passages by {len(record.authors)} authors"
+    sys.stdout.write(f"{said}\nnext: stretto judge calibrate {out}\n")
     return record
 
 
@@ -100,16 +98,6 @@ def calibrate_command(
         trust = calibrate(RankerJudge(open_judge(Path(judge), join(device).device)), found, told)
     rich.print(trust_table(trust, judge))
     return trust
-
-
-def served_name(url: str) -> str:
-    """Of the first model at an address. Raises `UserError`: nobody answers there."""
-    try:
-        return str(httpx.get(f"{url}/models", timeout=ChatConfig(url=url, model="").timeout_s).json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(
-            f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"
-        ) from None
 
 
 def trust_table(trust: Trust, judge: str) -> Table:
@@ -138,5 +126,6 @@ def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> No
     listening = open_socket(host, port)
     opened = open_judge(judge, join(device).device)
     url = f"http://{host}:{listening.getsockname()[1]}/v1"
-    rich.print(f'judge serving at {url}\njudge = {{ url = "{url}", model = "{opened.record.name}" }}', flush=True)
+    sys.stdout.write(f'judge serving at {url}\njudge = {{ url = "{url}", model = "{opened.record.name}" }}\n')
+    sys.stdout.flush()
     judge_server(opened).run(sockets=[listening])

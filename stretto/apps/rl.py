@@ -15,6 +15,7 @@ from stretto.base.track import progress
 from stretto.model.parallel import join
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps
+from stretto.post.panel import EVALUATES
 from stretto.post.sft import sft
 from stretto.report.rl import report_rl_run
 from stretto.rl.algorithms import load_algorithm
@@ -44,6 +45,13 @@ def rl_command(
         UserError: bad input, or a run that cannot go on.
     """
     console = rich.get_console()
+    for name, source in recipe.sources.items():
+        judge = source.args.get("judge")
+        if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
+            raise UserError(
+                f"sources.{name}: judge: {judge['model']} was trained to evaluate, and would know what it has taught; reward with one of "
+                "`stretto judge train --part reward`"
+            )
     load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it before anything is written
     if resume and not folder.is_dir():
         raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")

@@ -19,6 +19,8 @@ _PASSING: Final = (408, 409, 425, 429)
 """Refusals that another try may not meet: too late, too early, too many."""
 
 
+_NAME_S = 20.0
+"""For a server to say what it serves."""
 _PAUSE_S = 0.5
 """Before the second try of a request; each is twice the one before."""
 
@@ -111,3 +113,13 @@ class Chat:
 
     def close(self) -> None:
         self._client.close()
+
+
+def served_name(url: str) -> str:
+    """Of the first model at an address. Raises `UserError`: nobody answers there."""
+    try:
+        return str(httpx.get(f"{url}/models", timeout=_NAME_S).json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(
+            f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"
+        ) from None

@@ -19,6 +19,7 @@ from stretto.base.records import git_commit
 from stretto.evals.battles import Battles
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, interval, norm, resampled, share_interval
+from stretto.post.panel import Panel
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import DomainResult, Evaluation
 from stretto.report import style
@@ -102,6 +103,29 @@ def asked_table(found: Evaluation) -> Table:
         for name, result in found.domains.items()
     ]
     return Table("What was asked", ("Domain", "Problems", "A task", "Tokens an answer", "Unreadable"), tuple(rows))
+
+
+def panel_table(found: Sequence[Panel]) -> Table:
+    """What can be counted of open-ended answers, a row for each domain."""
+    names = list(dict.fromkeys(name for each in found for name in each.measures))
+    rows = [
+        (
+            Cell(each.domain, note=f"{each.num_empty} empty" if each.num_empty else ""),
+            *(_number(each.measures[name].value if name in each.measures else None) for name in names),
+            _share(each.kept),
+        )
+        for each in found
+    ]
+    note = "distinct-k, Vendi, clusters and distinct-2 are of the answers to one prompt, the rest of single answers."
+    return Table(
+        "Writing", ("Domain", *(name.replace("_", "-") for name in names), "Constraints kept"), tuple(rows), (), note
+    )
+
+
+def overused_table(found: Panel) -> Table:
+    """What answers have more often than people do."""
+    rows = [(Cell(each.ngram), _number(each.answers), _number(each.people)) for each in found.overused]
+    return Table(f"Overused in {found.domain}", ("Words", "In ten thousand", "People"), tuple(rows))
 
 
 def baseline_table(found: Evaluation) -> Table:

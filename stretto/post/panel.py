@@ -1,0 +1,134 @@
+"""The writing panel: what can be counted of a finished evaluation's open-ended answers, beside what its judge says; and who may judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.base.records import LINEAGE_FILE, history, read_lineage
+from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.evals.writing import Overused, Similarity, group_measures, overused, text_measures
+from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
+from stretto.rl.launch import SourceTables
+from stretto.tasks.briefs import Constraints
+from stretto.text.similar import spoken
+
+PANEL_FILE = "panel.json"
+EVALUATES, REWARDS = "evaluation-", "reward-"
+"""What names of local judges begin with (`stretto.text.passages.Part`)."""
+_RUBRIC = (
+    {"criterion": "It does what the request asks for, and is whole.", "points": 1},
+    {"criterion": "It is well written.", "points": 1},
+)
+"""Of prompts without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Of a domain. Written by `panels`; intervals are over its problems."""
+
+    domain: str
+    measures: dict[str, Interval]
+    """Of the answers to a problem, and means of single ones."""
+    kept: Interval | None
+    """Share of constraints that were kept; None: no prompt has any."""
+    num_empty: int
+    """Answers without a word: in no measure but this."""
+    overused: list[Overused]
+
+
+def panels(
+    out: Path, suites: Mapping[str, SuiteConfig], similar: Similarity, people: Sequence[str] | None
+) -> list[Panel]:
+    """Of each domain of the finished evaluation ``out`` whose answers are better or worse. ``people``: human texts, for what is overused."""
+    samples = read_samples(out / SAMPLES_FILE)
+    made = []
+    with ExitStack() as held:
+        for suite in suites.values():
+            sources = held.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
+            for name in (name for name, source in sources.items() if not source.is_verifiable):
+                groups: dict[int, list[str]] = {}
+                for key in sorted(key for key in samples if key[0] == name):
+                    groups.setdefault(key[1], []).append(spoken(samples[key].text))
+                told = {item: sources[name].problem(item).payload.get("constraints") for item in groups}
+                made.append(_panel(name, groups, told, similar, people))
+    return made
+
+
+def _panel(
+    name: str,
+    groups: Mapping[int, Sequence[str]],
+    told: Mapping[int, Any],
+    similar: Similarity,
+    people: Sequence[str] | None,
+) -> Panel:
+    rows, kept_P = list[dict[str, float]](), list[float]()
+    for item, texts in groups.items():
+        said = [text for text in texts if text.split()]
+        if (given := told[item]) is not None:
+            checks = [each for text in texts for each in Constraints.model_validate(given).kept(text).values()]
+            kept_P.append(float(np.mean(checks)))
+        if said:
+            single = [text_measures(text) for text in said]
+            means = {measure: float(np.mean([each[measure] for each in single])) for measure in single[0]}
+            rows.append(group_measures(said, similar(said)) | means)
+    every = [text for texts in groups.values() for text in texts if text.split()]
+    measures = {measure: _mean(measure, [row[measure] for row in rows]) for measure in (rows[0] if rows else ())}
+    return Panel(
+        name, measures, _mean("kept", kept_P) if kept_P else None, sum(map(len, groups.values())) - len(every),
+        overused(every, people) if people is not None else [],
+    )  # fmt: skip
+
+
+def _mean(name: str, values_P: Sequence[float]) -> Interval:
+    return share_interval(resampled({name: np.array([values_P])})[name][:, 0], len(values_P))
+
+
+def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint: Path) -> dict[str, SuiteConfig]:
+    """``suites`` with the model ``name`` at ``url`` as the judge of all their open-ended sources, by points.
+    Raises `UserError`: it has rewarded ``checkpoint`` or one before it, was trained to reward, or there is nothing to judge."""
+    if name.startswith(REWARDS):
+        raise UserError(
+            f"--judge {url}: {name} was trained to reward; evaluate with one of `stretto judge train --part evaluation`"
+        )
+    if (name, url.rstrip("/")) in (rewarding := list(rewarders(checkpoint))) or name in [
+        each for each, _ in rewarding if each.startswith(EVALUATES)
+    ]:
+        raise UserError(
+            f"--judge {url}: {name} has rewarded {checkpoint}, and likes what it has taught; evaluate with another judge"
+        )
+    found, num = {}, 0
+    for key, suite in suites.items():
+        sources = {}
+        for source, each in suite.sources.items():
+            if each.kind == "judged":
+                num += 1
+                args = {"rubric": _RUBRIC} | dict(each.args) | {"judge": {"url": url, "model": name}, "by": "rubric"}
+                each = each.replace(args=args)
+            sources[source] = each
+        found[key] = suite.replace(sources=sources)
+    if not num:
+        raise UserError("--judge: no suite has open-ended prompts; add --suite writing, or leave it out")
+    return found
+
+
+def rewarders(checkpoint: Path) -> Iterator[tuple[str, str]]:
+    """Name and address of every judge that rewarded a stage which led to ``checkpoint``."""
+    if (checkpoint / LINEAGE_FILE).is_file():
+        for stage in history(read_lineage(checkpoint)):
+            for source in stage.config.get("sources", {}).values():
+                judge = source.get("args", {}).get("judge") if isinstance(source, dict) else None
+                if isinstance(judge, dict):
+                    yield str(judge.get("model")), str(judge.get("url")).rstrip("/")
+
+
+def suites_of(asked: Mapping[str, Any]) -> dict[str, SuiteConfig]:
+    """Of an evaluation's record."""
+    return {name: validate(SuiteConfig, told, name) for name, told in asked["suites"].items()}

@@ -1,0 +1,77 @@
+"""The panel of a finished evaluation, and judges that may not judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import UserError
+from stretto.base.records import Receipt, new_lineage, write_lineage
+from stretto.base.trajectory import Outcome
+from stretto.evals.writing import letters
+from stretto.post.panel import judged_by, panels, suites_of
+from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
+from stretto.report.evals import overused_table, panel_table
+
+URL = "http://127.0.0.1:9/v1"
+
+
+def suites(path: Path) -> dict[str, SuiteConfig]:
+    sources = {
+        "tales": {"kind": "judged", "args": {"path": str(path), "judge": "scripted"}},
+        "sums": {"kind": "arithmetic"},
+    }
+    return suites_of({"suites": {"s": {"sources": sources}}})
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    brief = {"prompt": "Write of rain.", "constraints": {"words": [2, 4], "include": ["rain"]}}
+    path.write_text(f"{json.dumps(brief)}\n{json.dumps({'prompt': 'Write.'})}\n")
+    return path
+
+
+def test_a_panel_counts_answers(tmp_path: Path, prompts: Path) -> None:
+    texts = {0: ["<think>rain</think>The rain fell.", ""], 1: ["one two three", "one two three"]}
+    lines = [
+        json.dumps({"domain": "tales", "item": item, "number": number, "outcome": "ok", "reward": 0.5, "text": text, "finish": "stop",
+                    "num_prompt": 1, "num_sampled": 1, "num_turns": 1, "entropy": 1.0, "seconds": 0.1})
+        for item, own in texts.items() for number, text in enumerate(own)
+    ]  # fmt: skip
+    (tmp_path / SAMPLES_FILE).write_text("".join(f"{line}\n" for line in lines))
+    assert next(iter(read_samples(tmp_path / SAMPLES_FILE).values())).outcome is Outcome.OK
+    (found,) = panels(tmp_path, suites(prompts), letters, ["one two four"])
+    assert found.domain == "tales" and found.num_empty == 1
+    assert (
+        found.kept is not None and found.kept.value == 0.5
+    )  # both of the one that says something, none of the empty one
+    assert found.measures["distinct_k"].value == 1 and found.measures["words"].value == 3
+    assert found.measures["vendi"].value == pytest.approx(1)
+    assert panel_table([found]).rows and not overused_table(found).rows
+
+
+def test_who_may_not_judge(tmp_path: Path, prompts: Path) -> None:
+    told = suites(prompts)
+    kept = judged_by(told, URL, "evaluation-1", tmp_path)["s"].sources
+    assert kept["tales"].args["judge"] == {"url": URL, "model": "evaluation-1"} and kept["tales"].args["rubric"]
+    assert kept["sums"] == told["s"].sources["sums"]
+    with pytest.raises(UserError, match=r"--judge http.*: reward-1 was trained to reward; evaluate with"):
+        judged_by(told, URL, "reward-1", tmp_path)
+    with pytest.raises(UserError, match="--judge: no suite has open-ended prompts"):
+        judged_by(
+            suites_of({"suites": {"s": {"sources": {"sums": {"kind": "arithmetic"}}}}}), URL, "evaluation-1", tmp_path
+        )
+    config = {"sources": {"tales": {"kind": "judged", "args": {"judge": {"url": f"{URL}/", "model": "m"}}}}}
+    receipt = Receipt(stage="online", device="cpu")
+    first = new_lineage(name="a", stage="online", total_params=1, active_params=1, receipt=receipt, config=config)
+    write_lineage(
+        tmp_path, new_lineage(name="b", stage="sft", total_params=1, active_params=1, receipt=receipt, parents=(first,))
+    )
+    with pytest.raises(
+        UserError, match=r"--judge http.*: m has rewarded .*, and likes what it has taught; evaluate with another"
+    ):
+        judged_by(told, URL, "m", tmp_path)
+    assert judged_by(told, URL, "other", tmp_path)
