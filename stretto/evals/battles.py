@@ -9,17 +9,21 @@ Shape letters: M models, P problems, R resamplings behind the estimate itself, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 
 import choix
 import numpy as np
+from scipy.optimize import minimize
 from scipy.sparse.csgraph import connected_components
+from scipy.special import expit
 
 from stretto.evals.scores import Interval, interval, resampled, share_interval
 
-_FITS = 500
+_FITS, _CONTROLLED_FITS = 500, 100
 """Resamplings; each is a fit."""
+_PRIOR = 0.05
+"""Of squared nats: a win and a loss more, about, in a hundred battles."""
 ELO = 400 / log(10)
 """Points for each nat of strength: 400 more is ten wins for each loss."""
 
@@ -37,6 +41,28 @@ class Battles:
     """Share that the reference's first answers won against its second ones: half, if the judge is fair. None: it has one each."""
     num_problems: int
     verdicts: Verdicts
+    controlled: list[Interval] | None = None
+    """Strengths if all answers were as long and as plain: Bradley and Terry with these differences as covariates. None: not asked for."""
+    effects: dict[str, Interval] = field(default_factory=dict)
+    """Elo points that each of `COVARIATES` was worth to the judge."""
+
+
+COVARIATES = ("twice the words", "all lines layout")
+"""Units of what `Duel.differences` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """One answer against another model's. Written by whoever asks the judge."""
+
+    problem: int
+    first: int
+    second: int
+    """Models, by place."""
+    won: float
+    """By the first: 1, ½ or 0."""
+    differences: tuple[float, ...]
+    """First less second, of `COVARIATES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +98,35 @@ def fight(
     gains_RM = points_RM - points_RM[:, [reference]]
     itself = rate(f"{models[reference]} against itself", itself_P) if not np.isnan(itself_P).all() else None
     return Battles(list(models), rates, [interval(gains_R) for gains_R in gains_RM.T], itself, num_problems, verdicts)
+
+
+def controlled(
+    duels: Sequence[Duel], num_models: int, reference: int, seed: int = 0
+) -> tuple[list[Interval], list[Interval]]:
+    """Strengths above the reference and effects of the covariates, Elo points, with intervals over problems (style control, as Chatbot
+    Arena does it). A faint prior keeps those finite who never lose; where every answer of a model is longer than every other's, length
+    and strength cannot be told apart, and it shares what was won between them."""
+    seen = sorted({duel.problem for duel in duels})
+    place_D = np.searchsorted(seen, [duel.problem for duel in duels])
+    x_DX = np.zeros((len(duels), num_models + len(COVARIATES)))
+    for row, duel in enumerate(duels):
+        x_DX[row, duel.first], x_DX[row, duel.second] = 1.0, -1.0
+        x_DX[row, num_models:] = duel.differences
+    won_D, even = np.array([duel.won for duel in duels]), np.full(len(seen), 1 / len(seen))
+    counts_RP = np.random.default_rng(seed).multinomial(len(seen), even, _CONTROLLED_FITS)
+    found = []
+    for weight_P in np.concatenate([np.ones((1, len(seen))), counts_RP]):
+        weight_D = weight_P[place_D]
+
+        def loss(b_X: np.ndarray, weight_D: np.ndarray = weight_D) -> tuple[float, np.ndarray]:
+            logit_D = x_DX @ b_X
+            value = weight_D @ (np.logaddexp(0, logit_D) - won_D * logit_D) + _PRIOR * b_X @ b_X
+            return float(value), x_DX.T @ (weight_D * (expit(logit_D) - won_D)) + 2 * _PRIOR * b_X
+
+        found.append(ELO * minimize(loss, np.zeros(x_DX.shape[1]), jac=True, method="L-BFGS-B").x)
+    points_RX = np.stack(found)
+    gains_RM = points_RX[:, :num_models] - points_RX[:, [reference]]
+    return [interval(each) for each in gains_RM.T], [interval(each) for each in points_RX[:, num_models:].T]
 
 
 def strengths(wins_MM: np.ndarray) -> np.ndarray:

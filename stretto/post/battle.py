@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import numpy as np
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.evals.battles import Battles, Verdicts, fight
+from stretto.evals.battles import COVARIATES, Battles, Duel, Verdicts, controlled, fight
+from stretto.evals.writing import text_measures
 from stretto.post.suite import MOST_INFRA, SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.judge import JudgedSource, JudgeFailed
@@ -28,7 +31,8 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
     assert len(models) > 1, "one model alone has no opponent"
     names = [name for name in models[0].domains if all(name in model.domains for model in models)]
     samples = [read_samples(folder / SAMPLES_FILE) for folder in folders]
-    num_models, won, itself, asked, contradicted, infra = len(models), [], [], 0, 0, 0
+    num_models, asked, contradicted, infra = len(models), 0, 0, 0
+    won, itself, fought = list[np.ndarray](), list[float](), list[Duel]()
     with ExitStack() as held:
         judged = {name: source for name, source in _sources(models[0], held).items() if name in names}
         if not judged:
@@ -58,15 +62,28 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
                     continue
                 got = [one if one == other else 0.5 for one, other in said]
                 contradicted += sum(one != other for one, other in said)
+                fought += [
+                    Duel(len(won), i, j, each, _differences(*pair))
+                    for each, (i, j, pair) in zip(got, duels, strict=True)
+                    if i != j
+                ]
                 wins_MM = np.full((num_models, num_models), np.nan)
                 for i, j in {(i, j) for i, j, _ in duels if i != j}:
                     wins_MM[i, j] = np.mean([each for each, duel in zip(got, duels, strict=True) if duel[:2] == (i, j)])
                     wins_MM[j, i] = 1 - wins_MM[i, j]
                 own = [each for each, (i, j, _) in zip(got, duels, strict=True) if i == j]
                 won.append(wins_MM)
-                itself.append(np.mean(own) if own else np.nan)
+                itself.append(float(np.mean(own)) if own else math.nan)
     told = Verdicts(asked, contradicted / max(1, asked - infra), infra)
-    return fight([model.name for model in models], np.array(won), np.array(itself), reference, told, seed)
+    found = fight([model.name for model in models], np.array(won), np.array(itself), reference, told, seed)
+    strengths, effects = controlled(fought, num_models, reference, seed)
+    return replace(found, controlled=strengths, effects=dict(zip(COVARIATES, effects, strict=True)))
+
+
+def _differences(first: str, second: str) -> tuple[float, float]:
+    """Of `COVARIATES`."""
+    one, other = text_measures(first), text_measures(second)
+    return math.log2((1 + one["words"]) / (1 + other["words"])), one["layout"] - other["layout"]
 
 
 def _meetings(texts: Sequence[Mapping[int, str]], reference: int) -> Iterator[tuple[int, int, tuple[str, str]]]:

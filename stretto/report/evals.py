@@ -435,9 +435,10 @@ def _gains(found: Comparison, gains: Sequence[Interval], p_values: Sequence[floa
 
 def battle_table(found: Battles) -> Table:
     """A row for each model: how strong it is, and its share of battles against each other one."""
+    even = found.controlled or []
     rows = [
-        (Cell(name), _elo(strength), *map(_share, rates))
-        for name, strength, rates in zip(found.models, found.strengths, found.rates, strict=True)
+        (Cell(name), _elo(strength), *map(_share, rates), *([_elo(even[at])] if even else []))
+        for at, (name, strength, rates) in enumerate(zip(found.models, found.strengths, found.rates, strict=True))
     ]
     told = found.verdicts
     itself = (
@@ -448,7 +449,11 @@ def battle_table(found: Battles) -> Table:
     judge = f"the judge contradicts itself, shown the other order, in {percent(told.contradicted)}: ties"
     note = "; ".join(part for part in (f"{told.num} battles over {found.num_problems} problems", judge, itself) if part)
     note += f"; {told.num_infra} not judged. Strength: Bradley and Terry, 400 points are ten wins for each loss."
-    return Table("Battles", ("Model", "Strength", *(f"against {name}" for name in found.models)), tuple(rows), (), note)
+    if even:
+        worth = ", ".join(f"{name} {each.value:+.0f}".replace("-", "−") for name, each in found.effects.items())
+        note += f" Equal: if answers were as long and as plain; to this judge {worth} points."
+    columns = ("Model", "Strength", *(f"against {name}" for name in found.models), *(["Equal"] if even else []))
+    return Table("Battles", columns, tuple(rows), (), note)
 
 
 def _elo(found: Interval) -> Cell:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from stretto.evals.battles import ELO, Battles, Verdicts, fight, strengths
+from stretto.evals.battles import ELO, Battles, Duel, Verdicts, controlled, fight, strengths
 
 TOLD = Verdicts(0, 0.0, 0)
 
@@ -53,3 +53,17 @@ def test_who_never_loses_has_no_finite_strength_but_a_bounded_rate() -> None:
     rate = found.rates[0][1]
     assert rate is not None and (rate.value, rate.high) == (1, 1) and rate.low == pytest.approx(0.912, abs=1e-3)
     assert found.itself is None
+
+
+def test_length_is_told_from_strength() -> None:
+    """A model that is no better and writes three times as much, before a judge who likes length: 60 Elo points for each doubling."""
+    rng, duels = np.random.default_rng(0), []
+    for problem in range(200):
+        for _ in range(4):
+            longer = math.log2(3) + rng.normal(0, 1.5)
+            won = float(rng.random() < 1 / (1 + math.exp(-60 * longer / ELO)))
+            duels.append(Duel(problem, 1, 0, won, (longer, 0.0)))
+    points, effects = controlled(duels, 2, 0)
+    assert np.mean([duel.won for duel in duels]) > 0.58  # what it wins as it stands
+    assert points[0].value == 0 and points[1].low < 0 < points[1].high
+    assert effects[0].low < 60 < effects[0].high and effects[1].value == pytest.approx(0, abs=1e-6)
