@@ -2,6 +2,7 @@
 
     python -m bench.picture_dialogues                       100 dialogues, the exact renderer with planted faults
     python -m bench.picture_dialogues --wording unseen      turns in words that the rules have never been tried on, as they were on the others
+    python -m bench.picture_dialogues --wording unseen --patient
     python -m bench.picture_dialogues --forget              no ledger: must fail
 
 Each dialogue asks for shapes, then recolours, moves, changes a number and takes back, in any order; a script keeps what must be there in
@@ -88,6 +89,8 @@ WORDINGS = {
 @dataclass(frozen=True)
 class Script:
     turns: tuple[str, ...]
+    again: tuple[str, ...]
+    """Each turn in the usual words: what a user says who was asked back."""
     truth: Ledger
 
 
@@ -98,7 +101,7 @@ def script(seed: int, wording: str) -> Script:
     nouns = rng.sample(NOUNS, rng.choice((2, 3)))
     things = [Thing(id, noun, rng.randint(1, 3), (rng.choice(list(PALETTE)),)) for id, noun in enumerate(nouns)]
     states = [Ledger(tuple(things), (Relation(0, rng.choice(PLACES), 1),))]
-    turns = [describe(states[0])]
+    turns = [(describe(states[0]), describe(states[0]))]
     kinds = ["colour", "move", "count"]
     rng.shuffle(kinds)
     kinds.insert(rng.randint(1, 3), "undo")
@@ -106,39 +109,49 @@ def script(seed: int, wording: str) -> Script:
         now = states[-1]
         thing = rng.choice(now.things)
         name = thing.noun if thing.count == 1 else plural(thing.noun)
-        template = rng.choice(words[kind])
+        templates = rng.choice(words[kind]), WORDINGS["usual"][kind][0]
         if kind == "undo":
             states.pop()
-            turns.append(template)
+            turns.append(templates)
         elif kind == "colour":
             colour = rng.choice([each for each in PALETTE if each not in thing.colours])
-            turns.append(template.format(a=name, c=colour))
+            turns.append(_both(templates, a=name, c=colour))
             states.append(_with(now, replace(thing, colours=(colour,))))
         elif kind == "count":
             number = rng.choice([each for each in range(1, 5) if each != thing.count])
-            many = "number of" in template or number > 1
-            turns.append(template.format(a=plural(thing.noun) if many else thing.noun, n=NUMBERS[number]))
+            many = "number of" in templates[0] or number > 1
+            turns.append(_both(templates, a=plural(thing.noun) if many else thing.noun, n=NUMBERS[number]))
             states.append(_with(now, replace(thing, count=number)))
         else:
             pair = rng.sample(now.things[:2], 2)  # the two that stand in a relation: no circle can come of it
             place = rng.choice(PLACES)
             names = [each.noun if each.count == 1 else plural(each.noun) for each in pair]
-            turns.append(template.format(a=names[0], b=names[1], p=place))
+            turns.append(_both(templates, a=names[0], b=names[1], p=place))
             states.append(Ledger(now.things, (Relation(pair[0].id, place, pair[1].id),)))
-    return Script(tuple(turns), states[-1])
+    said, again = zip(*turns, strict=True)
+    return Script(said, again, states[-1])
+
+
+def _both(templates: tuple[str, str], **names: str) -> tuple[str, str]:
+    return templates[0].format(**names), templates[1].format(**names)
 
 
 def _with(ledger: Ledger, thing: Thing) -> Ledger:
     return Ledger(tuple(thing if each.id == thing.id else each for each in ledger.things), ledger.relations)
 
 
-def by_agent(told: Script, renderer: Renderer, options: PaintOptions) -> tuple[bool, int]:
+def by_agent(told: Script, renderer: Renderer, options: PaintOptions, is_patient: bool = False) -> tuple[bool, int]:
+    """Whether it is right in the end, and how many pictures that took. A patient user who is asked back says it in the usual words."""
     dialogue = Dialogue()
-    for turn in told.turns:
-        try:
-            dialogue = respond(dialogue, turn, renderer, ShapesVerifier(), options).dialogue
-        except UserError:  # it did not understand: the user goes on
-            continue
+    for said, again in zip(told.turns, told.again, strict=True):
+        for words in (said, again)[: 1 + is_patient]:
+            try:
+                reply = respond(dialogue, words, renderer, ShapesVerifier(), options)
+            except UserError:  # it did not understand: the user goes on
+                continue
+            dialogue = reply.dialogue
+            if not reply.is_question:
+                break
     shown = dialogue.shown
     return shown is not None and not unmet(told.truth, see(shown.picture.image)), dialogue.num_images
 
@@ -169,6 +182,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=6, help="pictures a turn, at most")
     parser.add_argument("--wording", choices=list(WORDINGS), default="usual")
     parser.add_argument(
+        "--patient", action="store_true", help="a user who is asked back says it again, in the usual words"
+    )
+    parser.add_argument(
         "--forget", action="store_true", help="the agent hears each turn as if it were the first; must fail"
     )
     told = parser.parse_args()
@@ -181,9 +197,9 @@ def main() -> None:
         for number in range(told.n):
             dialogue = script(number, told.wording)
             options = options.replace(seed=1000 * number)
-            heard = replace(dialogue, turns=dialogue.turns[-1:]) if told.forget else dialogue
-            right, num = by_agent(heard, renderer, options)
-            alone, num_alone = by_agent(heard, renderer, options.replace(images=1))
+            heard = replace(dialogue, turns=dialogue.turns[-1:], again=dialogue.again[-1:]) if told.forget else dialogue
+            right, num = by_agent(heard, renderer, options, told.patient)
+            alone, num_alone = by_agent(heard, renderer, options.replace(images=1), told.patient)
             joined = " ".join(f"{turn.rstrip('.?')}." for turn in dialogue.turns)
             results = (
                 (right, num),

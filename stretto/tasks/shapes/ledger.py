@@ -70,6 +70,8 @@ _ENDS = _words(
     "and or but of that which who whose while as where when to for from than then there so also says say saying reading labeled "
     "labelled should must can will would it they them not very quite made painted covered filled surrounded seen shown taken placed everywhere together here"
 )
+_STOPS = _ENDS | _COPULAS | _VERBS.keys() | _INDEFINITE | _DEFINITE | _ABSENT | _NUMBERS.keys()
+"""Before which a noun phrase ends."""
 _NOUNS_IN_ING = _words(
     "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
     "living washing sewing swimming shopping"
@@ -342,17 +344,7 @@ class _Reader:
 
     def _ends(self, word: str) -> bool:
         """Whether a noun phrase ends before this word."""
-        return (
-            (not word.isalpha() and "-" not in word)
-            or word in _ENDS
-            or word in _COPULAS
-            or word in _VERBS
-            or word in _INDEFINITE
-            or word in _DEFINITE
-            or word in _ABSENT
-            or word in _NUMBERS
-            or word == _MARK
-        )
+        return word in _STOPS or (not word.isalpha() and "-" not in word)
 
     def _phrase(self) -> _Mention | None:
         """A noun phrase here, stepped over."""

@@ -297,7 +297,9 @@ _PUT = r"(?:move|put|place|shift|set)"
 _ADD = (
     r"(?:add|draw|include|insert|paint|give me|show|create|generate|i want|i'd like|there is|there are|there should be)"
 )
-_UNDO = re.compile(r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step)\b.*\bback$", re.I)
+_UNDO = re.compile(
+    r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step) (?:\w+ ){0,3}?back\b", re.I
+)
 _ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
 _Change = Callable[[Ledger, re.Match[str], int | None], _Step]
 _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
