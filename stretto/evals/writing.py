@@ -5,6 +5,7 @@ Shape letters: N texts, D of an embedding.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -44,10 +45,15 @@ class Overused:
 def embeddings() -> Similarity:
     """Cosines of wordllama's embeddings: a table of words' vectors and their mean, which knows topics, and no order of words.
     Raises `UserError`: the extra is not installed."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
     try:
         import wordllama  # optional
     except ImportError:
-        raise UserError("--similar embeddings: needs a package: pip install 'stretto[writing]'") from None
+        raise UserError("likeness by words' vectors needs a package: pip install 'stretto[writing]'") from None
+    finally:  # it sets the whole process's logging to INFO
+        root.setLevel(level)
+        root.handlers[:] = handlers
     # its own search misses the tokenizer that its wheel has, and would download one
     model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+
 import numpy as np
 import pytest
 
@@ -38,7 +41,10 @@ def test_what_is_overused() -> None:
 
 
 def test_embeddings_know_meaning_and_stay_offline() -> None:
-    pytest.importorskip("wordllama", reason="package wordllama is not installed")
+    if importlib.util.find_spec("wordllama") is None:
+        pytest.skip("package wordllama is not installed")
+    level = logging.getLogger().level
     alike = embeddings()(["A dog runs in the park.", "A hound is running in a garden.", "Shares fell on Monday.", ""])
     assert alike[0, 1] > 0.3 > alike[0, 2] and (alike.diagonal() == 1).all() and np.isfinite(alike).all()
     assert np.linalg.eigvalsh(alike).min() > -1e-6  # Vendi takes its eigenvalues
+    assert logging.getLogger().level == level
