@@ -10,6 +10,9 @@ from PIL import Image
 
 from stretto.base.errors import UserError
 
+MOST_PIXELS = 4096
+"""Of a side."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lora:
@@ -98,6 +101,8 @@ def check_request(backend: Backend, request: PaintRequest) -> None:
     if not request.prompt.strip():
         raise UserError("prompt: it is empty; say what is to be painted")
     for field, pixels in (("width", request.width), ("height", request.height)):
+        if pixels > MOST_PIXELS:
+            raise UserError(f"--size: {field} {pixels} is more than {MOST_PIXELS}; ask for a smaller picture")
         if pixels <= 0 or pixels % backend.multiple:
             near = max(backend.multiple, round(pixels / backend.multiple) * backend.multiple)
             raise UserError(f"--size: {field} {pixels} is no multiple of {backend.multiple}; {near} is the nearest")

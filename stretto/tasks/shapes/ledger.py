@@ -94,6 +94,8 @@ _QUOTED = re.compile(
 )
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+|\S")
+_DIGITS = 6
+"""Of a number that is read."""
 MOST_CHARS = 8000
 """Of a text that is read: strangers send megabytes, and models write on."""
 _MARK = "§"
@@ -309,7 +311,7 @@ class _Reader:
 
     def _begins_phrase(self) -> bool:
         word = self._peek()
-        return word in _INDEFINITE | _DEFINITE | COLOURS or word in _NUMBERS or word.isdigit()
+        return word in _INDEFINITE | _DEFINITE | COLOURS or word in _NUMBERS or word.isdecimal()
 
     def _predicate(self) -> tuple[list[str], list[str]]:
         """What follows "is": colours and qualities."""
@@ -414,9 +416,9 @@ class _Reader:
         if word in ("pair", "couple") and self._peek(1) == "of":
             self.at += 2
             return 2, True
-        if word in _NUMBERS or word.isdigit():
+        if word in _NUMBERS or word.isdecimal():
             self.at += 1
-            number = _NUMBERS[word] if word in _NUMBERS else int(word)
+            number = _NUMBERS[word] if word in _NUMBERS else int(word[:_DIGITS])
             if self._peek() == "of" and self._peek(1) in _DEFINITE:
                 self.at += 2
             return number, True

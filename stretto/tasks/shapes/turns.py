@@ -288,7 +288,7 @@ def _bare(text: str) -> str:
 
 
 def _number(word: str) -> int:
-    return _VALUES.get(word.lower(), 0) if not word.isdigit() else int(word)
+    return _VALUES.get(word.lower(), 0) if not word.isdecimal() else int(word[:6])
 
 
 _NEW = r"add|include|insert|draw|also"
@@ -307,7 +307,7 @@ _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
     for pattern, change in (
         (
             r"(?:make|let|set|render|resize)?(?: it| the (?:picture|image|size))*(?: be)?(?: to)?\s*"
-            r"(?P<width>\d+)\s*[x×]\s*(?P<height>\d+)(?: (?:px|pixels))?", _resized,
+            r"(?P<width>\d{1,5})\s*[x×]\s*(?P<height>\d{1,5})(?: (?:px|pixels))?", _resized,
         ),
         (
             r"(?:change|let|make|set)?\s*(?:the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"

@@ -125,7 +125,7 @@ def test_plurals_are_undone(noun: str) -> None:
 
 
 SOUP = """a an the no some two 3 red blue and red-hot dog cats tea cup of orange is are left to right on top in with holding
-sleeping , . ; ? photo painting that says big hot 'x' § " 12x40 it 64x64 building one both pair dozen quickly —"""
+sleeping , . ; ? photo painting that says big hot 'x' § " 12x40 it 64x64 building one both pair dozen quickly — ² ٣ 99999999999"""
 
 
 def test_any_words_are_read_or_refused_and_what_is_read_is_kept() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.ledger import describe
+from stretto.tasks.shapes.ledger import contradictions, describe
 from stretto.tasks.shapes.turns import Conversation, tell
 
 
@@ -81,6 +83,26 @@ def test_what_cannot_be_done_is_asked_and_changes_nothing(turn: str, question: s
     before = after(START)
     told = tell(before, turn)
     assert question in told.questions[0] and told.conversation is before
+
+
+SOUP = """make the a cube sphere cubes it one blue red green above left of undo back two 3 ² remove replace with by change number to
+more add another cat dog it's "OPEN" text say 64x64 start over: . ; , then and please no dark x of in should be"""
+
+
+def test_any_turn_is_taken_or_asked_about_or_refused() -> None:
+    rng, conversation = random.Random(0), after(START)
+    for _ in range(3000):
+        text = " ".join(rng.choices(SOUP.split(), k=rng.randint(1, 9)))
+        try:
+            told = tell(conversation, text)
+        except UserError:
+            continue
+        now = told.conversation.now
+        assert (told.conversation is conversation) == bool(told.questions), text
+        assert len({each.id for each in now.things}) == len(now.things) and not contradictions(now), text
+        ids = {each.id for each in now.things}
+        assert all({each.subject, each.other} <= ids and each.subject != each.other for each in now.relations), text
+    assert tell(conversation, "make it " + "9" * 5000 + " cubes").conversation.now.things[0].count == 999_999
 
 
 def test_a_back_is_no_way_back() -> None:
