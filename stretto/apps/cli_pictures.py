@@ -30,14 +30,12 @@ def enhance(
     dtype: ServedDtype = None,
 ) -> None:
     """Write a request for a picture out as a prompt: nothing asked for is lost, style, light and camera are added."""
-    from stretto.apps.pictures import enhance_command, parse_size
+    from stretto.apps.pictures import Writer, enhance_command, parse_size
     from stretto.apps.serve import ServeOptions
 
     serving = ServeOptions(device=device, dtype=dtype, max_batch=1)
-    pixels = parse_size(size)
-    enhance_command(
-        prompt, pixels, model, server, subnet, as_json=as_json, temperature=temperature, seed=seed, serving=serving
-    )
+    writer = Writer(model, server, subnet, temperature, seed, serving)
+    enhance_command(prompt, parse_size(size), writer, as_json=as_json)
 
 
 def paint(
@@ -85,7 +83,7 @@ def paint(
         tuple(map(parse_lora, lora)),
         tuple(map(parse_control, control)),
     )
-    writer = Writer(model, server, subnet, ServeOptions(device=device, dtype=dtype, max_batch=1))
+    writer = Writer(model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1))
     paint_command(request, backend, writer, images, out, device, as_is=as_is)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import rich
@@ -41,28 +43,55 @@ def parse_size(text: str) -> tuple[int, int]:
     return size
 
 
-def enhance_command(
-    prompt: str,
-    size: tuple[int, int],
-    model: Path | None,
-    server: str | None,
-    subnet: str | None,
-    *,
-    as_json: bool = False,
-    temperature: float = 0.0,
-    seed: int = 0,
-    serving: ServeOptions | None = None,
-) -> None:
-    """Print the prompt that ``prompt`` was written out as; what was put right on standard error, or all of it as JSON.
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes a request out, and how. Neither a model nor a server: nobody does."""
+
+    model: Path | None = None
+    server: str | None = None
+    subnet: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    serving: ServeOptions = field(default_factory=ServeOptions)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.server is not None:
+            raise UserError("who writes: name either --model FOLDER or --server URL, not both")
+
+    @property
+    def is_there(self) -> bool:
+        return self.model is not None or self.server is not None
+
+    def enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
+        """Raises UserError: bad input, or a server that refuses or does not answer."""
+        try:
+            return asyncio.run(self._enhanced(prompt, size))
+        except httpx.TransportError as error:
+            problem = f"nobody answers there ({type(error).__name__}); check the address"
+            raise UserError(f"--server {self.server}: {problem}") from None
+        except ApiFailure as failure:
+            raise UserError(f"{self.model or self.server}: {failure.message}; see docs/PICTURES.md") from None
+
+    async def _enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
+        async with endpoint(self.model, self.server, self.serving) as asked:
+
+            async def ask(body: Mapping[str, Any]) -> Any:
+                return await asked.client.post("/v1/chat/completions", {"model": asked.model, **body})
+
+            return await enhance(ask, prompt, *size, size=self.subnet, temperature=self.temperature, seed=self.seed)
+
+
+def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_json: bool = False) -> None:
+    """Print the prompt that ``prompt`` was written out as, and what was put right; or all of it as JSON.
 
     Raises:
-        UserError: bad input, or a server that refuses or does not answer.
+        UserError: as `Writer.enhanced`.
     """
     check_text(prompt, "prompt")
     readable(prompt)  # before a model is loaded
-    if (model is None) == (server is None):
+    if not writer.is_there:
         raise UserError("stretto enhance: name either --model FOLDER or --server URL")
-    made = asyncio.run(_enhanced(prompt, size, model, server, subnet, temperature, seed, serving or ServeOptions()))
+    made = writer.enhanced(prompt, size)
     if as_json:
         told = {"prompt": made.prompt, "fields": made.fields, "notes": made.notes, "subnet": made.subnet}
         print(json.dumps(told | {"ms": round(1e3 * made.seconds)}, ensure_ascii=False))  # noqa: T201
@@ -70,48 +99,6 @@ def enhance_command(
     print(made.prompt)  # noqa: T201
     for note in made.notes:
         rich.get_console().print(escape(note), style="dim")
-
-
-async def _enhanced(
-    prompt: str,
-    size: tuple[int, int],
-    model: Path | None,
-    server: str | None,
-    subnet: str | None,
-    temperature: float,
-    seed: int,
-    serving: ServeOptions,
-) -> Enhanced:
-    try:
-        async with endpoint(model, server, serving) as asked:
-
-            async def ask(body: object) -> object:
-                assert isinstance(body, dict)
-                return await asked.client.post("/v1/chat/completions", {"model": asked.model, **body})
-
-            return await enhance(ask, prompt, *size, size=subnet, temperature=temperature, seed=seed)
-    except httpx.TransportError as error:
-        problem = f"nobody answers there ({type(error).__name__}); check the address"
-        raise UserError(f"--server {server}: {problem}") from None
-    except ApiFailure as failure:
-        raise UserError(f"{model or server}: {failure.message}; see docs/PICTURES.md") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Who writes a request out, if anybody does."""
-
-    model: Path | None = None
-    server: str | None = None
-    subnet: str | None = None
-    serving: ServeOptions = field(default_factory=ServeOptions)
-
-    def written(self, prompt: str, size: tuple[int, int]) -> str:
-        """The prompt to paint."""
-        if self.model is None and self.server is None:
-            return prompt
-        made = asyncio.run(_enhanced(prompt, size, self.model, self.server, self.subnet, 0.0, 0, self.serving))
-        return made.prompt
 
 
 def paint_command(
@@ -128,7 +115,7 @@ def paint_command(
     ledger = Ledger() if as_is else readable(request.prompt)
     with closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
-        order = replace(request, prompt=writer.written(request.prompt, (request.width, request.height)))
+        order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
         with progress("paint", 100) as advance:
             told = 0
 
@@ -147,6 +134,10 @@ def paint_command(
     for fault in version.faults or ():
         console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
     return version
+
+
+def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
+    return writer.enhanced(prompt, size).prompt if writer.is_there else prompt
 
 
 def open_backend(named: str, device: str) -> Backend:
@@ -213,7 +204,7 @@ def studio_command(
         check_request(painter, PaintRequest("a picture", *size, seed))
 
         def write(ledger: Ledger) -> str:
-            return writer.written(describe(ledger), ledger.size or size)
+            return _written(writer, describe(ledger), ledger.size or size)
 
         studio = Studio(painter, ShapesVerifier(), options, write, out)
         rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")

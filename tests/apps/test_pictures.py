@@ -61,6 +61,7 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
         (("a red blue cube", "--model", "x"), ("prompt", "red or blue")),
         (("Ein Haus und das Auto mit der Frau", "--model", "x"), ("prompt", "English")),
         (("a cat",), ("--model", "--server")),
+        (("a cat", "--model", "x", "--server", "http://127.0.0.1:9"), ("not both",)),
         (("a cat", "--model", "x", "--size", "big"), ("--size", "1024x1024")),
         (("a cat", "--server", "http://127.0.0.1:9"), ("--server", "nobody answers")),
     ],
