@@ -200,7 +200,7 @@ def learn(
         sampler = Sampler(recipe, begin, device, sources)
         trainer = TrainerRole(recipe, passing, begin, ranks=_ranks(device))
         prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
-        train, curve = recipe.train, list[dict[str, Any]]()
+        train, curve, shares = recipe.train, list[dict[str, Any]](), list[dict[str, float]]()
         for step in range(train.steps + 1):
             if scored and (step % every == 0 or step == train.steps):
                 scores = sampler.score(scored, asked, 1.0, train.seed)
@@ -211,7 +211,8 @@ def learn(
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
             temperature = 1.0 if step < round((1 - greedy_share) * train.steps) else 0.0
             refs = [store_group(Path(passing) / GROUPS, group) for group in sampler.groups(tasks, temperature)]
-            trainer.step(refs, step)
+            scalars = trainer.step(refs, step).scalars
+            shares.append({name: scalars.get(f"distill/share/{name}", 0.0) for name in recipe.sources})
             discard(ref.location for ref in refs)
             trainer.copy_weights()
             version = asyncio.run(trainer.publish())
@@ -219,6 +220,7 @@ def learn(
             sampler.engine.load_weights(version.number, fetch(version))
         result: dict[str, Any] = {"scores": sampler.all_scores(asked, train.seed), "curve": curve}
         receipt = trainer.receipt
+        result |= {"shares": shares} if recipe.distill else {}
         result |= {"samples": sampler.num_samples, "tokens": receipt.tokens, "generated": sampler.flops}
         result["flops"] = receipt.flops + sampler.flops
         if keeps:

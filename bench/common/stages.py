@@ -39,7 +39,7 @@ MODEL = {
 """Of networks that learn a made-up language in seconds; a bench adds its vocabulary and its positions."""
 NUM_RIGHT = 4
 """Right answers to a problem that are compared with each other."""
-LOGGED = ("reward/source/", "distill/share/", "distill/kl/", "policy/entropy", "policy/kl_reference")
+LOGGED = ("reward/source/", "policy/entropy", "policy/kl_reference")
 """Beginnings of what is kept of a run's log."""
 
 
