@@ -176,16 +176,17 @@ class Bench:
             }
             for name, length, share in zip(NAMES, options.lengths, SHARES, strict=True)
         }
-        most = 2 * max(options.lengths) + 4
+        most, is_student = 2 * max(options.lengths) + 4, "distill" in tables
         tree = {
             "sources": {name: sources[name] for name in names},
             "rollout": {
-                "group": 1 if "distill" in tables else 2, "max_tokens": most, "chunk_tokens": most, "max_batch": 128,
+                "group": 1 if is_student else 2, "max_tokens": most, "chunk_tokens": most, "max_batch": 128,
                 "cache_bytes": 1 << 24, "page_size": 8,
             },
             "optim": {"lr": 1e-3},
             "train": {
-                "steps": options.steps, "prompts": options.prompts, "seq_len": 256, "micro_rows": 16, "seed": seed
+                "steps": options.steps if is_student else 1,  # supervised runs have their own, and stay as they are
+                "prompts": options.prompts, "seq_len": 256, "micro_rows": 16, "seed": seed,
             },
             "staleness": 0,
             "replay": "off",
