@@ -52,8 +52,9 @@ _MOST_FOREIGN = 0.05
 _TOKENS_AT_ONCE = 4096
 _TOLD = 3
 """Features of a piece that are no states: the mean and the largest surprise, and the gain."""
-_FURTHEST, _DECAY, _SHARP = 4.0, 0.03, 8.0
-_FINDS = 0.95
+_FURTHEST, _DECAY, _SHARP = 4.0, 0.03, 60.0
+_MOST_DIRECTIONS = 32
+_FINDS = 0.9
 """Of pairs of any two texts, by which a damage has a gate."""
 _ERRS = 0.02
 """Share of the texts on either side that do not say where its limit is."""
@@ -83,7 +84,7 @@ class JudgeRecord(Config):
     median: float
     """Score of half of their passages, whole."""
     spread: float = Field(gt=0)
-    """Standard deviation of the scores of all that was learnt from."""
+    """Half of what the middle two thirds of them differ by, about a standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,14 @@ class Head:
     """From which logit on a gate shuts; infinite: the damage has no gate."""
     slope_Z: Tensor
     origin_Z: Tensor
-    shut: Tensor
-    """What a shut gate takes off."""
+    shut_K: Tensor
+    """What a shut gate takes off: more than any slope gives, and the surer one more than all that are less sure."""
 
     def __call__(self, read_NSF: Tensor) -> Tensor:
         """Scores [N], fp64."""
         gates_NK = self.logits(read_NSF) - self.limit_K
         quality_N = (_quality(read_NSF) - self.origin_Z) @ self.slope_Z
-        return quality_N.double() - self.shut.double() * torch.sigmoid(_SHARP * gates_NK.double()).sum(-1)
+        return quality_N.double() - torch.sigmoid(_SHARP * gates_NK.double()) @ self.shut_K.double()
 
     def logits(self, read_NSF: Tensor) -> Tensor:
         """[N, K], before the limits."""
@@ -216,10 +217,12 @@ def open_reader(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     return Reader(read_checkpoint(folder, device=place, dtype=dtype).model.eval(), load_tokenizer(folder), folder)
 
 
-def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor, num_directions: int = 32) -> Head:
+def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor) -> Head:
     """A head that tells ``whole_NSF`` from the K damages of the same texts. The first four fifths of the texts fit the gates; by the
     last fifth it is decided which of them stand, and where. All fit the slope, each text against its own damage."""
     num = max(1, len(whole_NSF) * 4 // 5)
+    # more than that, and a few dozen texts are told apart by their topics
+    num_directions = min(_MOST_DIRECTIONS, max(1, num // 4), whole_NSF.shape[-1] - _TOLD)
     every_XF = torch.cat([whole_NSF[None], damaged_KNSF])[:, :num].flatten(0, 2)[:, :-_TOLD]
     mean_F, scale_F = every_XF.mean(0), every_XF.std(0).clamp_min(1e-6)
     units_XF = _units(every_XF, mean_F, scale_F)
@@ -233,24 +236,31 @@ def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor, num_directions: int = 32
     centre_G, spread_G = every_XG.mean(0), every_XG.std(0).clamp_min(1e-6)
     whole_NG, damaged_KNG = (_units(each, centre_G, spread_G) for each in (whole_NG, damaged_KNG))
 
-    def gate_loss(weight_KG: Tensor, bias_K: Tensor) -> Tensor:
-        whole_NK = whole_NG[:num] @ weight_KG.T + bias_K
-        damaged_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, :num], weight_KG) + bias_K[:, None]
-        return (
-            F.softplus(whole_NK).mean(0).sum()
-            + F.softplus(-damaged_KN).mean(1).sum()
-            + _DECAY * weight_KG.square().sum()
-        )
+    def gates(of_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By damage: weights of the features ``of_G``, the share of the last fifth's pairs that they tell, and the limit."""
 
-    weight_KG, _ = _fitted(
-        gate_loss, torch.zeros(len(damaged_KNSF), whole_NG.shape[-1]), torch.zeros(len(damaged_KNSF))
-    )
-    tried_NK = whole_NG[num:] @ weight_KG.T
-    found_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, num:], weight_KG)
-    limit_K = torch.full((len(damaged_KNSF),), math.inf)
-    for kind in range(len(damaged_KNSF)):
-        if (found_KN[kind][:, None] > tried_NK[:, kind][None]).float().mean() >= _FINDS:
-            limit_K[kind] = (tried_NK[:, kind].quantile(1 - _ERRS) + found_KN[kind].quantile(_ERRS)) / 2
+        def loss(weight_KG: Tensor, bias_K: Tensor) -> Tensor:
+            whole_NK = whole_NG[:num] @ (weight_KG * of_G).T + bias_K
+            damaged_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, :num], weight_KG * of_G) + bias_K[:, None]
+            missed = F.softplus(whole_NK).mean(0).sum() + F.softplus(-damaged_KN).mean(1).sum()
+            return missed + _DECAY * weight_KG.square().sum()
+
+        weight_KG = _fitted(
+            loss, damaged_KNG.new_zeros(len(damaged_KNG), len(of_G)), damaged_KNG.new_zeros(len(damaged_KNG))
+        )[0]
+        tried_KN = weight_KG @ whole_NG[num:].T
+        found_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, num:], weight_KG)
+        told_K = (found_KN[:, :, None] > tried_KN[:, None]).float().mean((1, 2))
+        limit_K = (tried_KN.quantile(1 - _ERRS, 1) + found_KN.quantile(_ERRS, 1)) / 2
+        return weight_KG, told_K, limit_K
+
+    # of few texts all features together may tell less than those that are no states
+    is_told_X = torch.arange(num_directions + _TOLD) >= num_directions
+    all_, few = gates(torch.ones(whole_NG.shape[1])), gates(is_told_X.repeat(3).float())
+    is_few_K = few[1] > all_[1]
+    weight_KG = torch.where(is_few_K[:, None], few[0], all_[0])
+    told_K = torch.where(is_few_K, few[1], all_[1])
+    limit_K = torch.where(told_K >= _FINDS, torch.where(is_few_K, few[2], all_[2]), math.inf)
     rest_K = limit_K.isinf() if limit_K.isinf().any() else torch.ones(len(limit_K), dtype=torch.bool)
     quality_NZ, worse_KNZ = _quality(whole_NSF), torch.stack([_quality(each) for each in damaged_KNSF[rest_K]])
     unit_Z = (
@@ -262,18 +272,10 @@ def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor, num_directions: int = 32
 
     slope_Z = _fitted(slope_loss, torch.zeros(len(unit_Z)))[0] / unit_Z
     reach = torch.cat([_quality(whole_NSF), *map(_quality, damaged_KNSF)]) @ slope_Z
-    shut = reach.max() - reach.min()
+    shut_K = (reach.max() - reach.min()) * 2.0 ** told_K.argsort().argsort()
+    origin_Z = quality_NZ.median(0).values
     return Head(
-        mean_F,
-        scale_F,
-        basis_FP,
-        centre_G,
-        spread_G,
-        weight_KG.T.contiguous(),
-        limit_K,
-        slope_Z,
-        quality_NZ.median(0).values,
-        shut,
+        mean_F, scale_F, basis_FP, centre_G, spread_G, weight_KG.T.contiguous(), limit_K, slope_Z, origin_Z, shut_K
     )
 
 
@@ -395,7 +397,8 @@ def save_judge(
             "weights": weights_hash(reader.folder), "seed": seed,
             "scripts": known,
             "authors": sorted({each.author for each in found}),
-            "median": float(scores_KN[0].median()), "spread": float(scores_KN.std()),
+            "median": float(scores_KN[0].median()),
+            "spread": float((scores_KN[0].quantile(0.84) - scores_KN[0].quantile(0.16)) / 2),
         }  # fmt: skip
         record = validate(JudgeRecord, told, str(out))
         write_json(partial / JUDGE_FILE, record.model_dump(mode="json"))

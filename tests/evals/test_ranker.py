@@ -50,8 +50,8 @@ def planted(num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_gate_finds_what_states_tell_and_the_slope_what_only_pairs_do() -> None:
-    head = train_head(*planted(120, 0), num_directions=16)
-    assert head.limit_K.isfinite().tolist() == [True, False] and head.slope_Z[0] < 0 < head.shut
+    head = train_head(*planted(120, 0))
+    assert head.limit_K.isfinite().tolist() == [True, False] and head.slope_Z[0] < 0 < head.shut_K.min()
     whole, worse = planted(60, 1)
     won = [(head(whole) > head(each)).float().mean().item() for each in worse]
     assert won == [1.0, pytest.approx(1.0, abs=0.05)]
