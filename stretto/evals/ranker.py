@@ -272,7 +272,7 @@ def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor) -> Head:
 
     slope_Z = _fitted(slope_loss, torch.zeros(len(unit_Z)))[0] / unit_Z
     reach = torch.cat([_quality(whole_NSF), *map(_quality, damaged_KNSF)]) @ slope_Z
-    shut_K = (reach.max() - reach.min()) * 2.0 ** told_K.argsort().argsort()
+    shut_K = (reach.max() - reach.min()).clamp_min(1.0) * 2.0 ** told_K.argsort().argsort()
     origin_Z = quality_NZ.median(0).values
     return Head(
         mean_F, scale_F, basis_FP, centre_G, spread_G, weight_KG.T.contiguous(), limit_K, slope_Z, origin_Z, shut_K

@@ -57,6 +57,13 @@ def test_a_gate_finds_what_states_tell_and_the_slope_what_only_pairs_do() -> Non
     assert won == [1.0, pytest.approx(1.0, abs=0.05)]
 
 
+def test_gates_shut_where_there_is_no_slope() -> None:
+    whole, worse = planted(120, 0)
+    whole[..., -3:], worse[..., -3:] = 0.0, 0.0
+    head = train_head(whole, worse)
+    assert (head(whole) > head(worse[0])).float().mean() > 0.95
+
+
 def test_what_is_read_does_not_depend_on_what_else_is_read(made: Made) -> None:
     _, _, reader, found = made
     reader = open_reader(reader.folder, dtype=torch.float32)
