@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--all-rates", action="store_true", help="tell every rate; the verdict is of those chosen")
     parser.add_argument("--optim", choices=("adamw", "muon"), default="adamw", help="of students")
     parser.add_argument("--lengths", type=int, nargs=3, default=[5, 5, 50], help="digits of an answer, by source")
-    parser.add_argument("--steps", type=int, default=30, help="of students")
+    parser.add_argument("--steps", type=int, default=50, help="of students")
     parser.add_argument("--prompts", type=int, default=40, help="of a student's step")
     parser.add_argument("--start-steps", type=int, default=120)
     parser.add_argument("--expert-steps", type=int, default=60)
