@@ -64,7 +64,7 @@ class Recipe:
     autoencoder_steps: int = 800
     autoencoder_rows: int = 32
     autoencoder_rate: float = 3e-3
-    steps: int = 900
+    steps: int = 1_100
     rows: int = 64
     rate: float = 2e-3
     muon_rate: float = 2e-2
