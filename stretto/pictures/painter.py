@@ -30,7 +30,7 @@ from diffusers import (
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
 )
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -107,11 +107,12 @@ def lessons(recipe: Recipe) -> Iterator[tuple[str, np.ndarray]]:
 def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
     """Untrained. Words that ``prompts`` lack are all the same to it."""
     torch.manual_seed(recipe.seed)
-    splitter, lower = pre_tokenizers.Whitespace(), normalizers.Lowercase()
+    splitter = pre_tokenizers.Whitespace()
+    ended = normalizers.Replace(Regex(r"(?<=[^.\s])\s*$"), ".")  # all that it is taught ends in a full stop
     words = sorted({word for prompt in set(prompts) for word, _ in splitter.pre_tokenize_str(prompt.lower())})
     special = ("<pad>", "<s>", "<unk>")
     rule = Tokenizer(WordLevel({word: number for number, word in enumerate((*special, *words))}, unk_token="<unk>"))
-    rule.normalizer, rule.pre_tokenizer = lower, splitter
+    rule.normalizer, rule.pre_tokenizer = normalizers.Sequence([normalizers.Lowercase(), ended]), splitter
     rule.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=rule, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", model_max_length=64

@@ -32,6 +32,15 @@ def test_lessons_show_what_they_say_and_leave_prompts_out() -> None:
     assert [prompt for prompt, _ in islice(lessons(Recipe(seed=1)), 20)] != [prompt for prompt, _ in some[:20]]
 
 
+def test_a_prompt_needs_no_full_stop() -> None:
+    tokenizer = build(TINY, ("A red circle. ", "Two blue squares.")).tokenizer
+    whole = tokenizer("A red circle.")["input_ids"]
+    assert (
+        tokenizer("a red circle")["input_ids"] == tokenizer("A red circle  ")["input_ids"] == whole and len(whole) == 5
+    )
+    assert tokenizer("")["input_ids"] == whole[:1] and len(tokenizer("a cat")["input_ids"]) == 4
+
+
 def test_a_training_that_was_stopped_ends_where_one_ends_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
