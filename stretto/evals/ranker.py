@@ -154,7 +154,8 @@ class Reader:
         """Features [N, S, F] in fp32 of texts that fit into a window each.
 
         Of each piece, and of the last token: the mean states after two thirds of the layers and after all; the mean and the largest
-        −log p of its tokens, nats; and how much less that mean is than where the network has not seen the prompt.
+        −log p of its tokens, nats; and how much less that mean is than where the network has not seen the prompt, times the text's length in
+        windows: what a prompt explains is in its first sentences, and those who stop there have not written better.
         """
         before = [ids[-PROMPT:] for ids in self.tokenizer.encode_batch([prompt for prompt, _ in asked])]
         own = [ids[:WINDOW] for ids in self.tokenizer.encode_batch([f" {text}" for _, text in asked])]
@@ -205,7 +206,8 @@ def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor) -> Tensor:
     pieces = []
     for low, high in spans:
         own, alone = surprise_T[low:high], alone_T[low:high]
-        told = torch.stack([own.mean(), own.max(), (alone - own).mean()])
+        gain = (alone - own).mean() * (num / WINDOW)  # of all tokens: a mean would fall with every further one
+        told = torch.stack([own.mean(), own.max(), gain])
         pieces.append(torch.cat([states_TD[low:high].mean(0), told]))
     return torch.stack(pieces)
 
