@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from safetensors.torch import load_file, save_file
+from scipy.special import expit
 from torch import Tensor, nn
 
 from stretto.base.config import Config, validate
@@ -153,18 +154,23 @@ class Reader:
     def read(self, asked: Sequence[Asked]) -> Tensor:
         """Features [N, S, F] in fp32 of texts that fit into a window each.
 
-        Of each piece, and of the last token: the mean states after two thirds of the layers and after all; the mean and the largest
-        −log p of its tokens, nats; and how much less that mean is than where the network has not seen the prompt, times the text's length in
-        windows: what a prompt explains is in its first sentences, and those who stop there have not written better.
+        Of each piece, and of the last token: the mean states after two thirds of the layers and after all; −log p, nats a character (a
+        language that the tokenizer hardly knows has many tokens, each of them likely); the largest −log p of a token; and how much less it
+        is on average than where the network has not seen the prompt, times the text's length in windows (what a prompt explains is in the
+        first sentences, and who stops there has not written better).
         """
         before = [ids[-PROMPT:] for ids in self.tokenizer.encode_batch([prompt for prompt, _ in asked])]
-        own = [ids[:WINDOW] for ids in self.tokenizer.encode_batch([f" {text}" for _, text in asked])]
+        whole = self.tokenizer.encode_batch([f" {text}" for _, text in asked])
+        density = [len(ids) / (1 + len(text)) for ids, (_, text) in zip(whole, asked, strict=True)]
+        own = [ids[:WINDOW] for ids in whole]
         assert all(own), "a text without tokens has no features"
         most, limit = WINDOW + PROMPT + 1, self.model.config.max_positions
         if most > limit:
             raise UserError(f"{self.folder}: has positions for {limit} tokens, and a judge reads {most}")
         seen, alone = self._seen(before, own), self._seen([[]] * len(own), own)
-        return torch.stack([_pooled(*each, other[1]) for each, other in zip(seen, alone, strict=True)])
+        return torch.stack(
+            [_pooled(*each, other[1], per) for each, other, per in zip(seen, alone, density, strict=True)]
+        )
 
     def _seen(self, before: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
         """Of each text behind what is ``before`` it: states [T, 2 D] and −log p [T], both fp32."""
@@ -197,8 +203,8 @@ class Reader:
         return kept[0], last_BTD
 
 
-def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor) -> Tensor:
-    """Features [S, F] of one text."""
+def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor, density: float) -> Tensor:
+    """Features [S, F] of one text, of so many tokens a character."""
     num = len(states_TD)
     edges = torch.linspace(0, num, PIECES + 1).round().long().tolist()
     spans = [(min(low, num - 1), max(high, low + 1)) for low, high in pairwise(edges)]
@@ -207,7 +213,7 @@ def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor) -> Tensor:
     for low, high in spans:
         own, alone = surprise_T[low:high], alone_T[low:high]
         gain = (alone - own).mean() * (num / WINDOW)  # of all tokens: a mean would fall with every further one
-        told = torch.stack([own.mean(), own.max(), gain])
+        told = torch.stack([density * own.mean(), own.max(), gain])
         pieces.append(torch.cat([states_TD[low:high].mean(0), told]))
     return torch.stack(pieces)
 
@@ -352,7 +358,7 @@ class LocalJudge:
 
     def shares(self, asked: Sequence[Asked]) -> np.ndarray:
         """[N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""
-        return 1.0 / (1.0 + np.exp((self.record.median - self.scores(asked)) / self.record.spread))
+        return expit((self.scores(asked) - self.record.median) / self.record.spread)
 
     def first_wins(self, prompt: str, first: str, second: str) -> float:
         """1, ½ or 0; the same whichever is called the first."""

@@ -83,7 +83,9 @@ def test_surprise_is_minus_log_p(made: Made) -> None:
     ids = [reader.tokenizer.eos_id, *before[-ranker.PROMPT :], *own]
     logp_TV = reader.model.logits(torch.tensor([ids])).log_softmax(-1)[0]
     told = -logp_TV[-len(own) - 1 : -1].gather(-1, torch.tensor(own)[:, None])[:, 0]
-    assert reader.read([(prompt, text)])[0, -1, -3].item() == pytest.approx(told[-1].item(), rel=1e-4)
+    assert reader.read([(prompt, text)])[0, -1, -3].item() == pytest.approx(
+        told[-1].item() * len(own) / (1 + len(text)), rel=1e-4
+    )
 
 
 def test_layout_and_the_order_of_two_change_nothing(local: LocalJudge, made: Made) -> None:
