@@ -125,7 +125,7 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
     """Tasks of inspect_ai by the name of their domain, through our provider. Raises `UserError`: it is not installed, or a task
     gave no log."""
     check_installed(("tau",))
-    from inspect_ai.log import list_eval_logs, read_eval_log
+    from inspect_ai.log import list_eval_logs, read_eval_log, read_eval_log_samples
     from inspect_ai.scorer import value_to_float
 
     told = {
@@ -153,14 +153,16 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         *(f"--{name}={value}" for name, value in told.items()),
     ]
     _run([*command, "--no-log-realtime", *flags], folder / "console.txt", f"inspect: {', '.join(tasks)}")
-    logs = {log.eval.task: log for log in map(read_eval_log, list_eval_logs(str(folder)))}
+    logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in list_eval_logs(str(folder))}
     missing = [name for name, task in tasks.items() if task not in logs]
     if missing:
         raise UserError(f"{missing[0]}: inspect wrote no log of it; {folder / 'console.txt'} says why")
     as_number, found = value_to_float(), {}
     for name, task in tasks.items():
         log, judged = logs[task], Judged()
-        for sample in log.samples or ():
+        # One at a time: tau2's whole data base is in every one, several times
+        samples = read_eval_log_samples(log.location, all_samples_required=False, exclude_fields={"messages", "store"})
+        for sample in samples:
             # An agent may have caught it, and gone on as if nothing had been said
             failed = [event.error for event in sample.events if event.event == "model" and event.error]
             error = sample.error.message if sample.error else failed[0] if failed else ""
@@ -173,7 +175,7 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
             judged.num_sampled += sum(use.output_tokens for use in uses)
         if log.status != "success":
             why = log.error.message.splitlines()[0][:300] if log.error else log.status
-            counted = f"{len(judged.failures)} infrastructure errors in {len(log.samples or ())} samples"
+            counted = f"{len(judged.failures)} infrastructure errors in {sum(map(len, judged.values.values()))} samples"
             raise UserError(f"{name}: no score: {counted}; inspect ended with {why}; mend that and evaluate again")
         found[name] = judged
     return found
