@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 import httpx2
 import torch
+from anyio.lowlevel import checkpoint
 from inspect_ai._util.error import PrerequisiteError
+from inspect_ai.log import transcript
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
 from inspect_ai.model._model import RetryDecision
@@ -102,7 +104,7 @@ class StrettoAPI(OpenAICompatibleAPI):
             output, call = await super().generate(input, tools, tool_choice, config)  # type: ignore[misc]
         except Exception as error:
             if not self.should_retry(error):
-                _end_sample()
+                await _end_sample(error)
             raise
         is_first = not any(message.role == "assistant" for message in input)
         if (
@@ -110,7 +112,7 @@ class StrettoAPI(OpenAICompatibleAPI):
         ):  # nothing was asked yet
             output = RuntimeError(f"{self.model_name}: {output.completion}")
         if isinstance(output, Exception):
-            _end_sample()
+            await _end_sample(output)
             raise output
         usage = (call.response or {}).get("usage") or {}
         output.metadata = {**(output.metadata or {}), "elastic": usage.get("elastic")}
@@ -138,10 +140,13 @@ class StrettoAPI(OpenAICompatibleAPI):
         return DefaultAsyncHttpxClient(transport=transport, timeout=CALL_S)
 
 
-def _end_sample() -> None:
-    """What inspect's own display does for a sample that a person gives up: it is an error, and never scored."""
+async def _end_sample(error: Exception) -> None:
+    """What inspect's own display does for a sample that a person gives up: it is an error, and never scored. Takes effect here, for
+    an agent that catches ``error`` may never wait for anything again; so ``error`` is written into the log first."""
     if (sample := sample_active()) is not None:
+        transcript().info(str(error), source="stretto")
         sample.interrupt("error")
+        await checkpoint()
 
 
 @lru_cache

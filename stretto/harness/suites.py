@@ -165,7 +165,9 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         for sample in samples:
             # An agent may have caught it, and gone on as if nothing had been said
             failed = [event.error for event in sample.events if event.event == "model" and event.error]
-            error = sample.error.message if sample.error else failed[0] if failed else ""
+            whys = [str(each.data) for each in sample.events if each.event == "info" and each.source == "stretto"]
+            whys = [sample.attachments.get(each.removeprefix("attachment://"), each) for each in whys]
+            error = next(iter([*whys, *([sample.error.message] if sample.error else []), *failed]), "")
             scores = list((sample.scores or {}).values())
             value = None if error or not scores else as_number(scores[0].value)
             finish = sample.limit.type if sample.limit else "stop"
@@ -174,9 +176,10 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
             judged.num_prompt += sum(use.input_tokens + (use.input_tokens_cache_read or 0) for use in uses)
             judged.num_sampled += sum(use.output_tokens for use in uses)
         if log.status != "success":
-            why = log.error.message.splitlines()[0][:300] if log.error else log.status
+            ended = log.error.message.splitlines()[0][:300] if log.error else log.status
+            why = judged.failures[-1] if judged.failures else ended
             counted = f"{len(judged.failures)} infrastructure errors in {sum(map(len, judged.values.values()))} samples"
-            raise UserError(f"{name}: no score: {counted}; inspect ended with {why}; mend that and evaluate again")
+            raise UserError(f"{name}: no score: {counted}, the last one: {why}; mend that and evaluate again")
         found[name] = judged
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -24,11 +25,11 @@ from tests.harness.conftest import written
 
 
 @solver
-def deaf() -> Solver:
-    """Asks five times and goes on whatever happens."""
+def deaf(num: int = 5) -> Solver:
+    """Asks so often and goes on whatever happens."""
 
     async def solve(state: TaskState, generate: Any) -> TaskState:
-        for _ in range(5):
+        for _ in range(num):
             with suppress(Exception):
                 state.output = await get_model().generate(state.messages)
         return state
@@ -44,8 +45,8 @@ def untouched() -> Any:
     return score
 
 
-def asked(checkpoint: Path, folder: Path, question: str = "The cat?", **told: Any) -> EvalLog:
-    task = Task(dataset=[Sample(input=question, target="")], solver=deaf(), scorer=untouched())
+def asked(checkpoint: Path, folder: Path, question: str = "The cat?", num: int = 5, **told: Any) -> EvalLog:
+    task = Task(dataset=[Sample(input=question, target="")], solver=deaf(num), scorer=untouched())
     [log] = eval(task, model=f"stretto/{checkpoint}", display="none", log_dir=str(folder), max_tokens=4, **told)
     return log
 
@@ -70,21 +71,22 @@ def dying(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.state.service._engine, "step", fail)
 
 
+@pytest.mark.parametrize("num", [5, 1])
 def test_an_engine_that_dies_is_an_error_though_the_agent_catches_it(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num: int
 ) -> None:
     dying(checkpoint, monkeypatch)
-    log = asked(checkpoint, tmp_path)
+    log = asked(checkpoint, tmp_path, num=num)
     assert log.status == "error" and log.results is None
     assert log.samples and log.samples[0].error and not log.samples[0].scores
-    assert any(event.event == "model" and "no memory left" in (event.error or "") for event in log.samples[0].events)
+    assert any(event.event == "info" and "no memory left" in str(event.data) for event in log.samples[0].events)
 
 
 def test_without_the_guard_the_same_death_scores_100(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(checkpoint, monkeypatch)
-    monkeypatch.setattr(inspect_model, "_end_sample", lambda: None)
+    monkeypatch.setattr(inspect_model, "_end_sample", AsyncMock())
     log = asked(checkpoint, tmp_path)
     assert log.status == "success" and log.results and log.results.scores[0].metrics["accuracy"].value == 1.0
 
@@ -93,7 +95,7 @@ def test_a_task_longer_than_the_context_is_an_error(checkpoint: Path, tmp_path: 
     inspect_model._opened.cache_clear()
     log = asked(checkpoint, tmp_path, question="policy " * 600)
     assert log.status == "error"
-    assert log.samples and any("do not fit into the 512" in str(event.model_dump()) for event in log.samples[0].events)
+    assert log.samples and "do not fit into the 512" in log.samples[0].model_dump_json()
 
 
 def test_what_cannot_be_opened_is_told_in_a_line(checkpoint: Path, tmp_path: Path) -> None:

@@ -89,3 +89,15 @@ def test_a_log_tells_of_a_failure_that_the_agent_caught(tmp_path: Path, monkeypa
     found = suites.ask_inspect("http://127.0.0.1:9", tmp_path, Budget(), {"d": "t"})["d"]
     assert len(found.failures) == 1 and "nobody there" in found.failures[0]
     assert list(found.values.values()).count([None]) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is None, reason="the package inspect_ai is not installed")
+def test_why_a_sample_was_ended_is_told(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """inspect says of it that an operator cancelled it."""
+    from tests.harness.test_inspect_model import asked
+
+    log = asked(checkpoint, tmp_path, question="policy " * 600)
+    monkeypatch.setattr(suites, "_run", lambda *_, **__: 0)
+    with pytest.raises(UserError, match="d: no score: 1 infrastructure errors in 1 samples") as raised:
+        suites.ask_inspect("http://127.0.0.1:9", tmp_path, Budget(), {"d": log.eval.task})
+    assert "do not fit into the 512" in str(raised.value)
