@@ -2,11 +2,11 @@
 
     python -m bench.math_tools OUT [--samples 4] [--problems 60] [--mutant]
 
-A small elastic network learns from demonstrations (bench/math_tools.toml: `stretto sft`), as many of each: to call the calculator, or
-to write and run a line of Python in the sandbox, and to say what it gave; and to say the answer of the same kinds of problems at
-once. Then `stretto eval` asks it new ones at each of its sizes: avg@k over ``--samples``, with intervals over problems, and the gain
-problem by problem. Exits with 1 where a gain is not above 0 beyond its interval, at any size, as with ``--mutant``, which
-compares the sources without tools with themselves.
+A small elastic network learns from demonstrations (bench/math_tools.toml: `stretto sft`): to call the calculator, or to write and
+run a line of Python in the sandbox, and to say what it gave; and to say the answer of the same kinds of problems at once. Then
+`stretto eval` asks it new ones at each of its sizes: avg@k over ``--samples``, with intervals over problems, and the gain problem by
+problem. Exits with 1 where a gain is not above 0 beyond its interval, at any size, as with ``--mutant``, which compares the sources
+without tools with themselves.
 
 A harsh reader: multiplication and counting at once is what so small a network cannot learn, so a gain is to be expected; what is
 shown is that calls are written, run, read and judged at every size. Of a larger model on real problems: `stretto eval RUN --suite FILE
