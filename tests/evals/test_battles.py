@@ -30,6 +30,7 @@ def fought(truth_M: np.ndarray, num_problems: int, seed: int) -> Battles:
     return fight(names, wins_PMM, (rng.random(num_problems) < 0.5) + 0.0, 0, TOLD, seed)
 
 
+@pytest.mark.slow
 def test_planted_strengths_are_found() -> None:
     truth_M, num_held, num_even = np.array([0.0, 0.5, -1.0]), 0, 0
     for seed in range(10):
