@@ -70,9 +70,8 @@ processes = pytest.mark.parametrize("stage", [pytest.param(PROCESS, id="process"
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(
-        3 * FAST_S
-    ):  # Ray starts processes one after the other, slowly where there is other work
+    """Long enough for Ray beside other work, which starts processes one after the other."""
+    async with asyncio.timeout(3 * FAST_S):
         while not is_so():
             await asyncio.sleep(0.02)
 
