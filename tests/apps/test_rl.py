@@ -98,6 +98,7 @@ def test_every_group_that_was_handed_out_ended_once(finished: Path) -> None:
     assert not (finished / "tokens").exists(), "token logs of groups that have ended"
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumed_is_the_same_run(stretto: Run, tiny: Path, again: Path) -> None:
     before = weights_of(again / "checkpoint")
     result = stretto("rl", tiny, "--out", again, "--resume", "--device", "cpu")
@@ -108,6 +109,7 @@ def test_a_finished_run_resumed_is_the_same_run(stretto: Run, tiny: Path, again:
     assert [int(row["step"]) for row in read_metrics(again) if "reward/mean" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_resume_goes_on_with_what_it_began_with(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path

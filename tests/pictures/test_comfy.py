@@ -139,6 +139,7 @@ def test_a_failure_on_the_server_says_where(double):
 
 
 @pytest.mark.parametrize("moment", ["while it paints", "before it could say so"])
+@pytest.mark.slow
 def test_a_killed_server_loses_nothing_and_paints_nothing_twice(tmp_path, moment):
     with DoubleProcess(tmp_path, "--step-s", "0.05") as double:
         found = []
@@ -154,6 +155,7 @@ def test_a_killed_server_loses_nothing_and_paints_nothing_twice(tmp_path, moment
         assert len(found) == 1 and len(double.events("saved")) == 1
 
 
+@pytest.mark.slow
 def test_who_stays_away_is_given_up_and_can_be_asked_again(tmp_path):
     with DoubleProcess(tmp_path, "--step-s", "0.05") as double:
         comfy = painter(double, patience=Patience(5.0, 0.3, 0.1))

@@ -41,6 +41,7 @@ def test_a_prompt_needs_no_full_stop() -> None:
     assert tokenizer("")["input_ids"] == whole[:1] and len(tokenizer("a cat")["input_ids"]) == 4
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_ends_where_one_ends_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

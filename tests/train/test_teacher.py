@@ -127,6 +127,7 @@ def test_with_all_of_them_kept_a_run_is_that_of_a_teacher_in_memory(
         assert (tensor - other).norm() <= 2**8 * 1e-6 * tensor.norm(), name
 
 
+@pytest.mark.slow
 def test_few_of_them_teach_too_and_a_resumed_run_is_an_uninterrupted_one(
     elasticize_in: Callable[..., Trained], tmp_path: Path, assert_same: Callable[[Trained, Trained], None]
 ) -> None:

@@ -13,7 +13,8 @@ from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
 
 
 @pytest.mark.parametrize(
-    ("things", "count", "pixels", "blur"), [(2, 1, 32, 1.2), (1, 3, 32, 0.8), (3, 3, 64, 0), (5, 5, 256, 0)]
+    ("things", "count", "pixels", "blur"),
+    [(2, 1, 32, 1.2), (1, 3, 32, 0.8), (3, 3, 64, 0), pytest.param(5, 5, 256, 0, marks=pytest.mark.slow)],
 )
 def test_what_is_drawn_is_read_back_and_another_picture_is_not_it(
     things: int, count: int, pixels: int, blur: float
