@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from bench.common.calls import NO_CALL, conversation
 from bench.common.measure import table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, remove, write_json, write_text
 from stretto.base.track import progress, say
-from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.evals.scores import mean_interval
 from stretto.harness.suites import bfcl_python, serving
 from stretto.text.chat import tokenise_chat
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
@@ -464,17 +463,12 @@ def main() -> None:
     is_enough = True
     for name, answers in rows.items():
         verdicts = inside(options, "judge", text="".join(json.dumps(each) + "\n" for each in answers))
-        found = {kind: _share([right for what, _, right in verdicts if what == kind]) for kind in AIM}
+        found = {kind: mean_interval("", [right for what, _, right in verdicts if what == kind]) for kind in AIM}
         cells = [f"{100 * each.value:.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]" for each in found.values()]
         shown.add_row(name, *cells, f"{sum(bool(each['calls']) for each in answers)}/{len(answers)}")
         is_enough &= name != "trained, auto" or all(found[kind].value >= least for kind, least in AIM.items())
     wide_console().print(shown)
     sys.exit(0 if is_enough else 1)
-
-
-def _share(rights: Sequence[bool]) -> Interval:
-    draws = resampled({"": np.array([rights], np.float64)})[""]
-    return share_interval(draws[:, 0], len(rights))
 
 
 if __name__ == "__main__":

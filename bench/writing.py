@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.common.measure import table, wide_console
+from bench.common.server import in_thread
 from stretto.apps.evaluate import eval_command, options
 from stretto.apps.judge import train_command
 from stretto.apps.rl import online_command
@@ -35,7 +34,6 @@ from stretto.post.panel import PANEL_FILE, suites_of
 from stretto.post.suite import read_evaluation
 from stretto.rl.recipe import RlRecipe
 from stretto.serve.judge import judge_server
-from stretto.serve.server import open_socket
 from stretto.text.passages import Part, passages
 
 WON, DIVERSE, SKILLED, LENGTH = 0.60, 1.0, 0.98, 0.10
@@ -44,21 +42,9 @@ WON, DIVERSE, SKILLED, LENGTH = 0.60, 1.0, 0.98, 0.10
 @contextmanager
 def serving(judge: Path, device: str) -> Iterator[dict[str, Any]]:
     """The table of a recipe for the judge in that folder."""
-    local, listening = open_judge(judge, device), open_socket("127.0.0.1", 0)
-    server = judge_server(local)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield {
-            "url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1",
-            "model": local.record.name,
-            "cache": str(judge.with_suffix(".said")),
-        }
-    finally:
-        server.should_exit = True
-        thread.join(30)
+    local = open_judge(judge, device)
+    with in_thread(judge_server(local)) as url:
+        yield {"url": f"{url}/v1", "model": local.record.name, "cache": str(judge.with_suffix(".said"))}
 
 
 def write_prompts(path: Path, books: Sequence[tuple[str, str]], part: Part, num: int) -> Path:

@@ -1,9 +1,11 @@
-"""A real server process for a bench script, and what can be read of it from outside."""
+"""Real servers for benches and tests: a process of its own and what can be read of it from outside, or a thread of this one."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from stretto.harness import suites
+from stretto.serve.server import open_socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,19 @@ def serving(source: Path, *flags: str, **told: Any) -> Iterator[Server]:
     """`stretto.harness.suites.serving`, with what can be asked of the process. Raises `UserError`: it did not start."""
     with suites.serving(source, *flags, **told) as (url, process):
         yield Server(url, process.pid, process)
+
+
+@contextmanager
+def in_thread(server: uvicorn.Server) -> Iterator[str]:
+    """The address of ``server`` on a free port of this machine; stopped in the end."""
+    listening = open_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from stretto.apps.search import best_subnet
 from stretto.apps.serve import BEST
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, claimed, write_text
-from stretto.evals.scores import Interval, interval, pass_at_k, pass_hat_k, resampled, share_interval
+from stretto.evals.scores import Interval, interval, mean_interval, pass_at_k, pass_hat_k, resampled
 from stretto.harness.suites import Budget, Judged, ask, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
 from stretto.model.spec import Counts, count, parse_subnet
@@ -84,10 +85,7 @@ def _result(suite: str, name: str, judged: Judged, options: EvalOptions) -> Doma
     means_P = np.ma.masked_invalid(value_PS).mean(1).filled(np.nan)
     is_graded = bool((np.nan_to_num(value_PS) % 1).any())
 
-    def spread(values_P: np.ndarray) -> Interval:
-        draws_R = resampled({name: values_P[None]}, seed=options.seed)[name][:, 0]
-        return share_interval(draws_R, int((~np.isnan(values_P)).sum()))
-
+    spread = partial(mean_interval, name, seed=options.seed)
     ks = [] if is_graded else sorted({1, options.samples})
     return DomainResult(
         suite=suite,

@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 
-from stretto.evals.scores import Interval, interval, resampled, share_interval
+from stretto.evals.scores import Interval, interval, mean_interval
 
 _FITS, _CONTROLLED_FITS = 500, 100
 """Resamplings; each is a fit."""
@@ -83,11 +83,8 @@ def fight(
     ``itself_P``, the same of the reference against itself. Raises `UserError`: two models never met."""
     num_problems, places = len(wins_PMM), range(len(models))
 
-    def rate(name: str, got_P: np.ndarray) -> Interval:
-        return share_interval(resampled({name: got_P[None]}, seed=seed)[name][:, 0], int((~np.isnan(got_P)).sum()))
-
     rates = [
-        [None if i == j else rate(f"{models[i]} against {models[j]}", wins_PMM[:, i, j]) for j in places]
+        [None if i == j else mean_interval(f"{models[i]} against {models[j]}", wins_PMM[:, i, j], seed) for j in places]
         for i in places
     ]
     even = np.full(num_problems, 1 / num_problems)
@@ -96,7 +93,9 @@ def fight(
     wins_RMM = np.tensordot(weights_RP, np.nan_to_num(wins_PMM), 1)
     points_RM = ELO * np.stack([strengths(wins_MM) for wins_MM in wins_RMM])
     gains_RM = points_RM - points_RM[:, [reference]]
-    itself = rate(f"{models[reference]} against itself", itself_P) if not np.isnan(itself_P).all() else None
+    itself = (
+        mean_interval(f"{models[reference]} against itself", itself_P, seed) if not np.isnan(itself_P).all() else None
+    )
     return Battles(list(models), rates, [interval(gains_R) for gains_R in gains_RM.T], itself, num_problems, verdicts)
 
 

@@ -270,16 +270,16 @@ def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor) -> Head:
     told_K = torch.where(is_few_K, few[1], all_[1])
     limit_K = torch.where(told_K >= _FINDS, torch.where(is_few_K, few[2], all_[2]), math.inf)
     rest_K = limit_K.isinf() if limit_K.isinf().any() else torch.ones(len(limit_K), dtype=torch.bool)
-    quality_NZ, worse_KNZ = _quality(whole_NSF), torch.stack([_quality(each) for each in damaged_KNSF[rest_K]])
-    unit_Z = (
-        (quality_NZ - worse_KNZ).abs().flatten(0, 1).median(0).values.clamp_min(1e-6)
-    )  # what the subtle damages change
+    quality_NZ, worse_KNZ = _quality(whole_NSF), torch.stack([_quality(each) for each in damaged_KNSF])
+    apart_KNZ = quality_NZ - worse_KNZ[rest_K]
+    unit_Z = apart_KNZ.abs().flatten(0, 1).median(0).values.clamp_min(1e-6)  # what the subtle damages change
+    apart_KNZ = apart_KNZ / unit_Z
 
     def slope_loss(slope_Z: Tensor) -> Tensor:
-        return F.softplus(-((quality_NZ - worse_KNZ) / unit_Z) @ slope_Z).mean() + _DECAY * slope_Z.square().sum()
+        return F.softplus(-apart_KNZ @ slope_Z).mean() + _DECAY * slope_Z.square().sum()
 
     slope_Z = _fitted(slope_loss, torch.zeros(len(unit_Z)))[0] / unit_Z
-    reach = torch.cat([_quality(whole_NSF), *map(_quality, damaged_KNSF)]) @ slope_Z
+    reach = torch.cat([quality_NZ, *worse_KNZ]) @ slope_Z
     shut_K = (reach.max() - reach.min()).clamp_min(1.0) * 2.0 ** told_K.argsort().argsort()
     origin_Z = quality_NZ.median(0).values
     return Head(

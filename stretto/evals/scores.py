@@ -137,6 +137,13 @@ def share_interval(draws_R: np.ndarray, num_problems: int) -> Interval:
     return Interval(found.value, low, high)
 
 
+def mean_interval(name: str, values_P: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
+    """The mean of shares over the problems of the domain ``name``, NaN left out. Raises `UserError`: all are."""
+    kept_P = np.asarray(values_P, np.float64)
+    draws_R = resampled({name: kept_P[None]}, seed=seed)[name][:, 0]
+    return share_interval(draws_R, int((~np.isnan(kept_P)).sum()))
+
+
 def flip_p(differences_P: np.ndarray, num: int = 10 * RESAMPLINGS, seed: int = 0) -> float:
     """Two-sided p of a paired permutation test: how often problems differ by this much on average, or more, if which of two models is
     which were a coin's throw on each. Never 0: as measured is one of the ``num`` + 1 ways. NaN: no difference; it is left out."""

@@ -26,10 +26,10 @@ from stretto.base.errors import UserError
 from stretto.base.paths import replacing
 from stretto.pictures.agent import Dialogue, PaintOptions, Verifier, respond
 from stretto.pictures.backend import Backend
+from stretto.serve.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger, describe
 
 _PAGE = Path(__file__).parent / "page"
-_POLICY = "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _MOST_BYTES = 1 << 16
 
 
@@ -170,6 +170,10 @@ class _Page(StaticFiles):
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
         response.headers.update(
-            {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+            {
+                "content-security-policy": CONTENT_POLICY,
+                "x-content-type-options": "nosniff",
+                "cache-control": "no-cache",
+            }
         )
         return response

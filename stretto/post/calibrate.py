@@ -13,7 +13,7 @@ import numpy as np
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.evals.ranker import LocalJudge
-from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.evals.scores import Interval, mean_interval
 from stretto.post.suite import MOST_INFRA
 from stretto.tasks.judge import Judge, JudgeFailed
 from stretto.tasks.task import Problem
@@ -115,16 +115,11 @@ def calibrate(
     first_PK = np.stack([(wins[kind, False] + wins[kind, True]) / 2 for kind in kinds], -1)
     differs_PK = np.stack([wins[kind, False] != 1 - wins[kind, True] for kind in kinds if kind != "itself"], -1)
     return Trust(
-        damages={kind: _share(won[kind]) for kind in told[0]},
-        layouts={kind: _share(1 - won[kind]) for kind in ("bulleted", "spaced")},
-        longer=_share(won["half"]),
-        itself=_share(wins["itself", False]),
-        position=_share(first_PK.mean(1)),
+        damages={kind: mean_interval("judge", won[kind]) for kind in told[0]},
+        layouts={kind: mean_interval("judge", 1 - won[kind]) for kind in ("bulleted", "spaced")},
+        longer=mean_interval("judge", won["half"]),
+        itself=mean_interval("judge", wins["itself", False]),
+        position=mean_interval("judge", first_PK.mean(1)),
         contradicted=float(differs_PK.mean()),
         num_infra=len(failures),
     )
-
-
-def _share(won_P: np.ndarray) -> Interval:
-    draws_R = resampled({"judge": won_P[None]}, seed=0)["judge"][:, 0]
-    return share_interval(draws_R, int((~np.isnan(won_P)).sum()))

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
-from stretto.evals.scores import Interval, resampled, share_interval
+from stretto.evals.scores import Interval, mean_interval
 from stretto.evals.writing import Overused, Similarity, group_measures, overused, text_measures
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
@@ -80,15 +80,13 @@ def _panel(
             means = {measure: float(np.mean([each[measure] for each in single])) for measure in single[0]}
             rows.append(group_measures(said, similar(said)) | means)
     every = [text for texts in groups.values() for text in texts if text.split()]
-    measures = {measure: _mean(measure, [row[measure] for row in rows]) for measure in (rows[0] if rows else ())}
+    measures = {
+        measure: mean_interval(measure, [row[measure] for row in rows]) for measure in (rows[0] if rows else ())
+    }
     return Panel(
-        name, measures, _mean("kept", kept_P) if kept_P else None, sum(map(len, groups.values())) - len(every),
+        name, measures, mean_interval("kept", kept_P) if kept_P else None, sum(map(len, groups.values())) - len(every),
         overused(every, people) if people is not None else [],
     )  # fmt: skip
-
-
-def _mean(name: str, values_P: Sequence[float]) -> Interval:
-    return share_interval(resampled({name: np.array([values_P])})[name][:, 0], len(values_P))
 
 
 def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint: Path) -> dict[str, SuiteConfig]:

@@ -36,7 +36,15 @@ from stretto.base.track import progress, say
 from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
 from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
-from stretto.evals.scores import Interval, interval, majority_at_k, pass_at_k, pass_hat_k, resampled, share_interval
+from stretto.evals.scores import (
+    Interval,
+    interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+    pass_hat_k,
+    resampled,
+)
 from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
 from stretto.rl.agent import AgentRole, Dialogue, GroupFailed
@@ -610,11 +618,7 @@ def _result(
     means_P = _means(value_PS)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
 
-    def spread(values_P: Sequence[float] | np.ndarray) -> Interval:
-        kept_P = np.asarray(values_P, np.float64)
-        draws_R = resampled({name: kept_P[None]}, seed=options.seed)[name][:, 0]
-        return share_interval(draws_R, int((~np.isnan(kept_P)).sum()))
-
+    spread = partial(mean_interval, name, seed=options.seed)
     kinds = [
         diversity([one.text for one in group], alike(group), SAME_AT["hidden" if options.embed else "characters"])
         for group in groups

@@ -49,11 +49,12 @@ from stretto.serve.responses import read_response
 
 PLAYGROUND = Path(__file__).parent / "playground"
 """The page; the files that lie there at the start are served by name, and no others."""
+CONTENT_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:"
+"""Pages load nothing from elsewhere and run no inline script."""
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Pages load nothing from elsewhere and run no inline script.
-    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src 'self' data:",
+    "content-security-policy": CONTENT_POLICY,
 }
 _PAGE_HEADERS = {"cache-control": "no-cache"}
 _HEAD_S = 30

@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.trajectory import Outcome
-from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from stretto.text.similar import spoken, words
 
@@ -94,9 +93,6 @@ class BriefsSource(TaskSource):
 
     args_kind = BriefsArgs
     args: BriefsArgs
-
-    def __init__(self, name: str, args: BriefsArgs, sandbox: Sandbox | None = None) -> None:
-        super().__init__(name, args, sandbox)
 
     def problem(self, item: int) -> Problem:
         rng = random.Random(f"{self.args.seed} {item}")

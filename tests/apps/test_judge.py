@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from bench.common.server import in_thread
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
 from stretto.evals.ranker import open_judge
 from stretto.rl.recipe import RlRecipe
 from stretto.serve.judge import judge_server
-from stretto.serve.server import open_socket
 from tests.apps.conftest import Run, refused
 from tests.evals.judges import network
 from tests.text.books import books
@@ -25,15 +23,9 @@ from tests.text.books import books
 @contextmanager
 def serving(judge: Path) -> Iterator[tuple[str, str]]:
     """Address and name."""
-    local, listening = open_judge(judge), open_socket("127.0.0.1", 0)
-    server = judge_server(local)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", local.record.name
-    server.should_exit = True
-    thread.join(30)
+    local = open_judge(judge)
+    with in_thread(judge_server(local)) as url:
+        yield f"{url}/v1", local.record.name
 
 
 @pytest.fixture(scope="module")

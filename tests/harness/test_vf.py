@@ -6,8 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +18,16 @@ import uvicorn
 import verifiers.v1 as vf
 
 from bench.common.scripted import app
+from bench.common.server import in_thread
 from stretto.harness.vf import SessionLoop, SourceData, SourceTask, SourceTaskset, SourceTasksetConfig, _turn
-from stretto.serve.server import open_socket
 from stretto.tasks.task import Problem
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Any:
-    listening = open_socket("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app("empty-call"), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(30)
+    with in_thread(server) as url:
+        yield f"{url}/v1"
 
 
 def first(kind: str) -> SourceTask:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.common.server import in_thread
 from stretto.base.errors import UserError
 from stretto.engine.async_engine import AsyncEngine
 from stretto.evals.ranker import LocalJudge, open_judge
 from stretto.serve.elastic import ServedModel
 from stretto.serve.judge import judge_server
-from stretto.serve.server import ServeSettings, open_socket
+from stretto.serve.server import ServeSettings
 from stretto.tasks.judge import JudgeFailed
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer
@@ -61,14 +60,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> LocalJudge:
 
 @pytest.fixture
 def address(local: LocalJudge) -> Iterator[str]:
-    listening, server = open_socket("127.0.0.1", 0), judge_server(local)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(30)
+    with in_thread(judge_server(local)) as url:
+        yield f"{url}/v1"
 
 
 def _source(tmp_path: Path, url: str, model: str, prompt: str = "The river rose.", **args: Any) -> Any:

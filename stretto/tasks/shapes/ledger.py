@@ -468,24 +468,17 @@ def plural(noun: str) -> str:
     return " ".join((*before, many)) + of + rest
 
 
-def refer(
-    things: Sequence[Thing], noun: str, colours: Iterable[str] = (), qualities: Iterable[str] = ()
-) -> Thing | None:
+def refer(things: Sequence[Thing], noun: str, colours: Iterable[str] = ()) -> Thing | None:
     """The thing that a phrase speaks of: the last one of that noun (or of that last word of it) with these colours."""
+    wanted = noun.partition(" of ")[0]
+    names, colours = {wanted, singular(wanted)}, {*colours}
 
     def fits(thing: Thing) -> bool:
-        name, wanted = thing.noun.partition(" of ")[0], noun.partition(" of ")[0]
-        is_it = (
-            thing.noun == noun
-            or name.split()[-1] == wanted
-            or name == wanted
-            or singular(wanted) in (name, name.split()[-1])
-        )
-        return is_it and {*colours} <= {*thing.colours}
+        name = thing.noun.partition(" of ")[0]
+        return (thing.noun == noun or bool(names & {name, name.split()[-1]})) and colours <= {*thing.colours}
 
     found = [thing for thing in things if fits(thing)]
-    exact = [thing for thing in found if thing.noun == noun]
-    fitting = exact or found
+    fitting = [thing for thing in found if thing.noun == noun] or found
     return fitting[-1] if fitting else None
 
 

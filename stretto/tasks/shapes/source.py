@@ -15,7 +15,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.draw import PALETTE, draw, place, see, unmet
+from stretto.tasks.shapes.draw import PALETTE, RELATIONS, draw, place, see, unmet
 from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, describe, read, unkept
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
@@ -54,7 +54,7 @@ def sample_ledger(rng: random.Random, args: ShapesArgs) -> Ledger:
     chosen = rng.sample(kinds, rng.randint(1, args.things))
     things = tuple(Thing(id, noun, rng.randint(1, args.count), (colour,)) for id, (noun, colour) in enumerate(chosen))
     pairs = [(first, second) for first, second in pairwise(things) if rng.random() < args.relations]
-    kinds_of = [rng.choice(("left of", "right of", "above", "below")) for _ in pairs]
+    kinds_of = [rng.choice(RELATIONS) for _ in pairs]
     return Ledger(
         things, tuple(Relation(one.id, kind, two.id) for (one, two), kind in zip(pairs, kinds_of, strict=True))
     )
