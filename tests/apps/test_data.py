@@ -40,6 +40,7 @@ def test_a_single_file_trains_and_says_what_was_held_out(stretto: Run, recipe: P
     assert TokenSet(data).num_tokens > 5 * TokenSet(data, "val").num_tokens > 100
 
 
+@pytest.mark.slow
 def test_held_out_text_is_named(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     book, other = write(tmp_path / "book.txt", 400), write(tmp_path / "other.txt", 50, "{} other words\n")
     (tmp_path / "more.jsonl").write_text(f'{{"text": "{"one more " * 300}"}}\n{{"text": "{"0 other words " * 9}"}}\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,17 @@ def told(said: Said) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in said.calls]
 
 
+@lru_cache(maxsize=4)
 def tokenizer_of(template: str, special: bool) -> Tokenizer:
     trained = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
     (trained.rust.add_special_tokens if special else trained.rust.add_tokens)(list(MARKS))
     return Tokenizer(trained.rust, trained.eos_token, template, trained.config)
+
+
+@lru_cache(maxsize=4)
+def compiler_of(template: str, special: bool) -> GrammarCompiler:
+    """One, since each starts a process."""
+    return GrammarCompiler(tokenizer_of(template, special))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -103,7 +111,7 @@ def test_a_forced_call_is_what_the_template_writes(name: str, special: bool) -> 
     grammar = prompts.grammar(tool_use(TOOLS, "required"), None, parallel=True)
     assert grammar is not None
     ids = tokenizer.encode_rendered(written(TEMPLATES[name], SAID))
-    state = GrammarCompiler(tokenizer).compile(grammar)
+    state = compiler_of(TEMPLATES[name], special).compile(grammar)
     for place, token in enumerate(ids):
         assert state.accept(token), (tokenizer.decode(ids[:place]), tokenizer.decode([token]))
     assert state.accept(tokenizer.eos_id)
@@ -117,6 +125,7 @@ def test_a_forced_call_follows_its_schema(name: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name], False)
     grammar = Prompts(tokenizer).grammar(tool_use(TOOLS[:1], "required"), None, parallel=False)
     assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], False)
     for wrong in (
         [("get_weather", {"city": "a"})],
         [("get_weather", {"city": "a", "days": "b"})],
@@ -124,7 +133,7 @@ def test_a_forced_call_follows_its_schema(name: str) -> None:
         [("now", {})],
         SAID,  # two
     ):
-        state = GrammarCompiler(tokenizer).compile(grammar)
+        state = compiler.compile(grammar)
         ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], wrong)), tokenizer.eos_id]
         assert not all(state.accept(token) for token in ids), wrong
 
@@ -271,7 +280,7 @@ def test_grammars_are_what_the_library_reads(name: str, form: dict | None, paral
     shape = None if form is None else ResponseFormat.model_validate(form)
     grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, thinking)
     assert grammar is not None and grammar.kind == "lark"
-    GrammarCompiler(prompts.tokenizer).compile(grammar)
+    compiler_of(TEMPLATES[name], True).compile(grammar)
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text)) in ("", None) or "<[" in grammar.text
 
 
@@ -282,10 +291,11 @@ def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
     shape = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
     grammar = prompts.grammar(tool_use([], None), shape, True, is_thinking=True)
     assert grammar is not None
-    state = GrammarCompiler(tokenizer).compile(grammar)
+    compiler = compiler_of(TEMPLATES["hermes"], special)
+    state = compiler.compile(grammar)
     ids = tokenizer.encode_rendered("Hm, 12.\n</think>\n\n12")
     assert all(state.accept(token) for token in ids) and state.accept(tokenizer.eos_id)
-    assert not all(map(GrammarCompiler(tokenizer).compile(grammar).accept, tokenizer.encode_rendered("Hm.</think>x")))
+    assert not all(map(compiler.compile(grammar).accept, tokenizer.encode_rendered("Hm.</think>x")))
 
 
 def test_a_format_without_tools_is_a_schema() -> None:

@@ -48,6 +48,7 @@ def test_it_begins_as_its_parent_whose_distribution_costs_nothing(
     assert not torch.equal(moved.model.state_dict()["embedding.weight"], before["embedding.weight"])
 
 
+@pytest.mark.slow
 def test_subnets_come_closer_to_a_frozen_parent(elasticize_in: Callable[..., Trained], tmp_path: Path) -> None:
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -56,6 +56,7 @@ def test_a_resume_computes_as_before_and_times_nothing(run: Any, monkeypatch: py
     assert run(train__dtype="auto", train__steps=5, resume=True).pace == first.pace
 
 
+@pytest.mark.slow
 def test_looking_for_a_pace_changes_nothing(run: Any, make_run: Any, assert_same: Any, monkeypatch: Any) -> None:
     """Not the batches, the weights or the number of threads."""
     monkeypatch.setattr(pace, "multiplies_bf16", lambda device: False)
