@@ -4,8 +4,9 @@
     python -m bench.enhance runs/x --geneval FILE -n 30     requests of GenEval's evaluation_metadata.jsonl instead
     python -m bench.enhance runs/x --unrepaired             what the model wrote, not put right: must fail
 
-Rows: the request itself, a fixed suffix, the model asked without grammar or repair, with the grammar alone, and both. What a request
-asks for is written down by hand (or by GenEval's authors) and looked for by the expressions in this file, which share nothing with the
+Rows: the request itself, a fixed suffix, the model asked without grammar or repair (for a text, and for fields, which is what
+recipes/enhancer.toml trains), with the grammar alone, and both.
+What a request asks for is written down by hand (or by GenEval's authors) and looked for by the expressions in this file, which share nothing with the
 ledger that repairs. A colour counts if it stands at its object and no other colour does at the same noun, a number if it stands before it, a
 relation if subject, preposition and object follow each other in one sentence, or the inverse the other way round. Aspects: of subject,
 scene, style, lighting, composition and camera, those that some word speaks of; "own": whose text no other request was given, which a
@@ -31,8 +32,9 @@ from bench.common.measure import table, wide_console
 from stretto.apps.agent import Endpoint, endpoint
 from stretto.apps.serve import ServeOptions
 from stretto.base.track import progress
-from stretto.pictures.enhance import EXAMPLE, FIELDS, SYSTEM, enhance, joined
+from stretto.pictures.enhance import enhance
 from stretto.serve.client import ApiFailure
+from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, SYSTEM, fields_of, joined, messages
 
 SUFFIX = "Highly detailed photograph, soft natural light, centered composition, 50mm lens, plain background."
 SIZES = ("full", "half", "corner")
@@ -132,6 +134,16 @@ def spoken(text: str, asked: str) -> dict[str, str]:
     return found
 
 
+async def ungrammatical(asked: Endpoint, prompt: str, size: str | None) -> str:
+    """The fields, asked for as the enhancer does, without grammar and repair: what `recipes/enhancer.toml` trains."""
+    told = await asked.client.post(
+        "/v1/chat/completions",
+        {"model": asked.model, "messages": messages(prompt, 1024, 1024), "temperature": 0.0, "max_tokens": 200}
+        | ({"elastic": size} if size else {}),
+    )
+    return joined(fields_of(told["choices"][0]["message"]["content"] or ""))
+
+
 async def plain(asked: Endpoint, prompt: str, size: str | None, seed: int) -> tuple[str, float]:
     """The model without grammar and repair: what a user of the chat API gets for the same instruction."""
     body: dict[str, Any] = {
@@ -172,6 +184,9 @@ async def all_rows(
                     if size == sizes[0]:
                         rows.setdefault(f"{size}: no grammar, no repair", []).append(
                             await plain(asked, each.text, size, 0)
+                        )
+                        rows.setdefault(f"{size}: fields, the same", []).append(
+                            (await ungrammatical(asked, each.text, size), 0.0)
                         )
                     made = await enhance(ask, each.text, 1024, 1024, size=size)
                     written = joined({name: made.written.get(name) or "-" for name in FIELDS})

@@ -8,51 +8,18 @@ quotation marks. What was put right is told.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from stretto.base.errors import UserError
+from stretto.tasks.shapes.fields import PLAIN, fields_of, joined, messages, repeats, schema
 from stretto.tasks.shapes.ledger import Ledger, contradictions, read, unkept
 
-_SIGNS: Final = {
-    "scene": "background|room|interior|street|forest|garden|field|city|sky|beach|kitchen|studio|table|floor|wall|landscape|park|window",
-    "style": "style|painting|photograph|illustration|render|watercolor|cartoon|sketch|realistic|minimalist|cinematic|impressionist",
-    "lighting": "light|lighting|sunlight|shadows|glow|sunset|moonlight|daylight|candlelight|lamplight|backlit",
-    "composition": "centered|foreground|symmetrical|balanced|framed|rule of thirds|negative space|diagonal|layered",
-    "camera": "shot|close-up|lens|angle|depth of field|focus|macro|perspective|bokeh",
-}
-"""Words of which a field has one: what makes it speak of its aspect."""
-_PLAIN: Final = {
-    "scene": "plain background",
-    "style": "realistic style",
-    "lighting": "soft natural light",
-    "composition": "balanced composition",
-    "camera": "eye-level shot",
-}
-"""What stands for a field that had to go."""
-FIELDS: Final = ("subject", *_SIGNS)
-_WORDS = r"[A-Za-z]{1,14}([ -][A-Za-z]{1,14})"
 _MAX_TOKENS = 1024
 """More than the longest answer of the grammar: one that is cut was cut by the server."""
-SYSTEM = (
-    "You write prompts for an image model. Repeat the subject of the request word for word, then say in a few words what scene, "
-    "style, lighting, composition and camera suit it. Answer in JSON."
-)
-EXAMPLE = (
-    {"prompt": "two white cups on a wooden table", "width": 1024, "height": 1024},
-    {
-        "subject": "two white cups on a wooden table",
-        "scene": "a quiet kitchen with a window",
-        "style": "warm still life photograph",
-        "lighting": "soft morning light from the side",
-        "composition": "centered with negative space",
-        "camera": "close-up shot with shallow depth of field",
-    },
-)
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Posts a body to a chat API's completions and gives its JSON."""
@@ -75,21 +42,6 @@ class Enhanced:
     """Size that wrote it, if the server tells."""
 
 
-def schema() -> dict[str, Any]:
-    """JSON schema of the fields: short, without quotation marks, and each with a word of its aspect."""
-    fields = {
-        name: {"type": "string", "pattern": f"^({_WORDS}{{0,6}} )?({signs})( {_WORDS}{{0,4}})?$"}
-        for name, signs in _SIGNS.items()
-    }
-    subject = {"type": "string", "pattern": r"^[A-Za-z][A-Za-z0-9 ,'-]{2,160}$"}
-    return {
-        "type": "object",
-        "properties": {"subject": subject, **fields},
-        "required": list(FIELDS),
-        "additionalProperties": False,
-    }
-
-
 async def enhance(
     ask: Ask, prompt: str, width: int, height: int, *, size: str | None = None, temperature: float = 0.0, seed: int = 0
 ) -> Enhanced:
@@ -103,15 +55,7 @@ async def enhance(
     """
     ledger = readable(prompt)
     body: dict[str, Any] = {
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": json.dumps(EXAMPLE[0])},
-            {"role": "assistant", "content": json.dumps(EXAMPLE[1])},
-            {
-                "role": "user",
-                "content": json.dumps({"prompt": prompt, "width": width, "height": height}, ensure_ascii=False),
-            },
-        ],
+        "messages": messages(prompt, width, height),
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "prompt", "schema": schema(), "strict": True},
@@ -142,19 +86,6 @@ def readable(prompt: str) -> Ledger:
     return ledger
 
 
-def fields_of(text: str) -> dict[str, str]:
-    """The fields of an answer; none of one that is no such JSON."""
-    try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    if not isinstance(tree, dict):
-        return {}
-    return {
-        name: " ".join(tree[name].split()) for name in FIELDS if isinstance(tree.get(name), str) and tree[name].strip()
-    }
-
-
 def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """The fields that keep the ``ledger`` of ``prompt``, all six, and what was put right."""
     notes: list[str] = []
@@ -166,11 +97,11 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
         notes.append(f"subject: put back as it was asked ({'; '.join(lost)})")
     else:
         fields["subject"] = written["subject"].rstrip(".")
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         field = _spoken_of(ledger, written.get(name, "").rstrip("."))
         wrong = (
             ["it repeats itself"]
-            if _repeats(field)
+            if repeats(field)
             else _lost(ledger, f"{fields['subject']}. {field}")
             if field
             else ["nothing"]
@@ -179,14 +110,9 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")
     if lost := _lost(ledger, joined(fields)):  # fields that only together contradict it
-        fields |= _PLAIN
+        fields |= PLAIN
         notes.append(f"all but the subject: plain words ({'; '.join(lost)})")
     return fields, tuple(notes)
-
-
-def joined(fields: Mapping[str, str]) -> str:
-    """The prompt of the fields."""
-    return " ".join(f"{fields[name][0].upper()}{fields[name][1:]}." for name in FIELDS)
 
 
 def _spoken_of(ledger: Ledger, field: str) -> str:
@@ -195,12 +121,6 @@ def _spoken_of(ledger: Ledger, field: str) -> str:
         if thing.count == 1:
             field = re.sub(rf"\b(?:a|an) (?=(?:[\w-]+ ){{0,2}}{re.escape(thing.noun)}\b)", "the ", field)
     return field
-
-
-def _repeats(field: str) -> bool:
-    """Whether a quarter of its words have been there before: how small networks write on."""
-    words = field.lower().split()
-    return len({*words}) <= 0.75 * len(words)
 
 
 def _lost(ledger: Ledger, text: str) -> list[str]:

@@ -12,10 +12,14 @@ import pytest
 from PIL import Image
 
 from stretto.apps.serve import ServeOptions, served_here
+from stretto.base.config import read_recipe
+from stretto.base.paths import RECIPES
+from stretto.base.track import read_metrics
 from stretto.model.checkpoint import write_checkpoint
 from stretto.pictures.door import PATH
-from stretto.pictures.enhance import FIELDS, SYSTEM
+from stretto.rl.recipe import RlRecipe
 from stretto.tasks.shapes.draw import see, unmet
+from stretto.tasks.shapes.fields import FIELDS, SYSTEM
 from stretto.tasks.shapes.ledger import read, unkept
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
@@ -113,6 +117,26 @@ def test_what_cannot_be_painted(
     out = tmp_path / "picture.png"
     refused(stretto("paint", *(each.format(folder=tmp_path) for each in told), "-o", out), *words)
     assert not out.exists()
+
+
+def test_the_shipped_recipe_is_sound() -> None:
+    recipe = read_recipe(RECIPES / "enhancer.toml", RlRecipe)
+    assert recipe.sources["shapes"].kind == "shapes" and recipe.rewards["shapes"].diversity and recipe.loss.kl_weight
+
+
+@pytest.mark.slow
+def test_the_enhancer_is_trained_by_its_recipe(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
+    few = ("train.steps=2", "train.prompts=1", "train.eval_prompts=2", "rollout.group=2", "rollout.max_tokens=12",
+           "train.seq_len=2048", "runtime.isolate=none", "runtime.rewards.max=1", "loss.drop_uniform=false")  # fmt: skip
+    told = ("online", RECIPES / "enhancer.toml", "--model", roomy_run, "--out", tmp_path / "run", "--device", "cpu")
+    done = stretto(*told, *(f"--set={each}" for each in few))
+    assert done.code == 0, done.err
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert len(rows) == 2 and all(
+        0 <= row[f"reward/part/{part}"] <= 1 for row in rows for part in ("kept", "aspects", "diversity")
+    )
+    asked = ("enhance", "a red cube", "--model", tmp_path / "run", "--size", "64x64")
+    assert stretto(*asked).code == 0
 
 
 def answers(run: Path, *contents: Any) -> list[httpx.Response]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.pictures.enhance import EXAMPLE, FIELDS, Enhanced, enhance, fields_of, repaired
+from stretto.pictures.enhance import Enhanced, enhance, repaired
+from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, fields_of
 from stretto.tasks.shapes.ledger import read, unkept
 
 REQUEST = "two red cubes left of a blue sphere"

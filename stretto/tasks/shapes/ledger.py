@@ -495,7 +495,7 @@ def _bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Itera
 def describe(ledger: Ledger) -> str:
     """English that `read` reads back as the same ledger, ids aside; what contradicts itself included."""
     said = [*(f"no {plural(noun)}" for noun in ledger.absent)]
-    listed = [_article(thing) for thing in ledger.things]
+    listed = [with_number(thing) for thing in ledger.things]
     medium = f"{_with_article(ledger.medium[0])} of " if ledger.medium else ""
     sentences = [medium + _joined([*listed, *said])] if listed or said else []
     for relation in ledger.relations:
@@ -507,7 +507,8 @@ def describe(ledger: Ledger) -> str:
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 
-def _article(thing: Thing) -> str:
+def with_number(thing: Thing) -> str:
+    """ "a red cube", "two red cubes", "some red cubes"."""
     if thing.count is None:
         return f"some {thing.name}"
     return _with_article(thing.name) if thing.count == 1 else f"{_number_word(thing.count)} {thing.name}"

@@ -1,12 +1,13 @@
-"""Task set `shapes`: a request for a picture of coloured shapes, to be rewritten as a prompt that keeps and adds.
+"""Task set `shapes`: a request for a picture of coloured shapes, to be written out as `stretto enhance` has it written out.
 
-The answer is a prompt. It is judged twice: what the ledger of the request says must be in it, bound as it was, and a picture drawn
-from it by the exact renderer, read back, must meet the ledger. What it adds of style, light, composition and camera counts beside
-that, and only where everything was kept. Endless; item and seed make the problem.
+The answer is JSON of `stretto.tasks.shapes.fields`. The prompt made of it is judged twice: what the ledger of the request says must be
+in it, bound as it was, and a picture drawn from it by the exact renderer, read back, must meet the ledger. What it adds of scene, style,
+light, composition and camera counts beside that, and only where everything was kept. Endless; item and seed make the problem.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from typing import Final
@@ -16,22 +17,11 @@ from pydantic import Field
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.draw import PALETTE, RELATIONS, draw, place, see, unmet
-from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, describe, read, unkept
+from stretto.tasks.shapes.fields import ASPECTS, PLAIN, fields_of, joined, messages, spoken
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, read, unkept, with_number
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
 NOUNS: Final = ("circle", "square", "triangle")
-ASPECTS: Final = {
-    "scene": ("background", "room", "table", "field", "sky", "wall", "floor", "street", "studio", "paper"),
-    "style": ("style", "painting", "photo", "illustration", "render", "watercolor", "minimalist", "realistic", "cartoon", "sketch"),
-    "lighting": ("light", "lighting", "lit", "shadow", "shadows", "glow", "sunlight", "sunset", "bright", "dim"),
-    "composition": ("centered", "composition", "foreground", "symmetrical", "balanced", "framed", "framing", "space", "arranged"),
-    "camera": ("camera", "shot", "close-up", "lens", "angle", "view", "focus", "macro", "wide-angle", "perspective"),
-}  # fmt: skip
-"""What a picture has besides its subject, and words that speak of it."""
-_ASK = (
-    "Rewrite this request as one prompt for an image model. Keep every object, number, colour and place exactly as asked; "
-    "add a style, lighting, composition, camera and background. Answer with the prompt only.\n\nRequest: {request}"
-)
 
 
 class ShapesArgs(Config):
@@ -60,10 +50,11 @@ def sample_ledger(rng: random.Random, args: ShapesArgs) -> Ledger:
     )
 
 
-def aspects(text: str) -> tuple[str, ...]:
-    """Of `ASPECTS`, what a text speaks of."""
-    words = set(text.lower().replace(",", " ").replace(".", " ").split())
-    return tuple(name for name, signs in ASPECTS.items() if words & {*signs})
+def request_of(ledger: Ledger) -> str:
+    """A `sample_ledger` in one sentence, as people ask: "two red circles left of a blue square, a green triangle"."""
+    places = {each.subject: f" {each.kind} " for each in ledger.relations}
+    last = ledger.things[-1].id
+    return "".join(with_number(each) + ("" if each.id == last else places.get(each.id, ", ")) for each in ledger.things)
 
 
 class ShapesSource(TaskSource):
@@ -71,23 +62,26 @@ class ShapesSource(TaskSource):
     args: ShapesArgs
 
     def problem(self, item: int) -> Problem:
-        ledger = sample_ledger(random.Random(f"shapes/{self.args.seed}/{item}"), self.args)
-        request = describe(ledger)
-        gold = f"{request} Flat illustration on a plain paper background, soft light, balanced composition, straight camera view."
-        return Problem(item, ({"role": "user", "content": _ASK.format(request=request)},), gold, {"request": request})
+        request = request_of(sample_ledger(random.Random(f"shapes/{self.args.seed}/{item}"), self.args))
+        asked = messages(request, self.args.pixels, self.args.pixels)
+        return Problem(item, tuple(asked), json.dumps({"subject": request, **PLAIN}), {"request": request})
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        """1: all is kept and all aspects are there; 0.5 and up: all is kept; below: the share that is."""
+        """1: all is kept and all aspects are there; 0.5 and up: all is kept; below: the share that is; 0: it cannot be read."""
         ledger = read(problem.payload["request"])
+        fields = fields_of(answer.text)
+        if "subject" not in fields:
+            return Score.of(False, {"kept": 0.0, "aspects": 0.0, "marked": 0.0}, "no JSON with a subject")
+        prompt = joined(fields)
         try:
-            lost = unkept(ledger, answer.text)
-            picture = draw(place(read(answer.text), problem.item), self.args.pixels, self.args.pixels)
+            lost = unkept(ledger, prompt)
+            picture = draw(place(read(prompt), problem.item), self.args.pixels, self.args.pixels)
             wrong = unmet(ledger, see(picture))
         except UserError as error:  # it asks for what cannot be drawn: the answer's fault
-            return Score.of(False, {"kept": 0.0, "aspects": 0.0}, str(error))
+            return Score.of(False, {"kept": 0.0, "aspects": 0.0, "marked": 1.0}, str(error))
         kept = 1 - min(ledger.num_constraints, max(len(lost), len(wrong))) / ledger.num_constraints
-        added = len(aspects(answer.text)) / len(ASPECTS)
+        added = len(spoken(fields)) / len(ASPECTS)
         right = not (lost or wrong)
-        parts = {"kept": kept, "aspects": added}
+        parts = {"kept": kept, "aspects": added, "marked": 1.0}
         score = Score.of(right, parts, "; ".join(each.says for each in (*lost, *wrong))[:200])
         return Score(0.5 + added / 2 if right else kept / 2.5, score.outcome, parts, score.detail)

@@ -1,27 +1,49 @@
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 
-from stretto.tasks.shapes.ledger import read, unkept
-from stretto.tasks.shapes.source import ShapesArgs, ShapesSource
-from stretto.tasks.task import Answer
+from stretto.tasks.shapes.fields import EXAMPLE, PLAIN, SYSTEM, spoken
+from stretto.tasks.shapes.ledger import read
+from stretto.tasks.shapes.source import ShapesArgs, ShapesSource, request_of, sample_ledger
+from stretto.tasks.task import Answer, Score
 
 
 def test_its_own_answers_are_right_and_others_are_not() -> None:
     ShapesSource("shapes", ShapesArgs()).validate(16)
 
 
+def test_a_request_in_one_sentence_is_read_back() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9))
+        assert read(request_of(ledger)) == ledger and "." not in request_of(ledger)
+
+
 def test_keeping_earns_half_and_aspects_the_rest_but_only_then() -> None:
     source = ShapesSource("shapes", ShapesArgs(seed=1))
     problem = next(each for each in map(source.problem, range(99)) if len(read(each.payload["request"]).relations) == 2)
-    request = problem.payload["request"]
-    assert source.score(problem, Answer(request)).reward == 0.5
+    assert problem.messages[0]["content"] == SYSTEM
+    asked = json.loads(problem.messages[-1]["content"])["prompt"]
+
+    def scored(**fields: str) -> Score:
+        return source.score(problem, Answer(json.dumps(fields)))
+
+    assert scored(subject=asked).reward == 0.5 and scored(subject=asked, scene="a paper wall").reward == 0.6
     assert source.score(problem, Answer(problem.gold)).reward == pytest.approx(1)
-    lost = (
-        request.rpartition(" The ")[0]
-        + " Soft light, balanced composition, close-up camera shot, photo style, paper background."
-    )
-    assert [each.kind for each in unkept(read(request), lost)] == ["relation"]
-    score = source.score(problem, Answer(lost))
-    assert not score.ok and 0 < score.reward < 0.5 and score.parts["aspects"] == 1
-    assert source.score(problem, Answer("")).reward == 0
+    first, _, rest = asked.partition(" of ") if " of " in asked else asked.partition(" above ")
+    lost = scored(subject=f"{first.removesuffix(' left').removesuffix(' right')} and {rest}", **PLAIN)
+    assert not lost.ok and 0 < lost.reward < 0.5 and lost.parts["aspects"] == 1 and "is not" in lost.detail
+    bound = scored(subject=asked, **{**PLAIN, "camera": "shot of another pink circle"})
+    assert not bound.ok
+    for unread in ("", asked, "[1]", json.dumps({"scene": "a room"}), json.dumps({"subject": "a cat"})):
+        assert source.score(problem, Answer(unread)).reward == 0
+
+
+def test_a_field_counts_that_the_grammar_would_take_and_that_is_nobody_elses() -> None:
+    assert spoken(PLAIN) == tuple(PLAIN) and spoken({}) == ()
+    assert spoken({name: EXAMPLE[1][name] for name in PLAIN}) == ()
+    wrong = {"scene": "a nice thing", "style": "style style", "lighting": "light, and more of it", "camera": "shot"}
+    assert spoken(wrong) == ("camera",)
