@@ -1,18 +1,20 @@
-"""Agents at a service desk whose schemas they have never seen: what demonstrations teach a small network, and what rewards add.
+"""Agents at a service desk whose schemas they have never seen: what demonstrations teach a network, and what rewards add.
 
     python -m bench.service runs/service                            one process
     python -m bench.service runs/service --seeds 1 --problems 50    a look
     python -m bench.service runs/service --set train.steps=1        rewards for one step alone: must fail
+    python -m bench.service runs/smol_desk --recipe recipes/service_smol.toml --model runs/smol --device cuda --at-once 5
 
-A network of random weights (`recipes/service.toml`) learns from demonstrations, and from there, for each seed with other
-problems, by reinforcement, all on schemas of part ``train``. It is asked problems of part ``held_out``, whose names occur in
-no other, at temperature 1, as it was trained: pass^1 and pass^4, the chance that one sample is right, and that all of four are.
-Neither chooses anything here: steps and rates are the recipe's, for all seeds alike. Beside them stand agents that need no
+A network of random weights (`recipes/service.toml`), or that of ``--model``, learns from demonstrations, and from there, for each
+seed with other problems, by reinforcement, all on schemas of part ``train``. It is asked problems of part ``held_out``, whose names
+occur in no other, at temperature 1, as it was trained: pass^1 and pass^4, the chance that one sample is right, and that all of four
+are. Neither chooses anything here: steps and rates are the recipe's, for all seeds alike. Beside them stand agents that need no
 network: one that says nothing, one that always transfers, and one that does all that it is asked after a yes and never reads the
 policy.
 
-What has ended is kept in OUT, and not done again; supervised training and evaluations go on where they were stopped. Exit code 1: pass^1
-is below 80 % or pass^4 below 60 % in the mean over seeds, or doing nothing is right more often than 5 %.
+What has ended is kept in OUT, and not done again; supervised training and evaluations go on where they were stopped, and
+``--set runtime.stop_s=300`` ends each seed's rewards by the clock. Exit code 1: pass^1 is below 80 % or pass^4 below 60 % in the mean
+over seeds, or doing nothing is right more often than 5 %.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 
@@ -29,7 +34,7 @@ import torch
 from bench.common.measure import half_width, table, wide_console
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, remove
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, remove
 from stretto.base.track import progress
 from stretto.evals.scores import Interval
 from stretto.post.suite import EvalOptions, Evaluation, SuiteConfig, evaluate
@@ -39,7 +44,7 @@ from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
 SOURCE = "service"
-STAGES = ("demonstrations", "and rewards")
+DEMONSTRATIONS, REWARDS = "demonstrations", "and rewards"
 IDLE, TRANSFERS = "empty", "always transfer"
 K = 4
 AIMS = {1: 0.8, K: 0.6}
@@ -51,32 +56,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--model", type=Path, help="what learns, where the recipe describes no network")
+    parser.add_argument("--seeds", type=int, default=5, help="of rewards; 0: demonstrations alone")
+    parser.add_argument("--at-once", type=int, default=1, help="seeds, each a process")
     parser.add_argument("--problems", type=int, default=100, help="held out, of every seed")
     parser.add_argument("--samples", type=int, default=8, help="of each")
     parser.add_argument("--own-starts", action="store_true", help="demonstrations anew for each seed, not once for all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    found: dict[str, list[Evaluation]] = {name: [] for name in STAGES}
-    for seed in range(options.seeds):
-        seeds = [f"train.seed={seed}", f"sources.{SOURCE}.args.seed={seed}"]
-        recipe = read_recipe(options.recipe, RlRecipe, [*options.settings, *seeds])
-        folder = options.out / f"seed-{seed}"
-        start = made_start(recipe, folder if options.own_starts else options.out / "seed-0", device=options.device)
-        checkpoints = {"demonstrations": start, "and rewards": train(recipe, folder, start, options.device)}
-        for stage, checkpoint in checkpoints.items():
-            found[stage].append(ask(recipe, checkpoint, options))
-            score = found[stage][-1].domains[SOURCE]
-            print(
-                f"seed {seed}, {stage}: pass^1 {score.pass_hat[1].value:.3f}, pass^{K} {score.pass_hat[K].value:.3f}",
-                flush=True,
-            )
+    starts = range(max(1, options.seeds) if options.own_starts else 1)
+    found: dict[str, list[Evaluation]] = {}
+    # a process for each: what a training leaves behind on a GPU is not there for the next
+    with ProcessPoolExecutor(options.at_once, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for stage, seeds in ((DEMONSTRATIONS, starts), (REWARDS, range(options.seeds))):
+            checkpoints = list(pool.map(partial(learn, options, stage), seeds))
+            found[stage] = list(pool.map(partial(ask, options, stage), seeds, checkpoints))
     show(options, found)
-    last = [each.domains[SOURCE] for each in found["and rewards"]]
-    reached = all(mean(one.pass_hat[k].value for one in last) >= aim for k, aim in AIMS.items())
+    last = [each.domains[SOURCE] for each in found[REWARDS]]
+    reached = last and all(mean(one.pass_hat[k].value for one in last) >= aim for k, aim in AIMS.items())
     sys.exit(not reached or any(one.baselines[IDLE].value > MOST_IDLE for one in last))
+
+
+def recipe_of(options: argparse.Namespace, seed: int) -> RlRecipe:
+    seeds = [f"train.seed={seed}", f"sources.{SOURCE}.args.seed={seed}"]
+    return read_recipe(options.recipe, RlRecipe, [*options.settings, *seeds])
+
+
+def learn(options: argparse.Namespace, stage: str, seed: int) -> Path:
+    """A seed's checkpoint after a stage."""
+    torch.set_num_threads(1)
+    recipe, folder = recipe_of(options, seed), options.out / f"seed-{seed}"
+    origin = checkpoint_folder(options.model) if options.model else None
+    start = made_start(recipe, folder if options.own_starts else options.out / "seed-0", origin, options.device)
+    return train(recipe, folder, start, options.device) if stage == REWARDS else start
 
 
 def train(recipe: RlRecipe, folder: Path, start: Path, device: str) -> Path:
@@ -95,21 +108,26 @@ def train(recipe: RlRecipe, folder: Path, start: Path, device: str) -> Path:
     return checkpoint
 
 
-def ask(recipe: RlRecipe, checkpoint: Path, options: argparse.Namespace) -> Evaluation:
-    source = recipe.sources[SOURCE]
+def ask(options: argparse.Namespace, stage: str, seed: int, checkpoint: Path) -> Evaluation:
+    """What it answers to held-out problems, which are the same for all seeds."""
+    torch.set_num_threads(1)
+    recipe = recipe_of(options, 0)
     suite = SuiteConfig(
-        sources={SOURCE: source.replace(args={**source.args, "part": "held_out", "seed": 0})},
+        sources={SOURCE: recipe.sources[SOURCE].replace(args={**recipe.sources[SOURCE].args, "part": "held_out"})},
         problems=options.problems,
         max_tokens=recipe.rollout.max_tokens,
         max_turns=recipe.rollout.max_turns,
     )
-    told = EvalOptions(samples=options.samples, max_batch=recipe.rollout.max_batch)
+    how = EvalOptions(samples=options.samples, max_batch=recipe.rollout.max_batch)
     out = checkpoint.with_name(f"{checkpoint.name}.held_out")
-    return evaluate(checkpoint, {SOURCE: suite}, out, told, name=checkpoint.parent.name, device=options.device)
+    found = evaluate(checkpoint, {SOURCE: suite}, out, how, name=checkpoint.parent.name, device=options.device)
+    scores = (f"pass^{k} {value.value:.3f}" for k, value in found.domains[SOURCE].pass_hat.items() if k in AIMS)
+    print(f"seed {seed}, {stage}: {', '.join(scores)}", flush=True)
+    return found
 
 
 def show(options: argparse.Namespace, found: Mapping[str, list[Evaluation]]) -> None:
-    first = found["demonstrations"][0]
+    first = found[DEMONSTRATIONS][0]
     cost = first.cost
     shown = table(
         f"{options.problems} problems of held-out schemas, {options.samples} samples each, {options.seeds} seeds of "
@@ -119,7 +137,7 @@ def show(options: argparse.Namespace, found: Mapping[str, list[Evaluation]]) -> 
     for name in (IDLE, TRANSFERS):
         value = told(first.domains[SOURCE].baselines[name])
         shown.add_row({IDLE: "does nothing"}.get(name, name), value, value, "", "")
-    for stage, evaluations in found.items():
+    for stage, evaluations in ((stage, each) for stage, each in found.items() if each):
         domains = [each.domains[SOURCE] for each in evaluations]
         cells = []
         for k in AIMS:

@@ -243,7 +243,7 @@ def _plan_of(recipe: RlRecipe, start: StartConfig) -> SftRecipe:
         seq_len=train.seq_len,
         micro_batches=num,
         seed=train.seed,
-        dtype="float32",
+        dtype=start.dtype,
         keep_snapshots=1,
     )
     return SftRecipe(optim=start.optim, train=loop, elastic=start.elastic, balance_rate=train.balance_rate)

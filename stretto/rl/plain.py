@@ -7,6 +7,8 @@ asynchronous run is held against it, so nothing here is shared with that but the
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,13 +69,14 @@ async def run_synchronously(
     trainer: TrainerRole,
     report: Callable[[StepReport], None] = lambda report: None,
 ) -> list[StepReport]:
-    """Train ``recipe`` from the trainer's weights to its last step; ``agent`` samples from ``engines``.
+    """Train ``recipe`` from the trainer's weights to its last step, or the first after its time; ``agent`` samples from ``engines``.
 
     Raises:
         GroupFailed: a group could not be sampled.
         UserError: nothing to learn from: all rewards are equal, group after group.
     """
     train, reports, ordinal = recipe.train, [], 0
+    stop_s = time.monotonic() + (recipe.runtime.stop_s or math.inf)
     await _activate(trainer, engines)
     for step in range(train.steps):
         refs: list[GroupRef] = []
@@ -93,6 +96,8 @@ async def run_synchronously(
         reports.append(await asyncio.to_thread(trainer.step, refs, step))
         report(reports[-1])
         await _activate(trainer, engines)
+        if time.monotonic() > stop_s:
+            break
     return reports
 
 

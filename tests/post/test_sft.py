@@ -192,6 +192,18 @@ def test_a_start_without_a_network_trains_an_existing_one_further(
     assert now[written].mean() < was[written].mean() < 2.5  # goes on where the other ended
 
 
+def test_a_start_computes_in_the_dtype_that_it_is_told(sources: dict[str, TaskSource], tmp_path: Path) -> None:
+    plain, weights = recipe(), {}
+    assert plain.start is not None
+    for dtype in ("float32", "bfloat16"):
+        told = StartConfig.model_validate({**plain.start.model_dump(), "steps": 1, "dtype": dtype})
+        made = sft(plain.replace(start=told), sources, tmp_path / dtype, ranks=join("cpu"))
+        weights[dtype] = torch.cat([each.flatten() for each in read_checkpoint(made).model.state_dict().values()])
+    # the first step of AdamW moves each weight by the rate, up or down: few gradients change their sign by rounding
+    apart = (weights["float32"] - weights["bfloat16"]).abs() > 1e-3
+    assert 0 < apart.float().mean() < 0.1
+
+
 def test_a_start_keeps_the_sizes_alive_that_it_is_told(sources: dict[str, TaskSource], tmp_path: Path) -> None:
     plain = recipe()
     assert plain.start is not None

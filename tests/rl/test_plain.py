@@ -63,9 +63,9 @@ class Counting:
         return WeightVersion(len(self.batches), "", "", 0)
 
 
-def plain_batches(share: float, seed: int) -> list[list[int]]:
+def plain_batches(share: float, seed: int, **changes: Any) -> list[list[int]]:
     agent, trainer = Answering(share, seed), Counting()
-    chosen = recipe(train__steps=STEPS, train__prompts=PROMPTS)
+    chosen = recipe(train__steps=STEPS, train__prompts=PROMPTS, **changes)
     work: Any = run_synchronously(chosen, task, agent, [agent], trainer, lambda report: None)  # type: ignore[arg-type]
     asyncio.run(work)
     return trainer.batches
@@ -105,6 +105,10 @@ def test_both_loops_train_the_same_groups_in_the_same_steps(share: float, seed: 
 def test_the_plain_loop_gives_a_hopeless_task_up() -> None:
     with pytest.raises(UserError, match=r"^loss\.drop_uniform: .* groups of step 0 had rewards that were all equal"):
         plain_batches(1.1, 0)
+
+
+def test_the_plain_loop_ends_after_the_step_that_its_time_is_over_in() -> None:
+    assert len(plain_batches(0.0, 0, runtime__stop_s=1e-9)) == 1
 
 
 @pytest.mark.slow

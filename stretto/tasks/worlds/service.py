@@ -432,11 +432,11 @@ def _verdict(rows: Rows, request: _Request | None) -> Verdict:
 def _rule(kind: _Kind, operation: Operation, state: str) -> str:
     verdict = kind.rules[operation][state]
     allowed = "allowed after a yes" if operation in kind.asks else "allowed"
-    return f'"{state}": {allowed if verdict == "do" else f"call {verdict}"}.'
+    return f'"{state}": {allowed if verdict == "do" else verdict}.'
 
 
 def _dear(kind: _Kind) -> str:
-    return f'"{PRICE}" is above {kind.limit}: call transfer.'
+    return f'"{PRICE}" is above {kind.limit}: transfer.'
 
 
 def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
@@ -455,7 +455,10 @@ def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
         note = draw.choice(_NOTES).format(kind=kind.name, field=draw.choice(kind.fields))
         lines.insert(draw.randrange(len(lines) + 1), note)
         left -= len(note.split())
-    last = 'Read records first. For a yes ask with the "id" and all new values. A turn without "?" ends it.'
+    last = (
+        'Read records first. Decline and transfer by a call. For a yes ask with the "id" and all new values. '
+        'A turn without "?" ends it.'
+    )
     return "\n".join([*lines, last])
 
 
