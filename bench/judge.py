@@ -1,10 +1,11 @@
 """How far a local judge of writing can be trusted: six damages, layout, order, and what games it (figures 1, 2 and 4 of writing).
 
     python -m bench.judge OUT --model CHECKPOINT --data BOOKS          again: goes on; books are JSONL with text and author
-    python -m bench.judge OUT --model CHECKPOINT --data BOOKS --passages 3000 --tried 600 --device cuda     long
+    python -m bench.judge OUT --model CHECKPOINT --data BOOKS --device cuda     600 passages a judge, 200 tried, 40 in figures 2 and 4
 
 Two judges learn, one to reward and one to evaluate, from other authors each and by other draws; both are tried with a third part of
-the authors. Of a passage and what a damage made of it, who is higher? Beside it: whether the worst whole passage is above, that of all
+the authors, by a draw of its own: `--seed 0` is the one that settings were chosen by. Of a passage and what a damage made of it, who is
+higher? Beside it: whether the worst whole passage is above, that of all
 prompts together (*any pair*); and what zlib's ratio, distinct-2 and length alone tell, each in the direction that the training
 authors say is better.
 
@@ -12,8 +13,8 @@ Games are answers to the held-out prompts that nobody should like: the passage's
 over and over to 16,000 tokens, sentences of other languages.
 
 Exits with 1 unless each damage has 95 % of pairs, layouts win 45 to 55 %, order changes nothing by more than 3 points, and no game
-is above the median of whole passages, by both judges. ``--mute surprise`` or ``states`` leaves out a half of what the judges read, and
-``--as-written`` shows them the layout: mutants, that should fail.
+is above the median of whole passages, by both judges. ``--mute surprise``, ``order`` or ``states`` leaves out a part of what the judges
+read, and ``--as-written`` shows them the layout: mutants, that should fail.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from stretto.text.similar import compression, distinct, words
 
 GAME_WORDS = 11_000
 """About 16,000 tokens."""
+MUTES = {"": slice(0), "surprise": slice(-4, None), "order": slice(-1, None), "states": slice(-4)}
+SIZES = {"cpu": (64, 32, 8), "cuda": (600, 200, 40)}
+"""Passages to learn from, tried, and compared."""
 AIM, LAYOUT, ORDER = 0.95, (0.45, 0.55), 0.03
 OTHER_LANGUAGES = {
     "German": "Es war einmal ein König, der hatte drei Söhne. Der Wald lag still im Abendlicht, und niemand sprach ein Wort. Am Morgen "
@@ -93,9 +97,9 @@ def games(found: Sequence[Passage]) -> dict[str, list[tuple[str, str]]]:
 
 
 def muted(read_KNSF: Tensor, what: str) -> Tensor:
-    """Without ``surprise``, the last three features, or without the ``states`` before them."""
+    """Without ``surprise``, the last four features, ``order``, the last of them, or the ``states`` before them."""
     made = read_KNSF.clone()
-    made[..., {"": slice(0), "surprise": slice(-3, None), "states": slice(-3)}[what]] = 0
+    made[..., MUTES[what]] = 0
     return made
 
 
@@ -109,14 +113,14 @@ class Bench:
             open_reader(options.model, options.device),
             options.out / "states",
         )
-        self.found, self.told, states = passage_states(reader, books, "held_out", options.tried, kept)
+        self.found, self.told, states = passage_states(reader, books, "held_out", options.tried, kept, options.seed)
         self.states = muted(states, options.mute)
         self.judges, self.learnt = dict[str, LocalJudge](), ([], [])
         for seed, part in enumerate(options.judges):
             found, told, read_KNSF = passage_states(reader, books, part, options.passages, kept)
             read_KNSF = muted(read_KNSF, options.mute)
             head = train_head(read_KNSF[0], read_KNSF[1:])
-            folder = options.out / f"judge-{part}"
+            folder = options.out / part  # where `bench.writing OUT` looks for them
             save_judge(folder, reader, head, part, seed, found, read_KNSF)
             self.judges[part] = open_judge(folder, options.device)
             self.learnt[0].extend(found)
@@ -203,16 +207,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
-    parser.add_argument("--passages", type=int, default=64, help="that each judge learns from")
+    parser.add_argument("--passages", type=int, help="that each judge learns from (64, on a GPU 600)")
     parser.add_argument("--judges", nargs="+", choices=("reward", "evaluation"), default=["reward", "evaluation"])
-    parser.add_argument("--tried", type=int, default=32, help="passages of authors that neither has read")
+    parser.add_argument("--tried", type=int, help="passages of authors that neither has read (32, on a GPU 200)")
     parser.add_argument(
-        "--compared", type=int, default=8, help="of those, in figures 2 and 4, whose texts are read anew"
+        "--compared", type=int, help="of those, in figures 2 and 4, whose texts are read anew (8, on a GPU 40)"
     )
-    parser.add_argument("--mute", choices=("", "surprise", "states"), default="")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw of the passages tried")
+    parser.add_argument("--mute", choices=tuple(MUTES), default="")
     parser.add_argument("--as-written", action="store_true", help="let the judges see layout")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    for name, size in zip(("passages", "tried", "compared"), SIZES[options.device.partition(":")[0]], strict=True):
+        setattr(options, name, getattr(options, name) or size)
     if options.as_written:
         ranker.plain = str
     bench = Bench(options)

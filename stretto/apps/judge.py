@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import rich
@@ -16,6 +17,7 @@ from stretto.base.numbers import percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
 from stretto.base.track import progress
 from stretto.evals.ranker import (
+    FEATURES,
     JudgeRecord,
     Reader,
     check_enough,
@@ -27,7 +29,6 @@ from stretto.evals.ranker import (
     train_head,
 )
 from stretto.evals.scores import Interval
-from stretto.model.checkpoint import weights_hash
 from stretto.model.parallel import join
 from stretto.post.calibrate import RankerJudge, Trust, calibrate
 from stretto.report.page import Cell, Table
@@ -36,7 +37,7 @@ from stretto.serve.server import open_socket
 from stretto.tasks.judge import EndpointConfig, EndpointJudge
 from stretto.text.passages import Part, Passage, damaged, passages
 
-_CHUNK = 8
+_CHUNK = {"cpu": 8, "cuda": 64}
 """Passages whose states are kept in one file: what a kill costs."""
 _FEWEST = 16
 """To learn from, or to be tried with."""
@@ -50,14 +51,16 @@ def passage_states(
     found = passages(books, part, num, seed)
     check_enough(found, part, min(num, _FEWEST))
     told, parts = damaged(found, part, seed), []
-    name = f"{weights_hash(reader.folder)[:8]}-{part}-{seed}-{len(found)}"
+    size = _CHUNK[next(reader.model.parameters()).device.type]
     kept.mkdir(parents=True, exist_ok=True)
     with progress(f"states of passages, {part}", len(found)) as advance:
-        for start in range(0, len(found), _CHUNK):
-            path, some = kept / f"{name}-{start:05}.pt", slice(start, start + _CHUNK)
+        for start in range(0, len(found), size):
+            some = found[start : start + size], told[start : start + size]
+            asked = blake2b(repr((FEATURES, reader.weights, some)).encode(), digest_size=8).hexdigest()
+            path = kept / f"{part}-{asked}.pt"
             if not path.is_file():
                 with replacing(path) as partial:
-                    torch.save(features(reader, found[some], told[some]).half(), partial)
+                    torch.save(features(reader, *some).half(), partial)
             parts.append(torch.load(path).float())
             advance(parts[-1].shape[1])
     return found, told, torch.cat(parts, 1)

@@ -1,19 +1,20 @@
 """A local judge of writing: a small head on a network's hidden states, trained on passages of books against damaged ones.
 
 The network reads a prompt and a text. Its states are pooled over pieces of the text, beside how much each piece surprises it,
-and the head makes one number of them: a difference of two is the log odds (Bradley and Terry) that the first is whole and the
-second damaged. It knows nothing of facts, and what it likes is what its books are like.
+and less than without the prompt, or with the same sentences in another order. The head makes one number of them: the log odds that
+nothing was done to the text. It knows nothing of facts, and what it likes is what its books are like.
 
 Text is read without its layout, so that bullets and blank lines buy nothing. What is longer than the head has learnt from is read in
 windows, and is as good as the worst of them.
 
 Shape letters: N texts, X texts of several kinds or their pieces, B rows, T positions, D hidden, S pieces of a text and its last token,
-F features, P main directions, G pooled features, K damages, Z qualities.
+F features, P main directions, G pooled features, K damages.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +37,7 @@ from stretto.data.files import find_files
 from stretto.data.sources import Rows, read_files
 from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.transformer import Context, Transformer
-from stretto.ops.logprob import chosen_logprobs
+from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.tuning import multiplies_bf16
 from stretto.text.passages import DAMAGES, Part, Passage, plain, scripts, sentences
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,21 +45,23 @@ from stretto.text.tokenizer import Tokenizer, load_tokenizer
 JUDGE_FILE, HEAD_FILE = "judge.json", "head.safetensors"
 PIECES = 8
 """Of a text, by position."""
-WINDOW, PROMPT = 288, 192
+WINDOW, PROMPT = 304, 192
 """Tokens of a text and before it that are read at once: what the passages have."""
 _MOST_WINDOWS = 8
 """Of a longer text, the first and the last among them: a judgement has a bounded price."""
 _MOST_FOREIGN = 0.05
 """Of a text's letters, in a script that the judge does not know."""
-_TOKENS_AT_ONCE = 4096
-_TOLD = 3
-"""Features of a piece that are no states: the mean and the largest surprise, and the gain."""
-_FURTHEST, _DECAY, _SHARP = 4.0, 0.03, 60.0
+_TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 65536}
+FEATURES = 2
+"""Version of what a reader makes of a text; a head knows no other."""
+_TOLD = 4
+"""Features of a piece that are no states: the mean and the largest surprise, what the prompt explains, and what the order does."""
+_ORDERS = 3
+"""Of a text's sentences, that its own is compared with."""
+_FURTHEST = 4.0
 _MOST_DIRECTIONS = 32
-_FINDS = 0.9
-"""Of pairs of any two texts, by which a damage has a gate."""
-_ERRS = 0.02
-"""Share of the texts on either side that do not say where its limit is."""
+_DECAY, _DECAY_TOLD = 6.0, 0.1
+"""Of the weights of states and of the others, by passages learnt from: the others tell most alone, and states are many."""
 
 TIE = 0.1
 """Log odds that say nothing: 52 to 48 (ours)."""
@@ -77,6 +80,8 @@ class JudgeRecord(Config):
     """Checkpoint whose states are read."""
     weights: str
     """Its hash."""
+    features: int = 1
+    """`FEATURES` that it has learnt from."""
     seed: int
     scripts: tuple[str, ...]
     """Of the letters that it has read."""
@@ -90,11 +95,9 @@ class JudgeRecord(Config):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Gates and a slope over what was read of a text. Made by `train_head`.
+    """For each damage the log odds that a text has it, by a logistic regression over what was read. Made by `train_head`.
 
-    A gate is a logistic regression that finds one damage by the states, whatever the text is about. A damage that changes too little
-    to be found so, the order of sentences say, has none: there the slope decides, over how surprising the text is and how much its
-    prompt explains of it. A gate that shuts outweighs any slope.
+    The odds that it has any are their sum: whichever is likeliest decides, and where a pair differs in one, that one does.
     """
 
     mean_F: Tensor
@@ -105,23 +108,16 @@ class Head:
     spread_G: Tensor
     """Of what is pooled over pieces."""
     weight_GK: Tensor
-    limit_K: Tensor
-    """From which logit on a gate shuts; infinite: the damage has no gate."""
-    slope_Z: Tensor
-    origin_Z: Tensor
-    shut_K: Tensor
-    """What a shut gate takes off: more than any slope gives, and the surer one more than all that are less sure."""
+    bias_K: Tensor
 
     def __call__(self, read_NSF: Tensor) -> Tensor:
-        """Scores [N], fp64."""
-        gates_NK = self.logits(read_NSF) - self.limit_K
-        quality_N = (_quality(read_NSF) - self.origin_Z) @ self.slope_Z
-        return quality_N.double() - torch.sigmoid(_SHARP * gates_NK.double()) @ self.shut_K.double()
+        """Scores [N], fp64: log odds that nothing was done to them."""
+        return -self.logits(read_NSF).double().logsumexp(-1)
 
     def logits(self, read_NSF: Tensor) -> Tensor:
-        """[N, K], before the limits."""
+        """[N, K]."""
         pooled_NG = _pooled_states(read_NSF, self.mean_F, self.scale_F, self.basis_FP)
-        return _units(pooled_NG, self.centre_G, self.spread_G) @ self.weight_GK
+        return _units(pooled_NG, self.centre_G, self.spread_G) @ self.weight_GK + self.bias_K
 
 
 def _units(x_NG: Tensor, centre_G: Tensor, spread_G: Tensor) -> Tensor:
@@ -136,10 +132,12 @@ def _pooled_states(read_NSF: Tensor, mean_F: Tensor, scale_F: Tensor, basis_FP: 
     return torch.cat([both_NSX[:, :-1].mean(1), both_NSX[:, :-1].std(1), both_NSX[:, -1]], -1)
 
 
-def _quality(read_NSF: Tensor) -> Tensor:
-    """[N, Z]: how surprising a text is, and how much of that its prompt explains: of all of it, and of its first piece."""
-    surprise_NS, gain_NS = read_NSF[..., -_TOLD], read_NSF[..., -1]
-    return torch.stack([surprise_NS[:, :-1].mean(1), gain_NS[:, :-1].mean(1), gain_NS[:, 0]], -1)
+def _reorders(text: str) -> list[str]:
+    """The sentences of ``text`` in other orders: the same ones in whichever order they came, so that what two of them differ by in
+    comparison with these is all their own orders' doing."""
+    said = sorted(sentences(text))
+    rng = random.Random(" ".join(said))
+    return [" ".join(rng.sample(said, len(said))) for _ in range(_ORDERS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,48 +147,68 @@ class Reader:
     model: Transformer
     tokenizer: Tokenizer
     folder: Path
+    weights: str
+    """Their hash."""
 
     @torch.no_grad()
     def read(self, asked: Sequence[Asked]) -> Tensor:
         """Features [N, S, F] in fp32 of texts that fit into a window each.
 
         Of each piece, and of the last token: the mean states after two thirds of the layers and after all; −log p, nats a character (a
-        language that the tokenizer hardly knows has many tokens, each of them likely); the largest −log p of a token; and how much less it
+        language that the tokenizer hardly knows has many tokens, each of them likely); the largest −log p of a token; how much less it
         is on average than where the network has not seen the prompt, times the text's length in windows (what a prompt explains is in the
-        first sentences, and who stops there has not written better).
+        first sentences, and who stops there has not written better); and how much less the whole text's is, in nats a character, than
+        that of its sentences in other orders.
         """
         before = [ids[-PROMPT:] for ids in self.tokenizer.encode_batch([prompt for prompt, _ in asked])]
-        whole = self.tokenizer.encode_batch([f" {text}" for _, text in asked])
-        density = [len(ids) / (1 + len(text)) for ids, (_, text) in zip(whole, asked, strict=True)]
-        own = [ids[:WINDOW] for ids in whole]
-        assert all(own), "a text without tokens has no features"
         most, limit = WINDOW + PROMPT + 1, self.model.config.max_positions
         if most > limit:
             raise UserError(f"{self.folder}: has positions for {limit} tokens, and a judge reads {most}")
-        seen, alone = self._seen(before, own), self._seen([[]] * len(own), own)
-        return torch.stack(
-            [_pooled(*each, other[1], per) for each, other, per in zip(seen, alone, density, strict=True)]
-        )
+        own, density = self._encoded([text for _, text in asked])
+        others = [_reorders(text) for _, text in asked]
+        moved, _ = self._encoded([text for each in others for text in each])
+        assert all(own), "a text without tokens has no features"
+        known = [each for each in before for _ in range(_ORDERS)]
+        states, told = self._seen([*before, *([[]] * len(own)), *known], [*own, *own, *moved], len(own))
+        num, features = len(own), []
+        for at, (states_TD, per) in enumerate(zip(states, density, strict=True)):
+            elsewhere = torch.stack([each.mean() for each in told[2 * num + at * _ORDERS :][:_ORDERS]]).mean()
+            order = per * (elsewhere - told[at].mean()) * (len(set(others[at])) > 1)
+            features.append(_pooled(states_TD, told[at], told[num + at], per, order))
+        return torch.stack(features)
 
-    def _seen(self, before: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[Tensor, Tensor]]:
-        """Of each text behind what is ``before`` it: states [T, 2 D] and −log p [T], both fp32."""
+    def _encoded(self, texts: Sequence[str]) -> tuple[list[list[int]], list[float]]:
+        """Tokens of a window, and how many a character has."""
+        ids = self.tokenizer.encode_batch([f" {text}" for text in texts])
+        return [each[:WINDOW] for each in ids], [
+            len(own) / (1 + len(text)) for own, text in zip(ids, texts, strict=True)
+        ]
+
+    def _seen(
+        self, before: Sequence[list[int]], own: Sequence[list[int]], num_states: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the first texts the states [T, 2 D], and of all −log p [T] behind what is ``before`` them; fp32."""
         device = next(self.model.parameters()).device
         rows = [[self.tokenizer.eos_id, *b, *o] for b, o in zip(before, own, strict=True)]
-        found = dict[int, tuple[Tensor, Tensor]]()
+        states, told = dict[int, Tensor](), dict[int, Tensor]()
         order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
         while order:
-            num = max(1, _TOKENS_AT_ONCE // len(rows[order[-1]]))
+            num = max(1, _TOKENS_AT_ONCE[device.type] // len(rows[order[-1]]))
             some, order = order[-num:], order[:-num]
             # padding lies behind a row's own tokens, which see none of it
-            ids_BT = nn.utils.rnn.pad_sequence([torch.tensor(rows[at]) for at in some], batch_first=True).to(device)
-            middle_BTD, last_BTD = self._states(ids_BT)
-            for row, at in enumerate(some):
-                start, end = len(rows[at]) - len(own[at]), len(rows[at])
-                hidden_TD, ids_T = last_BTD[row, start - 1 : end - 1], ids_BT[row, start:end]
-                logp_T, _ = chosen_logprobs(hidden_TD, self.model.head_VD, ids_T)
-                states_TD = torch.cat([middle_BTD[row, start:end], last_BTD[row, start:end]], -1)
-                found[at] = states_TD.float().cpu(), -logp_T.float().cpu()
-        return [found[at] for at in range(len(rows))]
+            ids_BT = nn.utils.rnn.pad_sequence([torch.tensor(rows[at]) for at in some], batch_first=True)
+            targets_BT = torch.full_like(ids_BT, IGNORED)
+            spans = [slice(len(rows[at]) - len(own[at]), len(rows[at])) for at in some]
+            for row, span in enumerate(spans):
+                targets_BT[row, span.start - 1 : span.stop - 1] = ids_BT[row, span]
+            middle_BTD, last_BTD = self._states(ids_BT.to(device))
+            logp_N, _ = chosen_logprobs(last_BTD.flatten(0, 1), self.model.head_VD, targets_BT.flatten().to(device))
+            surprise_BT = -logp_N.view(ids_BT.shape).cpu()
+            for row, (at, span) in enumerate(zip(some, spans, strict=True)):
+                told[at] = surprise_BT[row, span.start - 1 : span.stop - 1]
+                if at < num_states:
+                    states[at] = torch.cat([middle_BTD[row, span], last_BTD[row, span]], -1).float().cpu()
+        return [states[at] for at in range(num_states)], [told[at] for at in range(len(rows))]
 
     def _states(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         kept: list[Tensor] = []
@@ -203,7 +221,7 @@ class Reader:
         return kept[0], last_BTD
 
 
-def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor, density: float) -> Tensor:
+def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor, density: float, order: Tensor) -> Tensor:
     """Features [S, F] of one text, of so many tokens a character."""
     num = len(states_TD)
     edges = torch.linspace(0, num, PIECES + 1).round().long().tolist()
@@ -213,7 +231,7 @@ def _pooled(states_TD: Tensor, surprise_T: Tensor, alone_T: Tensor, density: flo
     for low, high in spans:
         own, alone = surprise_T[low:high], alone_T[low:high]
         gain = (alone - own).mean() * (num / WINDOW)  # of all tokens: a mean would fall with every further one
-        told = torch.stack([density * own.mean(), own.max(), gain])
+        told = torch.stack([density * own.mean(), own.max(), gain, order])
         pieces.append(torch.cat([states_TD[low:high].mean(0), told]))
     return torch.stack(pieces)
 
@@ -222,69 +240,34 @@ def open_reader(folder: Path, device: torch.device | str = "cpu", dtype: torch.d
     """The checkpoint ``folder``; in bf16 where ``device`` has units for it. Raises `UserError`: it cannot be read."""
     place = torch.device(device)
     dtype = dtype or (torch.bfloat16 if multiplies_bf16(place) else torch.float32)
-    return Reader(read_checkpoint(folder, device=place, dtype=dtype).model.eval(), load_tokenizer(folder), folder)
+    model = read_checkpoint(folder, device=place, dtype=dtype).model.eval()
+    return Reader(model, load_tokenizer(folder), folder, weights_hash(folder))
 
 
 def train_head(whole_NSF: Tensor, damaged_KNSF: Tensor) -> Head:
-    """A head that tells ``whole_NSF`` from the K damages of the same texts. The first four fifths of the texts fit the gates; by the
-    last fifth it is decided which of them stand, and where. All fit the slope, each text against its own damage."""
-    num = max(1, len(whole_NSF) * 4 // 5)
+    """A head that tells ``whole_NSF`` from the K damages of the same texts: from those of all texts, and each from its own."""
+    every_KNSF = torch.cat([whole_NSF[None], damaged_KNSF])
+    num = len(whole_NSF)
     # more than that, and a few dozen texts are told apart by their topics
     num_directions = min(_MOST_DIRECTIONS, max(1, num // 4), whole_NSF.shape[-1] - _TOLD)
-    every_XF = torch.cat([whole_NSF[None], damaged_KNSF])[:, :num].flatten(0, 2)[:, :-_TOLD]
+    every_XF = every_KNSF.flatten(0, 2)[:, :-_TOLD]
     mean_F, scale_F = every_XF.mean(0), every_XF.std(0).clamp_min(1e-6)
     units_XF = _units(every_XF, mean_F, scale_F)
     basis_FP = torch.linalg.eigh(units_XF.T @ units_XF).eigenvectors[:, -num_directions:]
+    pooled_KNG = torch.stack([_pooled_states(each, mean_F, scale_F, basis_FP) for each in every_KNSF])
+    centre_G, spread_G = pooled_KNG.mean((0, 1)), pooled_KNG.flatten(0, 1).std(0).clamp_min(1e-6)
+    units_KNG = _units(pooled_KNG, centre_G, spread_G)
+    decay_G = torch.tensor([*[_DECAY] * num_directions, *[_DECAY_TOLD] * _TOLD]).repeat(3)[:, None] / num
 
-    def pooled(read_NSF: Tensor) -> Tensor:
-        return _pooled_states(read_NSF, mean_F, scale_F, basis_FP)
+    def loss(weight_GK: Tensor, bias_K: Tensor) -> Tensor:
+        whole_NK = units_KNG[0] @ weight_GK + bias_K
+        damaged_NK = torch.einsum("kng,gk->nk", units_KNG[1:], weight_GK) + bias_K
+        missed_NK = F.softplus(whole_NK) + F.softplus(-damaged_NK) + F.softplus(whole_NK - damaged_NK)
+        return missed_NK.mean(0).sum() + (decay_G * weight_GK.square()).sum()
 
-    whole_NG, damaged_KNG = pooled(whole_NSF), torch.stack([pooled(each) for each in damaged_KNSF])
-    every_XG = torch.cat([whole_NG[None], damaged_KNG])[:, :num].flatten(0, 1)
-    centre_G, spread_G = every_XG.mean(0), every_XG.std(0).clamp_min(1e-6)
-    whole_NG, damaged_KNG = (_units(each, centre_G, spread_G) for each in (whole_NG, damaged_KNG))
-
-    def gates(of_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By damage: weights of the features ``of_G``, the share of the last fifth's pairs that they tell, and the limit."""
-
-        def loss(weight_KG: Tensor, bias_K: Tensor) -> Tensor:
-            whole_NK = whole_NG[:num] @ (weight_KG * of_G).T + bias_K
-            damaged_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, :num], weight_KG * of_G) + bias_K[:, None]
-            missed = F.softplus(whole_NK).mean(0).sum() + F.softplus(-damaged_KN).mean(1).sum()
-            return missed + _DECAY * weight_KG.square().sum()
-
-        weight_KG = _fitted(
-            loss, damaged_KNG.new_zeros(len(damaged_KNG), len(of_G)), damaged_KNG.new_zeros(len(damaged_KNG))
-        )[0]
-        tried_KN = weight_KG @ whole_NG[num:].T
-        found_KN = torch.einsum("kng,kg->kn", damaged_KNG[:, num:], weight_KG)
-        told_K = (found_KN[:, :, None] > tried_KN[:, None]).float().mean((1, 2))
-        limit_K = (tried_KN.quantile(1 - _ERRS, 1) + found_KN.quantile(_ERRS, 1)) / 2
-        return weight_KG, told_K, limit_K
-
-    # of few texts all features together may tell less than those that are no states
-    is_told_X = torch.arange(num_directions + _TOLD) >= num_directions
-    all_, few = gates(torch.ones(whole_NG.shape[1])), gates(is_told_X.repeat(3).float())
-    is_few_K = few[1] > all_[1]
-    weight_KG = torch.where(is_few_K[:, None], few[0], all_[0])
-    told_K = torch.where(is_few_K, few[1], all_[1])
-    limit_K = torch.where(told_K >= _FINDS, torch.where(is_few_K, few[2], all_[2]), math.inf)
-    rest_K = limit_K.isinf() if limit_K.isinf().any() else torch.ones(len(limit_K), dtype=torch.bool)
-    quality_NZ, worse_KNZ = _quality(whole_NSF), torch.stack([_quality(each) for each in damaged_KNSF])
-    apart_KNZ = quality_NZ - worse_KNZ[rest_K]
-    unit_Z = apart_KNZ.abs().flatten(0, 1).median(0).values.clamp_min(1e-6)  # what the subtle damages change
-    apart_KNZ = apart_KNZ / unit_Z
-
-    def slope_loss(slope_Z: Tensor) -> Tensor:
-        return F.softplus(-apart_KNZ @ slope_Z).mean() + _DECAY * slope_Z.square().sum()
-
-    slope_Z = _fitted(slope_loss, torch.zeros(len(unit_Z)))[0] / unit_Z
-    reach = torch.cat([quality_NZ, *worse_KNZ]) @ slope_Z
-    shut_K = (reach.max() - reach.min()).clamp_min(1.0) * 2.0 ** told_K.argsort().argsort()
-    origin_Z = quality_NZ.median(0).values
-    return Head(
-        mean_F, scale_F, basis_FP, centre_G, spread_G, weight_KG.T.contiguous(), limit_K, slope_Z, origin_Z, shut_K
-    )
+    start_GK = whole_NSF.new_zeros(len(decay_G), len(damaged_KNSF))
+    weight_GK, bias_K = _fitted(loss, start_GK, start_GK.new_zeros(len(damaged_KNSF)))
+    return Head(mean_F, scale_F, basis_FP, centre_G, spread_G, weight_GK, bias_K)
 
 
 def _fitted(loss: Callable[..., Tensor], *start: Tensor) -> list[Tensor]:
@@ -402,7 +385,7 @@ def save_judge(
         save_file({name: getattr(head, name).contiguous() for name in Head.__slots__}, partial / HEAD_FILE)
         told: dict[str, Any] = {
             "name": f"{part}-{file_sha256(partial / HEAD_FILE)[:8]}", "part": part, "network": str(reader.folder.resolve()),
-            "weights": weights_hash(reader.folder), "seed": seed,
+            "weights": reader.weights, "features": FEATURES, "seed": seed,
             "scripts": known,
             "authors": sorted({each.author for each in found}),
             "median": float(scores_KN[0].median()),
@@ -418,7 +401,12 @@ def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     if not (folder / JUDGE_FILE).is_file():
         raise UserError(f"{folder / JUDGE_FILE}: no such file; `stretto judge train … -o {folder}` makes a judge")
     record = validate(JudgeRecord, read_json(folder / JUDGE_FILE), str(folder / JUDGE_FILE))
-    if weights_hash(record.network) != record.weights:
+    if record.features != FEATURES:
+        raise UserError(
+            f"{folder / JUDGE_FILE}: features: {record.features}, of another version; train the judge again"
+        )
+    reader = open_reader(record.network, device, dtype)
+    if reader.weights != record.weights:
         raise UserError(
             f"{folder / JUDGE_FILE}: network: {record.network} has other weights now; train the judge again"
         )
@@ -426,7 +414,7 @@ def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
         state = load_file(folder / HEAD_FILE)
     except Exception as error:
         raise UserError(f"{folder / HEAD_FILE}: not readable: {error}; train the judge again") from None
-    return LocalJudge(record, open_reader(record.network, device, dtype), Head(**state))
+    return LocalJudge(record, reader, Head(**state))
 
 
 def features(reader: Reader, found: Sequence[Passage], told: Sequence[Mapping[str, str]]) -> Tensor:

@@ -288,7 +288,7 @@ def _last(said: str, word: str) -> str | None:
 
 class JudgedSource(TaskSource):
     """Prompts of a file, and a judge. What is before ``</think>`` in an answer is not shown to it; an answer without
-    words earns nothing, and nobody is asked."""
+    words, or one that breaks a constraint, earns nothing, and nobody is asked."""
 
     args_kind = JudgedArgs
     args: JudgedArgs
@@ -340,20 +340,21 @@ class JudgedSource(TaskSource):
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         text = spoken(answer.text)
-        if not words(text):
-            quality = 0.0
-        elif self.args.by == "rubric":
-            quality = self._judge.rate(problem, text, self._stop_s())
-        else:
-            quality = self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5
-        return self._graded(problem, quality, text)
+        if (refusal := self._refusal(problem, text)) is not None:
+            return refusal
+        if self.args.by == "rubric":
+            return self._graded(self._judge.rate(problem, text, self._stop_s()))
+        return self._graded(self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5)
 
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
         texts, num = [spoken(each.text) for each in answers], len(answers)
+        refusals = [self._refusal(problem, text) for text in texts]
         near = self.args.opponents or num
         pairs = [each for each in combinations(range(num), 2) if min(step := each[1] - each[0], num - step) <= near]
-        rates = win_rates(num, pairs, self._duels(problem, texts, pairs))
-        return [self._graded(problem, rate, text) for rate, text in zip(rates, texts, strict=True)]
+        # what earns nothing anyway is shown to nobody, and loses against what stands
+        shown = ["" if refusal else text for text, refusal in zip(texts, refusals, strict=True)]
+        rates = win_rates(num, pairs, self._duels(problem, shown, pairs))
+        return [refusal or self._graded(rate) for rate, refusal in zip(rates, refusals, strict=True)]
 
     def duels(
         self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]
@@ -390,12 +391,15 @@ class JudgedSource(TaskSource):
             raise UserError(f"{where}: rubric: no criterion gives points; give some here, or for all in args.rubric")
         return prompt
 
-    def _graded(self, problem: Problem, quality: float, text: str) -> Score:
+    def _refusal(self, problem: Problem, text: str) -> Score | None:
+        """Of what earns nothing, whatever a judge would say."""
         if not words(text):
             return Score.of(False, detail="no answer")
         kept = Constraints.model_validate(problem.payload.get("constraints") or {}).kept(text)
-        if broken := [name for name, each in kept.items() if not each]:
-            return Score.of(False, {"judged": quality}, f"not kept: {', '.join(broken)}")
+        broken = [name for name, each in kept.items() if not each]
+        return Score.of(False, detail=f"not kept: {', '.join(broken)}") if broken else None
+
+    def _graded(self, quality: float) -> Score:
         return Score(quality, Outcome.OK if quality >= self.args.good_at else Outcome.WRONG)
 
     def _duels(self, problem: Problem, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:

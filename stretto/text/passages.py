@@ -19,13 +19,13 @@ Part = Literal["reward", "evaluation", "held_out"]
 """Of all authors: those a judge that rewards learns from, those of one that evaluates, and those that neither has read."""
 _SHARES: Final[Mapping[Part, range]] = {"reward": range(2), "evaluation": range(2, 4), "held_out": range(4, 5)}
 """Of the five fifths that authors fall into by their names."""
-_PROMPT_WORDS, _TEXT_WORDS = (90, 130), (120, 170)
+_PROMPT_WORDS, _TEXT_WORDS = (90, 130), (150, 200)
 """Ranges of lengths. With a third of the one and half of the other the network could tell another author's passage in 86 % of pairs, and
-another order of sentences in 71 %."""
-_MOST_WORDS = 190
+another order of sentences in 71 %; with texts of 120 to 170 words the latter in 93 %."""
+_MOST_WORDS = 220
 """Where sentences are long."""
-_FEWEST_SENTENCES = 4
-"""Fewer could not be put in another order in which none follows its own."""
+_FEWEST_SENTENCES = 6
+"""Four or five are as good in another order too often."""
 _MOST_OF_AUTHOR = 40
 """Passages: a prolific one is one voice."""
 _MARKS = re.compile(
@@ -164,8 +164,8 @@ def loops(own: Passage, other: Passage, rng: random.Random, empty: Sequence[str]
 def truncated(own: Passage, other: Passage, rng: random.Random, empty: Sequence[str]) -> str:
     """Broken off within a sentence, sometimes later than where it would have ended."""
     said = sentences(f"{own.text} {own.rest}")
-    before, at = _taken(said, 0, round(len(own.text.split()) * rng.uniform(0.7, 1.2)))
-    last = said[min(at, len(said) - 1)].split()
+    before, at = _taken(said[:-1], 0, round(len(own.text.split()) * rng.uniform(0.7, 1.2)))
+    last = said[at].split()
     return " ".join([*before, *last[: rng.randint(1, max(1, len(last) - 2))]]).rstrip(".!?,;:")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,4 +101,11 @@ def test_what_a_local_judge_refuses(tmp_path: Path, address: str, local: LocalJu
         f"{address}/chat/completions", json={"model": local.record.name, "messages": [{"content": "Hello?"}]}
     )
     assert said.status_code == 400 and "it does not chat" in said.text
-    assert httpx.post(f"{address}/chat/completions", content=b"no JSON").status_code == 400
+    kind = {"Content-Type": "application/json"}
+    assert httpx.post(f"{address}/chat/completions", content=b"no JSON", headers=kind).status_code == 400
+    at = httpx.URL(address)
+    sender = HTTPConnection(at.host, at.port, timeout=10)
+    told = {**kind, "Content-Length": str(64 << 20), "Expect": "100-continue"}
+    sender.request("POST", f"{at.path}/chat/completions", headers=told)
+    assert sender.getresponse().status == 413  # before any of it has come
+    sender.close()

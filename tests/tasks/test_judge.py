@@ -225,13 +225,12 @@ def test_constraints_are_a_gate(tmp_path: Path) -> None:
     made = source(path)
     assert scored(made, "A wren sang in the rain.").reward > 0
     short = scored(made, "A wren.")
-    assert short.reward == 0 and short.detail == "not kept: words" and short.parts["judged"] > 0
-    assert [
-        each.reward > 0
-        for each in source(path, by="group").compare(
-            made.problem(0), [Answer("One two three."), Answer("A wren sang there.")]
-        )
-    ] == [False, True]
+    assert short.reward == 0 and short.detail == "not kept: words"
+    with judging(longer) as (url, asked):  # what earns nothing is shown to nobody, and loses
+        assert scored(source(path, url, rubric=["Good."]), "A wren.") == short
+        answers = [Answer("One two three."), Answer("A wren sang there.")]
+        assert [each.reward for each in source(path, url, by="group").compare(made.problem(0), answers)] == [0, 1]
+    assert not asked
     path.write_text(json.dumps({"prompt": "Write.", "constraints": {"words": [9, 3]}}))
     with pytest.raises(UserError, match=r"record 1: constraints: .*9 to 3 is no range"):
         source(path)
