@@ -3,9 +3,9 @@
     python -m stretto.pictures.painter FOLDER [--seed N] [--device cpu]
 
 Two stages. The autoencoder learns to give pictures back. Then transformer and text encoder learn together, by flow matching (2210.02747;
-times logit-normal as in 2403.03206), to make its latents from noise and a prompt; what is saved is their running mean. FOLDER is what
-``diffusers`` loads, and `RECIPE_FILE` says with how many steps and how much guidance it was meant to be used. A run that was
-stopped goes on from its last snapshot: batches are a function of seed and step.
+times logit-normal and shifted towards noise as in 2403.03206), to make its latents from noise and a prompt; what is saved is their
+running mean. FOLDER is what ``diffusers`` loads, and `RECIPE_FILE` says with how many steps and how much guidance it was meant to be
+used. A run that was stopped goes on from its last snapshot: batches are a function of seed and step.
 
 Shape letters: B pictures, C channels, H rows, W columns, T tokens of a prompt.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import string
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,8 +41,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 from stretto.base.paths import claimed, remove, replacing, write_json
 from stretto.base.track import progress
 from stretto.optim.build import Muon
-from stretto.tasks.shapes.draw import draw, place
-from stretto.tasks.shapes.ledger import Ledger, describe
+from stretto.tasks.shapes.draw import PALETTE, draw, place
+from stretto.tasks.shapes.ledger import Ledger, describe, unkept
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
 
 RECIPE_FILE: Final = "painter.json"
@@ -49,6 +51,14 @@ SIDE: Final = 32
 ALONE, PAIRS = ShapesArgs(things=1, count=3), ShapesArgs(things=2, count=1, relations=0.8)
 """What it is taught: up to three of a kind, and two things with or without a relation. Nothing else."""
 _ALONE_SHARE = 0.4
+_PHRASED_SHARE, _BRIEF_SHARE = 0.15, 0.25
+"""Of the lessons: with phrases behind the request, and with a relation said in the same sentence."""
+_FILLERS: Final = ("a", "the", "and", "with", "of", *PALETTE)
+"""Words of a request that phrases have too."""
+_COMMON = 0.01
+"""Share of the prompts a word must be in to be known: those of the phrases are not."""
+_PARTS = 4
+"""Of a batch, each of prompts of about one length: padding would be half of it."""
 _HELD_OUT = 8
 """One prompt in so many with two things is never taught."""
 _SNAPSHOT = "training.pt"
@@ -60,7 +70,7 @@ class Recipe:
     """Of one painter."""
 
     seed: int = 0
-    pictures: int = 12_000
+    pictures: int = 24_000
     autoencoder_steps: int = 800
     autoencoder_rows: int = 32
     autoencoder_rate: float = 3e-3
@@ -70,6 +80,8 @@ class Recipe:
     muon_rate: float = 2e-2
     dim: int = 192
     layers: int = 4
+    shift: float = 4.0
+    """Towards noise, of the times in training and sampling. In latents of so many dimensions the layout is settled at times above 0.8."""
     sampling_steps: int = 12
     guidance: float = 2.0
 
@@ -98,28 +110,53 @@ def lessons(recipe: Recipe) -> Iterator[tuple[str, np.ndarray]]:
         ledger = sample(rng)
         while is_held_out(describe(ledger)):
             ledger = sample(rng)
-        yield describe(ledger), np.asarray(draw(place(ledger, recipe.seed * recipe.pictures + item), SIDE, SIDE))
+        yield _worded(ledger, rng), np.asarray(draw(place(ledger, recipe.seed * recipe.pictures + item), SIDE, SIDE))
+
+
+def _worded(ledger: Ledger, rng: random.Random) -> str:
+    """A request for it. Some have phrases behind them, as an enhancer writes: words that nothing in the picture shows, among them colours
+    and what was asked for again."""
+    request = describe(ledger)
+    if ledger.relations and rng.random() < _BRIEF_SHARE:
+        kind = ledger.relations[0].kind
+        where = f"to the {kind}" if kind.endswith("of") else kind
+        request = describe(replace(ledger, relations=())).replace(" and ", f" {where} ")
+    if rng.random() >= _PHRASED_SHARE:
+        return request
+    for _ in range(rng.randint(1, 5)):
+        words = [
+            rng.choice(_FILLERS) if rng.random() < 0.25 else "".join(rng.choices(string.ascii_lowercase, k=6))
+            for _ in range(rng.randint(2, 7))
+        ]
+        if rng.random() < 0.15:
+            words.append(f"the {rng.choice(ledger.things).name}")
+        phrased = f"{request} {' '.join(words).capitalize()}."
+        request = request if unkept(ledger, phrased) else phrased  # "the red circle and blue" would be another circle
+    return request
 
 
 # --- the pipeline ---------------------------------------------------------------------------------------------------------------
 
 
 def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
-    """Untrained. Words that ``prompts`` lack are all the same to it."""
+    """Untrained. Words that few of the ``prompts`` have, or none, are all the same to it."""
     torch.manual_seed(recipe.seed)
     splitter = pre_tokenizers.Whitespace()
     ended = normalizers.Replace(Regex(r"(?<=[^.\s])\s*$"), ".")  # all that it is taught ends in a full stop
-    words = sorted({word for prompt in set(prompts) for word, _ in splitter.pre_tokenize_str(prompt.lower())})
+    uses = Counter(
+        word for prompt in prompts for word in {word for word, _ in splitter.pre_tokenize_str(prompt.lower())}
+    )
+    words = sorted(word for word, count in uses.items() if count >= _COMMON * len(prompts))
     special = ("<pad>", "<s>", "<unk>")
     rule = Tokenizer(WordLevel({word: number for number, word in enumerate((*special, *words))}, unk_token="<unk>"))
     rule.normalizer, rule.pre_tokenizer = normalizers.Sequence([normalizers.Lowercase(), ended]), splitter
     rule.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=rule, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", model_max_length=64
+        tokenizer_object=rule, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", model_max_length=128
     )
     text = Qwen3Config(
         vocab_size=len(words) + len(special), hidden_size=64, intermediate_size=128, num_hidden_layers=3, head_dim=32,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     blocks, channels, head = (16, 32, 32), 8, 32
     autoencoder = AutoencoderKLFlux2(
@@ -131,7 +168,12 @@ def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
         hidden_size=recipe.dim, num_attention_heads=recipe.dim // head, num_layers=recipe.layers, ffn_hidden_size=3 * recipe.dim,
         in_channels=4 * channels, out_channels=4 * channels, text_in_dim=text.hidden_size, rope_axes_dim=(8, 12, 12),
     )  # fmt: skip
-    return ErnieImagePipeline(transformer, autoencoder, Qwen3Model(text), tokenizer, FlowMatchEulerDiscreteScheduler())
+    with (
+        torch.no_grad()
+    ):  # gates of attention and feed-forward: the library begins with them shut, which costs hundreds of steps
+        transformer.adaLN_modulation[-1].bias.view(6, -1)[[2, 5]] = 1.0
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=recipe.shift)
+    return ErnieImagePipeline(transformer, autoencoder, Qwen3Model(text), tokenizer, scheduler)
 
 
 class _Network(nn.Module):
@@ -264,7 +306,7 @@ def _train_painter(
         for step in range(first, recipe.steps):
             with torch.no_grad():
                 torch._foreach_copy_(list(fast.parameters()), list(exact.parameters()))
-            losses.append(_painter_step(fast, taught, *_rows(recipe, 2, step, recipe.rows)))
+            losses.append(_painter_step(fast, taught, recipe, step))
             for parameter, quick in zip(exact.parameters(), fast.parameters(), strict=True):
                 parameter.grad, quick.grad = None if quick.grad is None else quick.grad.float(), None
             nn.utils.clip_grad_norm_(exact.parameters(), 1.0)
@@ -281,22 +323,26 @@ def _train_painter(
                 written = time.monotonic()
 
 
-def _painter_step(network: nn.Module, taught: _Taught, rows: Tensor, generator: torch.Generator) -> float:
+def _painter_step(network: nn.Module, taught: _Taught, recipe: Recipe, step: int) -> float:
     """Gradients of one batch; its loss."""
     device = taught.ids_BT.device
-    rows = rows.to(device)
-    clean_BCHW, lengths_B = taught.latents_BCHW[rows], taught.lengths_B[rows]
+    rows, generator = _rows(recipe, 2, step, recipe.rows)
+    clean_BCHW, lengths_B = taught.latents_BCHW[rows.to(device)], taught.lengths_B[rows.to(device)]
     lengths_B[(torch.rand(len(rows), generator=generator) < 0.1).to(device)] = 1  # the empty prompt, for guidance
-    ids_BT = taught.ids_BT[rows][:, : lengths_B.max()]
     time_B = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
+    time_B = recipe.shift * time_B / (1 + (recipe.shift - 1) * time_B)
     noise_BCHW = torch.randn(clean_BCHW.shape, generator=generator).to(device)
     noisy_BCHW = clean_BCHW.lerp(noise_BCHW, time_B.view(-1, 1, 1, 1))
-    # on CPUs the backward pass of torch's fused attention takes a third of the whole step: sequences are short here
-    with sdpa_kernel(SDPBackend.MATH):
-        made_BCHW = network(noisy_BCHW, time_B, ids_BT, lengths_B)
-        loss = (made_BCHW.float() - (noise_BCHW - clean_BCHW)).square().mean()
-        loss.backward()
-    return loss.item()
+    total = torch.zeros((), device=device)
+    for part in lengths_B.argsort(stable=True).chunk(_PARTS):
+        ids_BT = taught.ids_BT[rows.to(device)[part]][:, : lengths_B[part].max()]
+        # on CPUs the backward pass of torch's fused attention takes a third of the whole step: sequences are short here
+        with sdpa_kernel(SDPBackend.MATH):
+            made_BCHW = network(noisy_BCHW[part], time_B[part], ids_BT, lengths_B[part])
+            loss = (made_BCHW.float() - (noise_BCHW - clean_BCHW)[part]).square().sum() / clean_BCHW.numel()
+            loss.backward()
+        total += loss.detach()
+    return total.item()
 
 
 def _optimizers(network: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, ...]:
