@@ -26,9 +26,10 @@ from math import sqrt
 from bench.common.measure import table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.pictures.agent import Dialogue, PaintOptions, ShapesVerifier, respond
+from stretto.pictures.agent import Dialogue, PaintOptions, respond
 from stretto.pictures.backend import PaintRequest
 from stretto.pictures.renderer import Renderer
+from stretto.pictures.verify import ShapesVerifier
 from stretto.tasks.shapes.draw import PALETTE, see, unmet
 from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, describe, plural
 

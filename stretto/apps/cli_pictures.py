@@ -13,6 +13,12 @@ from stretto.apps.options import Device
 Prompt = Annotated[str, typer.Argument(help="What is asked for, in English.", show_default=False)]
 Size = Annotated[str, typer.Option(help="Width and height in pixels.")]
 Backend = Annotated[str, typer.Option(help="renderer (exact, shapes only), diffusers:FOLDER, or comfy:URL.")]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        help="URL or MODEL@URL of a chat API that takes pictures: it judges what is neither shapes nor words."
+    ),
+]
 Model = Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")]
 Server = Annotated[str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")]
 
@@ -44,8 +50,9 @@ def paint(
     size: Size = "512x512",
     out: Annotated[Path, typer.Option("-o", "--out", help="PNG to write.")] = Path("picture.png"),
     images: Annotated[
-        int, typer.Option(min=1, help="Pictures at most: where shapes are asked for, until one shows them.")
+        int, typer.Option(min=1, help="Pictures at most, until one shows what was asked and can be checked.")
     ] = 1,
+    verifier: Verifier = None,
     lora: Annotated[list[str], typer.Option(help="Adapter: NAME or NAME@WEIGHT.", show_default=False)] = [],  # noqa: B006
     control: Annotated[
         list[str], typer.Option(help="Picture that steers: canny=reference.png.", show_default=False)
@@ -71,6 +78,8 @@ def paint(
 
     if as_is and (model is not None or server is not None):
         raise UserError("--as-is: a prompt that is not read cannot be written out; leave --model and --server away")
+    if as_is and verifier is not None:
+        raise UserError("--as-is: a prompt that is not read cannot be checked; leave --verifier away")
     width, height = parse_size(size)
     request = PaintRequest(
         prompt,
@@ -84,13 +93,14 @@ def paint(
         tuple(map(parse_control, control)),
     )
     writer = Writer(model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1))
-    paint_command(request, backend, writer, images, out, device, as_is=as_is)
+    paint_command(request, backend, writer, images, out, device, verifier, as_is=as_is)
 
 
 def studio(
     backend: Backend = "renderer",
     size: Size = "512x512",
     images: Annotated[int, typer.Option(min=1, help="Pictures a turn, at most, until one shows what was asked.")] = 4,
+    verifier: Verifier = None,
     server: Server = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Folder for every version and the conversation.")
@@ -102,4 +112,4 @@ def studio(
     """Talk about a picture on a page: what was said, what must be there, versions side by side, undo."""
     from stretto.apps.pictures import parse_size, studio_command
 
-    studio_command(backend, parse_size(size), images, server, seed, out, port, device)
+    studio_command(backend, parse_size(size), images, server, seed, out, port, device, verifier)

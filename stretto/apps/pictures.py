@@ -22,11 +22,12 @@ from stretto.apps.serve import ServeOptions, check_text
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import replacing
 from stretto.base.track import progress
-from stretto.pictures.agent import PaintOptions, ShapesVerifier, Version, painted
+from stretto.pictures.agent import PaintOptions, Version, painted
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
 from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import Studio, create_studio
+from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
 from stretto.serve.client import ApiFailure
 from stretto.serve.server import open_socket
 from stretto.tasks.shapes.ledger import Ledger, describe
@@ -102,18 +103,27 @@ def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_js
 
 
 def paint_command(
-    request: PaintRequest, backend: str, writer: Writer, images: int, out: Path, device: str, *, as_is: bool = False
+    request: PaintRequest,
+    backend: str,
+    writer: Writer,
+    images: int,
+    out: Path,
+    device: str,
+    verifier: str | None = None,
+    *,
+    as_is: bool = False,
 ) -> Version:
     """Paint ``request`` until the picture shows what it asks for, or ``images`` times; the best is written to ``out``.
 
     Args:
+        verifier: as `open_verifier`.
         as_is: the prompt is not read, whatever language it is in, and the picture held against nothing.
 
     Raises:
         UserError: bad input, or a backend that cannot do this.
     """
     ledger = Ledger() if as_is else readable(request.prompt)
-    with closing(open_backend(backend, device)) as painter:
+    with closing(open_verifier(verifier)) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
         with progress("paint", 100) as advance:
@@ -124,20 +134,26 @@ def paint_command(
                 advance(round(100 * done) - told)
                 told = round(100 * done)
 
-            version = painted(ledger, order, painter, ShapesVerifier(), images, tell)
+            version = painted(ledger, order, painter, judge, images, tell)
     with replacing(out) as path:
         version.picture.image.save(path, format="PNG")
     console = rich.get_console()
     console.print(escape(f"{out}: {version.prompt}"))
-    if version.faults is None:
-        console.print("nobody has checked the picture", style="dim")
-    for fault in version.faults or ():
+    if unchecked := "nobody has checked the picture" if as_is else version.verdict.unchecked:
+        console.print(escape(unchecked), style="dim")
+    for fault in version.verdict.faults:
         console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
     return version
 
 
 def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
     return writer.enhanced(prompt, size).prompt if writer.is_there else prompt
+
+
+def open_verifier(named: str | None) -> Verifiers:
+    """Shapes and words are judged here, the rest by a model at ``URL`` or ``MODEL@URL``. Raises `UserError`: nobody is there."""
+    here = ShapesVerifier(), TextVerifier()
+    return Verifiers(*here) if named is None else Verifiers(*here, EndpointVerifier(named))
 
 
 def open_backend(named: str, device: str) -> Backend:
@@ -190,6 +206,7 @@ def studio_command(
     out: Path | None,
     port: int,
     device: str,
+    verifier: str | None = None,
 ) -> None:
     """Serve the studio on this machine until stopped.
 
@@ -200,12 +217,16 @@ def studio_command(
         raise UserError(f"{out}: it holds a conversation already; name another folder")
     options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
     writer = Writer(server=server)
-    with closing(open_socket("127.0.0.1", port)) as listening, closing(open_backend(backend, device)) as painter:
+    with (
+        closing(open_verifier(verifier)) as judge,
+        closing(open_socket("127.0.0.1", port)) as listening,
+        closing(open_backend(backend, device)) as painter,
+    ):
         check_request(painter, PaintRequest("a picture", *size, seed))
 
         def write(ledger: Ledger) -> str:
             return _written(writer, describe(ledger), ledger.size or size)
 
-        studio = Studio(painter, ShapesVerifier(), options, write, out)
+        studio = Studio(painter, judge, options, write, out)
         rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")
         uvicorn.Server(uvicorn.Config(create_studio(studio), log_level="warning")).run(sockets=[listening])

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
 from stretto.pictures.backend import Backend, PaintRequest, Picture
-from stretto.tasks.shapes.draw import FORMS, drawable, see, unmet
-from stretto.tasks.shapes.ledger import Ledger, Unkept, describe
+from stretto.pictures.verify import Verdict, Verifier
+from stretto.tasks.shapes.ledger import Ledger, describe
 from stretto.tasks.shapes.turns import Conversation, tell
 
 
@@ -33,31 +31,6 @@ class PaintOptions(Config):
     """Of the first picture of every turn, so that what is not spoken of stays; each further one has the next."""
 
 
-class Verifier(Protocol):
-    """What a picture shows, against what it must show."""
-
-    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...] | None:
-        """The constraints that are not met; None: this it cannot judge. Raises RuntimeError: it could not do its work."""
-        ...
-
-
-class ShapesVerifier:
-    """Exact, for coloured shapes on white; anything else it cannot judge."""
-
-    def judge(self, ledger: Ledger, picture: Picture) -> tuple[Unkept, ...] | None:
-        return unmet(ledger, see(picture.image)) if is_of_shapes(ledger) else None
-
-
-def is_of_shapes(ledger: Ledger) -> bool:
-    """Whether all that is asked for can be drawn and read back exactly."""
-    try:
-        return drawable(ledger).num_constraints == ledger.num_constraints and all(
-            each.noun in FORMS for each in ledger.things
-        )
-    except UserError:
-        return False
-
-
 @dataclass(frozen=True, slots=True)
 class Version:
     """A picture that was shown. Written by `respond`."""
@@ -65,8 +38,7 @@ class Version:
     ledger: Ledger
     prompt: str
     picture: Picture
-    faults: tuple[Unkept, ...] | None
-    """None: nobody has judged it."""
+    verdict: Verdict
     num_images: int
     """Painted for it."""
 
@@ -132,10 +104,10 @@ def respond(
         after = replace(after, versions=(*after.versions, made))
     shown = after.shown
     assert shown is not None
-    if shown.faults is None:
-        return Reply(after, f"{done}. Nobody has checked the picture")
-    lacking = "; ".join(fault.says for fault in shown.faults)
-    return Reply(after, f"{done}. Not right yet after {shown.num_images} pictures: {lacking}" if lacking else done)
+    lacking = "; ".join(fault.says for fault in shown.verdict.faults)
+    if lacking:
+        done += f". Not right yet after {shown.num_images} pictures: {lacking}"
+    return Reply(after, ". ".join(filter(None, (done, shown.verdict.unchecked))))
 
 
 def painted(
@@ -152,10 +124,10 @@ def painted(
     for attempt in range(images):
         share = _part(progress, attempt, images)
         picture = backend.paint(replace(order, seed=order.seed + attempt), share)
-        faults = verifier.judge(ledger, picture)
-        if best is None or len(faults or ()) < len(best.faults or ()):
-            best = Version(ledger, order.prompt, picture, faults, attempt + 1)
-        if not faults:
+        verdict = verifier.judge(ledger, picture)
+        if best is None or len(verdict.faults) < len(best.verdict.faults):
+            best = Version(ledger, order.prompt, picture, verdict, attempt + 1)
+        if not verdict.faults:
             break
     assert best is not None
     return replace(best, num_images=attempt + 1)

@@ -24,8 +24,9 @@ from starlette.staticfiles import StaticFiles
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.pictures.agent import Dialogue, PaintOptions, Verifier, respond
+from stretto.pictures.agent import Dialogue, PaintOptions, respond
 from stretto.pictures.backend import Backend
+from stretto.pictures.verify import Verifier
 from stretto.serve.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger, describe
 
@@ -93,7 +94,8 @@ class Studio:
             "versions": [
                 {
                     "prompt": each.prompt,
-                    "lacks": None if each.faults is None else [fault.says for fault in each.faults],
+                    "lacks": [fault.says for fault in each.verdict.faults],
+                    "unchecked": each.verdict.unchecked,
                     "images": each.num_images,
                 }
                 for each in dialogue.versions

@@ -26,6 +26,7 @@ from stretto.text.tokenizer import train_tokenizer
 from tests.apps.conftest import HEALING, PRESETS, RECIPE, SERVED, refused
 from tests.apps.conftest import Run as Command
 from tests.engine.engines import network
+from tests.tasks.judges import judging
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,28 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"seen": "nothing of it", "score": 0}', ("after 2 pictures", "0 of 10, 'nothing of it'")),
+        ('{"seen": "it", "score": 10}', ()),
+        ("I cannot see pictures.", ("nobody has checked", "no JSON with a score")),
+    ],
+)
+def test_a_model_judges_what_is_neither_shapes_nor_words(
+    stretto: Command, tmp_path: Path, said: str, told: tuple[str, ...]
+) -> None:
+    with judging(lambda body: said) as (url, asked):
+        out = tmp_path / "picture.png"
+        done = stretto(
+            "paint", "a red circle in a room", "-o", out, "--size", "64x64", "--images", 2, "--verifier", url
+        )
+    text = " ".join(done.out.split())
+    assert done.code == 0 and out.exists() and all(each in text for each in told), done
+    assert ("nobody has checked" in text) == ("see pictures" in said)
+    assert len(asked) == 4 * (2 if '"score": 0' in said else 1)  # circle, red, room, in
+
+
 @pytest.mark.slow
 def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "picture.png"
@@ -108,6 +131,9 @@ def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_r
         (("a cube", "--control", "canny={folder}/corrupt.png"), ("cannot be read as a picture",)),
         (("猫", "--as-is", "--server", "http://127.0.0.1:9"), ("--as-is",)),
         (("Ein Haus und das Auto mit der Frau",), ("prompt", "English")),
+        (("a cube", "--verifier", "eyes"), ("--verifier eyes", "no address")),
+        (("a cube", "--verifier", "http://127.0.0.1:9/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "http://127.0.0.1:9/v1", "--as-is"), ("--as-is",)),
     ],
 )
 def test_what_cannot_be_painted(

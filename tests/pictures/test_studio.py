@@ -13,9 +13,10 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from stretto.pictures.agent import PaintOptions, ShapesVerifier
+from stretto.pictures.agent import PaintOptions
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import Studio, create_studio
+from stretto.pictures.verify import ShapesVerifier
 from stretto.serve.server import open_socket
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -33,6 +34,7 @@ def test_turns_undo_and_refusals_over_http(tmp_path: Path) -> None:
     assert (
         state["ledger"] == ["2 red circles", "1 blue square", "red circles left of blue square"] and state["shown"] == 0
     )
+    assert (state["versions"][0]["lacks"], state["versions"][0]["unchecked"]) == ([], "")
     assert client.get("/pictures/0.png").content == (tmp_path / "001.png").read_bytes()
     assert client.post("/turn", json={"text": "make the square red blue"}).json()["turns"][-1]["question"]
     assert client.post("/turn", json={"text": "make the square green"}).json()["shown"] == 1

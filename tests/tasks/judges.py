@@ -24,6 +24,9 @@ def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def log_message(self, *_: object) -> None: ...
 
+        def do_GET(self) -> None:  # what it serves
+            self._answer(200, {"data": [{"id": "double"}]})
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
@@ -31,7 +34,10 @@ def judging(said: Said) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             if text is None:
                 over.wait(1.0)
             status = text if isinstance(text, int) else 200
-            content = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+            self._answer(status, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+        def _answer(self, status: int, tree: dict[str, Any]) -> None:
+            content = json.dumps(tree).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -10,10 +10,10 @@ function node(tag, fields = {}, ...children) {
 }
 
 function figure(state, number) {
-  const { prompt, lacks, images } = state.versions[number];
+  const { prompt, lacks, unchecked, images } = state.versions[number];
   const caption = node("figcaption", {}, `Version ${number + 1}${number === state.shown ? ", now" : ""} (${images} painted): ${prompt}`);
-  if (lacks === null) caption.append(node("p", {}, "Nobody has checked it."));
-  else if (lacks.length) caption.append(node("p", { className: "lacks" }, `Lacks: ${lacks.join("; ")}`));
+  if (unchecked) caption.append(node("p", {}, unchecked));
+  if (lacks.length) caption.append(node("p", { className: "lacks" }, `Lacks: ${lacks.join("; ")}`));
   return node("figure", {}, node("img", { src: `pictures/${number}.png`, alt: prompt }), caption);
 }
 

@@ -224,6 +224,11 @@ def _form(covered_HW: np.ndarray) -> tuple[str, float]:
 
 def unmet(ledger: Ledger, scene: Scene) -> tuple[Unkept, ...]:
     """What of a `drawable` ledger a picture does not show, and bodies that nobody asked for. Raises `UserError` as `drawable`."""
+    return judged(ledger, scene)[0]
+
+
+def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
+    """`unmet`, and the bodies that can stay where they are."""
     ledger = drawable(ledger)
     free, faults = list(scene), list[Unkept]()
     shown: dict[int, list[Body]] = {}
@@ -244,11 +249,13 @@ def unmet(ledger: Ledger, scene: Scene) -> tuple[Unkept, ...]:
         elif len(taken) != thing.count if thing.count is not None else len(taken) < 2:
             faults.append(Unkept("count", f"{len(taken)} {thing.name}, not {thing.count or 'several'}", thing.id))
     faults += [Unkept("extra", f"another {body.colour} {body.form}") for body in free]
+    wrong = {fault.thing for fault in faults}
     for relation in ledger.relations:
         if not _holds(relation, shown):
             subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
             faults.append(Unkept("relation", f"the {subject.name} is not {relation.kind} the {other.name}", subject.id))
-    return tuple(faults)
+            wrong |= {relation.subject} if shown[relation.other] else set()
+    return tuple(faults), tuple(body for id, bodies in shown.items() if id not in wrong for body in bodies)
 
 
 def _look_alike(thing: Thing, other: Thing) -> bool:
