@@ -1,11 +1,12 @@
 """What `recipes/writing.toml` does to a network that writes: quality by another judge, diversity, skills, length (figure 3 of writing).
 
     python -m bench.writing OUT --model CHECKPOINT --data BOOKS        again: goes on; books are JSONL with text and author
-    python -m bench.writing OUT --model SMOLLM2 --data BOOKS --passages 600 --prompts 200 --problems 60 --samples 8 --device cuda     long
+    python -m bench.writing OUT --model SMOLLM2 --data BOOKS --device cuda --set runtime.stop_s=240     long
 
-Two local judges learn from other authors each, one rewards, the other compares the result with the start (SFT), on beginnings of books
-that neither judge nor run has read. Both judges are the same method on the same network: what one likes the other may like for the
-same bad reason, which is why diversity, length and skills stand beside it, and why the winner should be read.
+Two local judges learn from other authors each (those of `bench.judge OUT` are taken where they are), one rewards, the other compares
+the result with the start, which is to be a network that follows requests (SFT), on beginnings of books that neither judge nor run has
+read. Both judges are the same method on the same network: what one likes the other may like for the same bad reason, which is why
+diversity, length and skills stand beside it, and why the winner should be read.
 
 Exits with 1 unless the result wins 60 % of battles, has 100 % of the start's distinct_k and Vendi, 98 % of its skills, and answers within
 10 % of its length. ``--set rewards.writing.floor=1.0`` is the control that should lose diversity, ``--set train.steps=1`` the one that should win nothing.
@@ -29,6 +30,7 @@ from stretto.apps.rl import online_command
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder
 from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books
+from stretto.model.checkpoint import read_config
 from stretto.post.battle import battle
 from stretto.post.panel import PANEL_FILE, suites_of
 from stretto.post.suite import read_evaluation
@@ -37,6 +39,18 @@ from stretto.serve.judge import judge_server
 from stretto.text.passages import Part, passages
 
 WON, DIVERSE, SKILLED, LENGTH = 0.60, 1.0, 0.98, 0.10
+SIZES = {
+    "cpu": {"passages": 64, "prompts": 64, "problems": 24},
+    "cuda": {"passages": 600, "prompts": 400, "problems": 60},
+}
+SETTINGS = {
+    "cpu": (),
+    "cuda": (
+        "rollout.max_batch=128", "rollout.page_size=16", "rollout.cache_bytes=4000000000", "rollout.chunk_tokens=256", "train.prompts=16",
+        "train.eval_every=1000", "train.snapshot_every=1000", "runtime.isolate=none",
+    ),
+}  # fmt: skip
+"""Of the recipe, by device; a step of 128 answers takes several seconds, and held-out ones are asked at the end."""
 
 
 @contextmanager
@@ -50,7 +64,7 @@ def serving(judge: Path, device: str) -> Iterator[dict[str, Any]]:
 def write_prompts(path: Path, books: Sequence[tuple[str, str]], part: Part, num: int) -> Path:
     """Beginnings of passages that are to be gone on with."""
     asked = [
-        {"prompt": f"Continue this story:\n\n{each.prompt}", "reference": each.text}
+        {"prompt": f"Write the next paragraph of this story:\n\n{each.prompt}", "reference": each.text}
         for each in passages(books, part, num, seed=1)
     ]
     path.write_text("".join(f"{json.dumps(each)}\n" for each in asked))
@@ -70,7 +84,7 @@ def evaluated(told: argparse.Namespace, model: Path, name: str, judge: dict[str,
         model,
         suites_of({"suites": {"panel": suite}}),
         out,
-        options(samples=told.samples, baselines=False),
+        options(samples=told.samples, baselines=False, max_batch=256 if told.device != "cpu" else 64),
         device=told.device,
     )
     return out
@@ -83,14 +97,18 @@ def main() -> None:
         "--model", type=Path, required=True, help="the start; its hidden states are what the judges read, too"
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True)
-    parser.add_argument("--passages", type=int, default=64, help="that each judge learns from")
-    parser.add_argument("--prompts", type=int, default=64, help="of the run")
-    parser.add_argument("--problems", type=int, default=24, help="held-out prompts, and problems of each skill")
+    parser.add_argument("--passages", type=int, help="that each judge learns from (64, on a GPU 600)")
+    parser.add_argument("--prompts", type=int, help="of the run (64, on a GPU 400)")
+    parser.add_argument("--problems", type=int, help="held-out prompts, and problems of each skill (24, on a GPU 60)")
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--set", action="append", default=[], dest="settings", help="override a key of the recipe")
     parser.add_argument("--device", default="cpu")
     told = parser.parse_args()
+    kind = told.device.partition(":")[0]
+    for name, size in SIZES[kind].items():
+        setattr(told, name, getattr(told, name) or size)
+    dense = () if read_config(checkpoint_folder(told.model)).moe_layers else ("replay=off",)  # it has no routes
     told.out.mkdir(parents=True, exist_ok=True)
     books, run = read_books(told.data), told.out / "run"
     parts: tuple[Part, Part] = ("reward", "evaluation")
@@ -100,7 +118,7 @@ def main() -> None:
     if not (run / CHECKPOINT).is_dir():
         prompts = write_prompts(told.out / "prompts.jsonl", books, "reward", told.prompts)
         with serving(told.out / "reward", told.device) as judge:
-            recipe = read_recipe(RECIPES / "writing.toml", RlRecipe, told.settings)
+            recipe = read_recipe(RECIPES / "writing.toml", RlRecipe, [*SETTINGS[kind], *dense, *told.settings])
             source = recipe.sources["writing"]
             mixed = {
                 **recipe.sources,
