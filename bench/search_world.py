@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.common.measure import table, wide_console
 from bench.common.searching import Asked, ask_network, closed_book, first_hit, write_asked
-from bench.service import train
+from bench.common.worlds import train
 from stretto.apps.agent import AgentOptions
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe

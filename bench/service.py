@@ -20,7 +20,6 @@ over seeds, or doing nothing is right more often than 5 %.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -32,14 +31,12 @@ from statistics import mean
 import torch
 
 from bench.common.measure import half_width, table, wide_console
+from bench.common.worlds import ask, train
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, remove
-from stretto.base.track import progress
+from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import Interval
-from stretto.post.suite import EvalOptions, Evaluation, SuiteConfig, evaluate
-from stretto.rl.log import StepReport
-from stretto.rl.plain import run_plainly
+from stretto.post.suite import Evaluation
 from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
@@ -71,7 +68,7 @@ def main() -> None:
     with ProcessPoolExecutor(options.at_once, get_context("spawn"), max_tasks_per_child=1) as pool:
         for stage, seeds in ((DEMONSTRATIONS, starts), (REWARDS, range(options.seeds))):
             checkpoints = list(pool.map(partial(learn, options, stage), seeds))
-            found[stage] = list(pool.map(partial(ask, options, stage), seeds, checkpoints))
+            found[stage] = list(pool.map(partial(answered, options, stage), seeds, checkpoints))
     show(options, found)
     last = [each.domains[SOURCE] for each in found[REWARDS]]
     reached = last and all(mean(one.pass_hat[k].value for one in last) >= aim for k, aim in AIMS.items())
@@ -92,35 +89,11 @@ def learn(options: argparse.Namespace, stage: str, seed: int) -> Path:
     return train(recipe, folder, start, options.device) if stage == REWARDS else start
 
 
-def train(recipe: RlRecipe, folder: Path, start: Path, device: str) -> Path:
-    """A seed's checkpoint after reinforcement learning."""
-    run, checkpoint = folder / "rl", folder / CHECKPOINT
-    if checkpoint.is_dir():
-        return checkpoint
-    remove(run)  # of a run that was cut short nothing is to stay
-    with progress(f"{folder.name}: rewards", recipe.train.steps) as advance:
-
-        def report(step: StepReport) -> None:
-            advance(1, f"reward {step.scalars['reward/mean']:.2f}")
-
-        asyncio.run(run_plainly(recipe, run, start, checkpoint, report, device=device))
-    remove(run)
-    return checkpoint
-
-
-def ask(options: argparse.Namespace, stage: str, seed: int, checkpoint: Path) -> Evaluation:
-    """What it answers to held-out problems, which are the same for all seeds."""
+def answered(options: argparse.Namespace, stage: str, seed: int, checkpoint: Path) -> Evaluation:
+    """To held-out problems, which are the same for all seeds."""
     torch.set_num_threads(1)
-    recipe = recipe_of(options, 0)
-    suite = SuiteConfig(
-        sources={SOURCE: recipe.sources[SOURCE].replace(args={**recipe.sources[SOURCE].args, "part": "held_out"})},
-        problems=options.problems,
-        max_tokens=recipe.rollout.max_tokens,
-        max_turns=recipe.rollout.max_turns,
-    )
-    how = EvalOptions(samples=options.samples, max_batch=recipe.rollout.max_batch)
-    out = checkpoint.with_name(f"{checkpoint.name}.held_out")
-    found = evaluate(checkpoint, {SOURCE: suite}, out, how, name=checkpoint.parent.name, device=options.device)
+    recipe, (samples, device) = recipe_of(options, 0), (options.samples, options.device)
+    found = ask(recipe, checkpoint, "held_out", options.problems, samples=samples, device=device)
     scores = (f"pass^{k} {value.value:.3f}" for k, value in found.domains[SOURCE].pass_hat.items() if k in AIMS)
     print(f"seed {seed}, {stage}: {', '.join(scores)}", flush=True)
     return found

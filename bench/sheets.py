@@ -14,7 +14,6 @@ every other sheet or leaving what is no workbook. Exit code 1: the right formula
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,11 @@ import torch
 from scipy.stats import binomtest
 
 from bench.common.measure import table, wide_console
+from bench.common.worlds import ask, train
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
-from stretto.base.paths import CHECKPOINT, remove
+from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress
-from stretto.post.suite import EvalOptions, Evaluation, SuiteConfig, evaluate
-from stretto.rl.log import StepReport
-from stretto.rl.plain import run_plainly
 from stretto.rl.recipe import START, RlRecipe
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.session import recorded
@@ -197,7 +194,7 @@ def judged(
 
 def show_trained(options: argparse.Namespace) -> None:
     recipe = read_recipe(RECIPE, RlRecipe, options.settings)
-    train(recipe, options.train)
+    train(recipe, options.train, made_start(recipe, options.train, device="cpu"))
     shown = table(
         f"{options.problems} tasks of either part, 4 samples each at temperature 1: mean (95 % over tasks)",
         *("", "train: other seeds", "pass^4", "held out: other schemas and wordings", "pass^4", "does nothing"),
@@ -205,39 +202,13 @@ def show_trained(options: argparse.Namespace) -> None:
     for stage, place in STAGES.items():
         cells = []
         for part in ("train", "held_out"):
-            found = ask(recipe, options.train / place, part, options).domains["sheets"]
+            found = ask(recipe, options.train / place, part, options.problems).domains["sheets"]
             cells += [
                 f"{found.score.value:.3f} ({found.score.low:.3f} to {found.score.high:.3f})",
                 f"{found.pass_hat[4].value:.3f}",
             ]
         shown.add_row(stage, *cells, f"{found.baselines['empty'].value:.3f}")
     wide_console().print(shown)
-
-
-def train(recipe: RlRecipe, folder: Path) -> None:
-    if (folder / CHECKPOINT).is_dir():
-        return
-    start, run = made_start(recipe, folder, device="cpu"), folder / "rl"
-    remove(run)  # of a run that was cut short nothing is to stay
-    with progress("rewards", recipe.train.steps) as advance:
-
-        def report(step: StepReport) -> None:
-            advance(1, f"reward {step.scalars['reward/mean']:.2f}")
-
-        asyncio.run(run_plainly(recipe, run, start, folder / CHECKPOINT, report, device="cpu"))
-    remove(run)
-
-
-def ask(recipe: RlRecipe, checkpoint: Path, part: str, options: argparse.Namespace) -> Evaluation:
-    source, rollout = recipe.sources["sheets"], recipe.rollout
-    suite = SuiteConfig(
-        sources={"sheets": source.replace(args={**source.args, "part": part})},
-        problems=options.problems,
-        max_tokens=rollout.max_tokens,
-        max_turns=rollout.max_turns,
-    )
-    out = checkpoint.with_name(f"{checkpoint.name}.{part}")
-    return evaluate(checkpoint, {"sheets": suite}, out, EvalOptions(max_batch=rollout.max_batch), name=part)
 
 
 if __name__ == "__main__":
