@@ -2,7 +2,8 @@
 
 Nothing is remembered but ledgers and versions. A turn that contradicts what stands is answered with a question and changes nothing;
 a turn that takes back shows the picture of then. A picture that shows something else than was asked is painted again, until one is
-right or the budget of the turn is spent; then the one with the fewest faults is shown, and they are told.
+right or the budget of the turn is spent; then the one with the fewest faults is shown, and they are told. Where the backend can change a
+part of a picture, what is right in it stays, in the picture of the turn before too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from PIL import Image
 from pydantic import Field
 
 from stretto.base.config import Config
@@ -17,6 +19,9 @@ from stretto.pictures.backend import Backend, PaintRequest, Picture
 from stretto.pictures.verify import Verdict, Verifier
 from stretto.tasks.shapes.ledger import Ledger, describe
 from stretto.tasks.shapes.turns import Conversation, tell
+
+_MARGIN = 2
+"""Pixels around what stays, so that nothing new touches it."""
 
 
 class PaintOptions(Config):
@@ -100,7 +105,8 @@ def respond(
         now = told.conversation.now
         width, height = now.size or (options.width, options.height)
         order = PaintRequest(write(now), width, height, options.seed)
-        made = painted(now, order, backend, verifier, options.images, progress)
+        before = None if dialogue.shown is None else dialogue.shown.picture
+        made = painted(now, order, backend, verifier, options.images, progress, before)
         after = replace(after, versions=(*after.versions, made))
     shown = after.shown
     assert shown is not None
@@ -117,20 +123,47 @@ def painted(
     verifier: Verifier,
     images: int,
     progress: Callable[[float], None] = lambda done: None,
+    before: Picture | None = None,
 ) -> Version:
     """The first picture of an ``order`` that shows what is asked for, or of so many, with a seed each, the one with the fewest faults.
-    Raises as `respond`."""
+    Raises as `respond`.
+
+    Args:
+        before: what was shown until now. It, and then the best so far, is changed where it is wrong, if the backend can and
+            something in it is right; after a change that mended nothing a new picture is painted.
+    """
     best: Version | None = None
+    base: tuple[Picture, Verdict] | None = None
+    if before is not None and backend.edits and before.image.size == (order.width, order.height):
+        base = before, verifier.judge(ledger, before)
+        if not base[1].faults and not base[1].unchecked:
+            return Version(ledger, order.prompt, before, base[1], 0)
     for attempt in range(images):
-        share = _part(progress, attempt, images)
-        picture = backend.paint(replace(order, seed=order.seed + attempt), share)
+        request = replace(order, seed=order.seed + attempt)
+        mask = _wrong_part(*base, backend.multiple) if base is not None and backend.edits else None
+        if mask is not None and base is not None:
+            request = replace(request, base=base[0].image, mask=mask)
+        picture = backend.paint(request, _part(progress, attempt, images))
         verdict = verifier.judge(ledger, picture)
+        is_mended = base is None or len(verdict.faults) < len(base[1].faults)
         if best is None or len(verdict.faults) < len(best.verdict.faults):
             best = Version(ledger, order.prompt, picture, verdict, attempt + 1)
         if not verdict.faults:
             break
+        base = (best.picture, best.verdict) if mask is None or is_mended else None
     assert best is not None
     return replace(best, num_images=attempt + 1)
+
+
+def _wrong_part(picture: Picture, verdict: Verdict, multiple: int) -> Image.Image | None:
+    """White but for what is right, whole squares of ``multiple`` pixels; None: nothing is right, or nowhere is room."""
+    width, height = picture.image.size
+    mask = Image.new("L", (width, height), 255)
+    for left, top, right, bottom in verdict.right:
+        low_x, low_y = (int(each - _MARGIN) // multiple * multiple for each in (left * width, top * height))
+        high_x, high_y = (-(int(each + _MARGIN) // -multiple) * multiple for each in (right * width, bottom * height))
+        mask.paste(0, (max(0, low_x), max(0, low_y), high_x, high_y))
+    return mask if verdict.right and mask.getbbox() else None
 
 
 def _part(progress: Callable[[float], None], at: int, num: int) -> Callable[[float], None]:

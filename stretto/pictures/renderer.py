@@ -8,32 +8,66 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+from PIL import Image
+
 from stretto.pictures.backend import PaintRequest, Picture, check_request
-from stretto.tasks.shapes.draw import PALETTE, draw, drawable, place
+from stretto.tasks.shapes.draw import PALETTE, Body, draw, drawable, looks_like, place, placed, see, unmet
 from stretto.tasks.shapes.ledger import Ledger, Thing, read
+
+_TRIES = 200
+"""Places for what is new beside what stays."""
 
 
 class Renderer:
-    """Draws coloured shapes, wherever nothing else was asked for in the same place for one seed."""
+    """Draws coloured shapes, wherever nothing else was asked for in the same place for one seed; changes a part of such a picture."""
 
-    name, multiple, edits = "renderer", 1, False
+    name, multiple = "renderer", 1
 
-    def __init__(self, faults: float = 0.0) -> None:
+    def __init__(self, faults: float = 0.0, edits: bool = True) -> None:
         """``faults``: chance of each object and of each relation to be drawn wrongly, by the seed."""
         assert 0 <= faults < 1, faults
-        self._faults = faults
+        self._faults, self.edits = faults, edits
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
         check_request(self, request)
         started_s = time.perf_counter()
         ledger = drawable(read(request.prompt))
         meant = _misread(ledger, self._faults, random.Random(f"faults/{request.seed}")) if self._faults else ledger
-        image = draw(place(meant, request.seed), request.width, request.height)
+        if request.base is not None and request.mask is not None:
+            image = _edited(ledger, meant, request.base, request.mask, request.seed)
+        else:
+            image = draw(place(meant, request.seed), request.width, request.height)
         tell(1.0)
         return Picture(image, request.seed, time.perf_counter() - started_s)
 
     def close(self) -> None:
         pass
+
+
+def _edited(ledger: Ledger, meant: Ledger, base: Image.Image, mask: Image.Image, seed: int) -> Image.Image:
+    """``base`` where ``mask`` is black; elsewhere what of ``ledger`` is not there yet, as it was ``meant``, in its place to what stays. Where
+    that has no room it is drawn as if there were nothing else."""
+    stays = see(Image.composite(Image.new("RGB", base.size, "white"), base, mask.convert("1")))
+    there = {thing.id: tuple(body for body in stays if looks_like(body, thing)) for thing in ledger.things}
+    wanted = {thing.id: thing for thing in meant.things} | {each.id: each for each in ledger.things if there[each.id]}
+    both = Ledger(
+        tuple(wanted.values()), tuple(each for each in meant.relations if {each.subject, each.other} <= {*wanted})
+    )
+    free_HW = np.asarray(mask.convert("L")) > 0
+    for attempt in range(_TRIES):
+        new = {id: bodies for id, bodies in placed(both, seed * _TRIES + attempt).items() if not there.get(id)}
+        added = tuple(body for bodies in new.values() for body in bodies)
+        if all(_fits(body, free_HW) for body in added) and not unmet(both, stays + added):
+            break
+    return Image.composite(draw(added, *base.size), base, mask.convert("1"))
+
+
+def _fits(body: Body, free_HW: np.ndarray) -> bool:
+    height, width = free_HW.shape
+    rows = slice(int((body.y - body.height / 2) * height), int((body.y + body.height / 2) * height) + 2)
+    columns = slice(int((body.x - body.width / 2) * width), int((body.x + body.width / 2) * width) + 2)
+    return bool(free_HW[rows, columns].all())
 
 
 def _misread(ledger: Ledger, faults: float, rng: random.Random) -> Ledger:

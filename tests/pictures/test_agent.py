@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 from PIL import Image
 
 from stretto.base.errors import UserError
-from stretto.pictures.agent import Dialogue, PaintOptions, Reply, respond
-from stretto.pictures.backend import PaintRequest, check_request
+from stretto.pictures.agent import Dialogue, PaintOptions, Reply, painted, respond
+from stretto.pictures.backend import PaintRequest, Picture, check_request
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.verify import ShapesVerifier
 from stretto.tasks.shapes.draw import see, unmet
@@ -67,8 +70,62 @@ def test_what_is_left_of_nothing_is_told() -> None:
     assert "nothing is asked for" in talk("a red circle", "remove the circle").said
 
 
+def pixels(picture: Picture) -> np.ndarray:
+    return np.asarray(picture.image, dtype=int)
+
+
+def test_a_turn_changes_what_it_speaks_of_and_leaves_the_rest_to_the_bit() -> None:
+    turns = ("two red circles left of a blue square", "make the square green")
+    before, after = (version.picture for version in talk(*turns).dialogue.versions)
+    is_red_HW = pixels(before)[:, :, 0] > pixels(before)[:, :, 2] + 40
+    assert is_red_HW.any() and (pixels(before)[is_red_HW] == pixels(after)[is_red_HW]).all()
+    assert not unmet(read("two red circles left of a green square"), see(after.image))
+    anew = Reply(Dialogue(), "")
+    for turn in turns:
+        anew = respond(anew.dialogue, turn, Renderer(edits=False), ShapesVerifier(), OPTIONS)
+    assert anew.dialogue.shown is not None and not anew.dialogue.shown.verdict.faults
+
+
+def test_what_is_shown_already_is_not_painted_again() -> None:
+    dialogue = talk("a red circle left of a blue square", "put the circle left of the square").dialogue
+    assert dialogue.num_images == 1 and dialogue.conversation.states[-1] == dialogue.conversation.states[-2]
+    gone = talk("a circle left of a blue square", "make the circle red", options=OPTIONS.replace(seed=0))
+    seen = see(gone.dialogue.versions[0].picture.image)
+    was_red = any((body.form, body.colour) == ("circle", "red") for body in seen)
+    assert gone.dialogue.versions[-1].num_images == (0 if was_red else 1)
+
+
+class Noting(Renderer):
+    """Which requests were edits."""
+
+    def __init__(self, faults: float) -> None:
+        super().__init__(faults)
+        self.were_edits: list[bool] = []
+
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+        self.were_edits.append(request.base is not None)
+        return super().paint(request, tell)
+
+
+def test_what_is_wrong_is_changed_within_the_budget_and_after_a_vain_change_all_is_painted_anew() -> None:
+    request = "two red circles left of a blue square, a green triangle"
+    runs = []
+    for seed in range(0, 320, 8):
+        backend = Noting(0.3)
+        made = painted(read(request), PaintRequest(request, 96, 96, seed), backend, ShapesVerifier(), 8)
+        assert made.num_images == len(backend.were_edits) <= 8 and not backend.were_edits[0]
+        assert (made.num_images == 8) or not made.verdict.faults
+        runs.append(tuple(backend.were_edits))
+    assert (False, True) in runs  # mended by one change
+    vain = [run for run in runs if len(run) > 2 and run[1]]
+    assert any(not each for run in vain for each in run[2:])
+
+
 class Coarse(Renderer):
     multiple = 16
+
+    def __init__(self) -> None:
+        super().__init__(edits=False)
 
 
 @pytest.mark.parametrize(

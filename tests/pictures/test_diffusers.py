@@ -16,9 +16,12 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from stretto.base.errors import UserError
-from stretto.pictures.backend import Control, Lora, PaintRequest
+from stretto.pictures.agent import painted
+from stretto.pictures.backend import Control, Lora, PaintRequest, Picture
 from stretto.pictures.diffusers import Diffusers
 from stretto.pictures.painter import Recipe, build
+from stretto.pictures.verify import Verdict
+from stretto.tasks.shapes.ledger import Ledger, Unkept, read
 
 PROMPTS = ("A red circle.", "Two blue squares.")
 
@@ -75,6 +78,27 @@ def test_an_edit_changes_what_the_mask_says_and_nothing_else(backend: Diffusers)
     made = pixels(backend, asked(base=base, mask=mask))
     assert (made[:, 13:] == 255).all() and (made[:, :13] != 255).any()
     assert (made != pixels(backend, asked())).any()
+
+
+class Half:
+    """Finds what lies on the left right, and something missing once."""
+
+    num = 0
+
+    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+        self.num += 1
+        return Verdict((Unkept("object", "no square"),) if self.num == 1 else (), right=((0.0, 0.0, 0.4, 1.0),))
+
+    def close(self) -> None: ...
+
+
+def test_what_is_right_stays_and_the_rest_is_painted_again(backend: Diffusers) -> None:
+    ledger = read("a red circle")
+    first = pixels(backend, asked())
+    made = painted(ledger, asked(), backend, Half(), 4)
+    shown = np.asarray(made.picture.image, dtype=int)
+    assert made.num_images == 2 and (shown[:, :16] == first[:, :16]).all()  # whole tokens of 8 pixels
+    assert (shown[:, 16:] != first[:, 16:]).any()
 
 
 def test_adapters_come_and_go(backend: Diffusers, tmp_path: Path) -> None:

@@ -87,7 +87,12 @@ def drawable(ledger: Ledger) -> Ledger:
 
 
 def place(ledger: Ledger, seed: int) -> Scene:
-    """Bodies that keep a `drawable` ledger; where each lies, how large it is and colours that nobody asked for come from the seed.
+    """The bodies of `placed`, one thing after the other."""
+    return tuple(body for bodies in placed(ledger, seed).values() for body in bodies)
+
+
+def placed(ledger: Ledger, seed: int) -> dict[int, Scene]:
+    """Bodies by thing that keep a `drawable` ledger; where each lies, how large it is and colours that nobody asked for come from the seed.
 
     Every thing has a column and a row of its own, in an order that keeps the relations, and its bodies lie in their own part of
     that cell: nothing touches.
@@ -100,11 +105,10 @@ def place(ledger: Ledger, seed: int) -> Scene:
     ids = [thing.id for thing in ledger.things]
     columns = _order(ids, _before(ledger, "left of", "right of"), rng)
     rows = _order(ids, _before(ledger, "above", "below"), rng)
-    return tuple(
-        body
+    return {
+        thing.id: tuple(_bodies(thing, columns.index(thing.id), rows.index(thing.id), len(ids), rng))
         for thing in ledger.things
-        for body in _bodies(thing, columns.index(thing.id), rows.index(thing.id), len(ids), rng)
-    )
+    }
 
 
 def _before(ledger: Ledger, kind: str, inverse: str) -> set[tuple[int, int]]:
@@ -233,11 +237,7 @@ def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
     free, faults = list(scene), list[Unkept]()
     shown: dict[int, list[Body]] = {}
     for thing in sorted(ledger.things, key=lambda each: -len(each.colours)):
-        fitting = [
-            body
-            for body in free
-            if body.form == FORMS[thing.noun] and (not thing.colours or body.colour in thing.colours)
-        ]
+        fitting = [body for body in free if looks_like(body, thing)]
         if not thing.colours and fitting:  # of one colour, whichever
             fitting = [body for body in fitting if body.colour == fitting[0].colour]
         rivals = [each for each in ledger.things if each.id not in (thing.id, *shown) and _look_alike(each, thing)]
@@ -254,8 +254,15 @@ def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
         if not _holds(relation, shown):
             subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
             faults.append(Unkept("relation", f"the {subject.name} is not {relation.kind} the {other.name}", subject.id))
-            wrong |= {relation.subject} if shown[relation.other] else set()
+            if (
+                shown[relation.subject] and shown[relation.other]
+            ):  # there may be no room on the other side of what stays
+                wrong |= {relation.subject, relation.other}
     return tuple(faults), tuple(body for id, bodies in shown.items() if id not in wrong for body in bodies)
+
+
+def looks_like(body: Body, thing: Thing) -> bool:
+    return body.form == FORMS[thing.noun] and (not thing.colours or body.colour in thing.colours)
 
 
 def _look_alike(thing: Thing, other: Thing) -> bool:
