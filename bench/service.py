@@ -10,7 +10,7 @@ seed with other problems, by reinforcement, all on schemas of part ``train``. It
 occur in no other, at temperature 1, as it was trained: pass^1 and pass^4, the chance that one sample is right, and that all of four
 are. Neither chooses anything here: steps and rates are the recipe's, for all seeds alike. Beside them stand agents that need no
 network: one that says nothing, one that always transfers, and one that does all that it is asked after a yes and never reads the
-policy.
+policy (it is told the customer's mind, so it writes without a fault).
 
 What has ended is kept in OUT, and not done again; supervised training and evaluations go on where they were stopped, and
 ``--set runtime.stop_s=300`` ends each seed's rewards by the clock. Exit code 1: pass^1 is below 80 % or pass^4 below 60 % in the mean
@@ -35,9 +35,11 @@ from bench.common.worlds import ask, train
 from stretto.apps.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
-from stretto.evals.scores import Interval
+from stretto.evals.scores import Interval, mean_interval
 from stretto.post.suite import Evaluation
 from stretto.rl.recipe import RlRecipe
+from stretto.tasks.task import Answer
+from stretto.tasks.worlds.service import ServiceArgs, ServiceSource
 
 RECIPE = Path(__file__).parents[1] / "recipes/service.toml"
 SOURCE = "service"
@@ -107,9 +109,17 @@ def show(options: argparse.Namespace, found: Mapping[str, list[Evaluation]]) -> 
         f"{cost.total_params / 1e6:.1f}M parameters: mean ± 95 % over seeds (lowest to highest)",
         *("", "pass^1", f"pass^{K}", "tokens", "ended by a limit"),
     )
-    for name in (IDLE, TRANSFERS):
-        value = told(first.domains[SOURCE].baselines[name])
-        shown.add_row({IDLE: "does nothing"}.get(name, name), value, value, "", "")
+    args = first.asked["suites"][SOURCE]["sources"][SOURCE]["args"]
+    desk, domain = ServiceSource(SOURCE, ServiceArgs.model_validate(args)), first.domains[SOURCE]
+    problems = [desk.problem(item) for item in domain.items]
+    obliging = [float(desk.score(each, Answer("", desk.obliging(each))).ok) for each in problems]
+    agents = {
+        "does nothing": domain.baselines[IDLE],
+        TRANSFERS: domain.baselines[TRANSFERS],
+        "always obliges": mean_interval("obliging", obliging),
+    }
+    for name, interval in agents.items():
+        shown.add_row(name, told(interval), told(interval), "", "")
     for stage, evaluations in ((stage, each) for stage, each in found.items() if each):
         domains = [each.domains[SOURCE] for each in evaluations]
         cells = []
