@@ -45,7 +45,7 @@ from stretto.model.spec import (
 from stretto.model.transformer import Transformer
 from stretto.ops.memory import free_bytes
 from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
-from stretto.pictures.door import Door
+from stretto.pictures.door import open_door
 from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
 from stretto.serve.dialects import Piece, Thought
 from stretto.serve.elastic import Least, ServedModel, environment_subnet
@@ -87,7 +87,7 @@ def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) 
         opened, model = _open(source, options)
         with closing(AsyncEngine(opened.engine).start()) as service:
             app = create_app(service, model, settings)
-            app.add_middleware(Door)
+            open_door(app)
             host, port = listening.getsockname()[:2]
             _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             make_server(app).run(sockets=[listening])
@@ -102,7 +102,7 @@ def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette
     opened, model = _open(source, options)
     with closing(AsyncEngine(opened.engine).start()) as service:
         app = create_app(service, model, ServeSettings())
-        app.add_middleware(Door)
+        open_door(app)
         yield app, model
 
 

@@ -3,27 +3,33 @@ answered by the server as before."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 import httpx
-from starlette.datastructures import Headers
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.base.errors import UserError
 from stretto.pictures.enhance import enhance
 from stretto.serve.client import ApiFailure, Client
-from stretto.serve.limits import ApiError, as_api_error
+from stretto.serve.limits import BODY_TIMEOUT_S, ApiError, late_body
 
 PATH: Final = "/api/ernie-5.1/chat"
 _MOST_BYTES = 1 << 16
 """Of a body that is looked into: requests for pictures are short."""
 
 
+def open_door(app: Starlette) -> None:
+    """Put the enhancer into ``app``, before it starts: behind all that lets in, counts and answers for failures."""
+    app.user_middleware.append(Middleware(Door))
+
+
 class Door:
-    """Middleware. The model is asked through the same application, so keys, limits and sizes are the server's own."""
+    """The innermost middleware. The model is asked through the routes behind it, so limits and sizes are the server's own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,13 +40,17 @@ class Door:
             return
         came: list[Message] = []
         body = b""
-        while len(body) <= _MOST_BYTES:
-            came.append(await receive())
-            body += came[-1].get("body", b"")
-            if came[-1]["type"] != "http.request" or not came[-1].get("more_body"):
-                break
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while len(body) <= _MOST_BYTES:
+                    came.append(await receive())
+                    body += came[-1].get("body", b"")
+                    if came[-1]["type"] != "http.request" or not came[-1].get("more_body"):
+                        break
+        except TimeoutError:
+            raise late_body() from None
         if (asked := _asked(body)) is not None:
-            await (await self._written(scope, *asked))(scope, receive, send)
+            await (await self._written(*asked))(scope, receive, send)
             return
         left = iter(came)
 
@@ -49,20 +59,16 @@ class Door:
 
         await self._app(scope, again, send)
 
-    async def _written(self, scope: Scope, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
-        headers = Headers(scope=scope)
-        host, key = headers.get("host", "localhost"), headers.get("authorization", "").removeprefix("Bearer ")
-        try:
-            async with Client(f"http://{host}", key or None, transport=httpx.ASGITransport(self._app)) as client:
+    async def _written(self, fields: Mapping[str, Any], request: Mapping[str, Any]) -> Response:
+        async with Client("http://localhost", transport=httpx.ASGITransport(self._app)) as client:
 
-                async def ask(body: Mapping[str, Any]) -> Any:
-                    return await client.post("/v1/chat/completions", {**body, **fields})
+            async def ask(body: Mapping[str, Any]) -> Any:
+                return await client.post("/v1/chat/completions", {**body, **fields})
 
+            try:
                 made = await enhance(ask, request["prompt"], request["width"], request["height"])
-        except UserError as error:
-            return as_api_error(error).response()
-        except ApiFailure as failure:
-            return ApiError(failure.status, failure.message).response()
+            except ApiFailure as failure:
+                raise ApiError(failure.status, failure.message) from None
         return JSONResponse({"text": made.prompt})
 
 

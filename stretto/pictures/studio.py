@@ -27,6 +27,7 @@ from stretto.base.paths import replacing
 from stretto.pictures.agent import Dialogue, PaintOptions, respond
 from stretto.pictures.backend import Backend
 from stretto.pictures.verify import Verifier
+from stretto.serve.limits import ApiError, read_json
 from stretto.serve.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger, describe
 
@@ -134,19 +135,11 @@ def create_studio(studio: Studio) -> Starlette:
             return JSONResponse({"error": "there is no such version"}, 404)
 
     async def turn(request: Request) -> Response:
-        # a page elsewhere can send forms and plain text here, but no JSON without being asked first
-        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-            return JSONResponse({"error": "send application/json"}, 415)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BYTES:
-                return JSONResponse({"error": "that is too long for a turn"}, 413)
         try:
-            text = json.loads(body)["text"]
-            if not isinstance(text, str):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError):
+            told = await read_json(request, max_bytes=_MOST_BYTES)
+        except ApiError as error:
+            return JSONResponse({"error": error.message}, error.status)
+        if not isinstance(told, dict) or not isinstance(text := told.get("text"), str):
             return JSONResponse({"error": 'send {"text": …}'}, 400)
         try:
             await asyncio.to_thread(studio.turn, text)

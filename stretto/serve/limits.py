@@ -226,9 +226,13 @@ async def read_json(
         async with asyncio.timeout(timeout_s):
             return parse_json(await _read(request, hold, max_bytes))
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} seconds") from None
+        raise late_body(timeout_s) from None
     except ClientDisconnect:
         raise GoneError from None
+
+
+def late_body(timeout_s: float = BODY_TIMEOUT_S) -> ApiError:
+    return ApiError(408, f"the body did not arrive within {timeout_s:g} seconds")
 
 
 async def _read(request: Request, hold: Callable[[int], None], max_bytes: int) -> bytes:

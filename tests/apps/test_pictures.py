@@ -182,7 +182,7 @@ def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(ro
         return json.dumps({"prompt": prompt, "width": 512, "height": 256} | fields, ensure_ascii=False)
 
     request = 'a red cube and a sign that says "日夜"'
-    written, plain, other, wrong, contradiction, long = answers(
+    written, plain, other, wrong, contradiction, long, french = answers(
         roomy_run,
         asked(request),
         "hello",
@@ -190,10 +190,11 @@ def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(ro
         asked("a cube", width="wide"),
         asked("a red blue cube"),
         asked("cube " * 2000),
+        asked("un chat noir dans un café"),
     )
     assert list(written.json()) == ["text"] and unkept(read(request), written.json()["text"]) == ()
     assert written.json()["text"].count(". ") >= 4 and SYSTEM not in written.text
     for each in (plain, other, wrong):  # five tokens of a random network
         assert each.status_code == 200 and "cube" not in each.json()["text"]
-    for each, said in ((contradiction, "red or blue"), (long, "fewer")):
+    for each, said in ((contradiction, "red or blue"), (long, "fewer"), (french, "English")):
         assert each.status_code == 400 and said in each.json()["error"]["message"]

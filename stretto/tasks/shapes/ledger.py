@@ -84,7 +84,19 @@ _IRREGULAR = {
     "buses": "bus", "canvases": "canvas",
 }  # fmt: skip
 _SINGULAR = _words("tennis basis iris oasis gas lens this")
-_FOREIGN = _words("ein eine einen der die das und mit un une le la les et avec el los las con una uma il lo gli de")
+_FOREIGN = _words(  # articles, numbers, places and colours that are no English words: French, German, Spanish, Italian, Portuguese, Dutch
+    "un une et est sont avec dans au aux à deux trois quatre cinq sept huit neuf dix entre devant derrière droite dessus dessous rouge "
+    "rouges bleue bleus bleues vert verte verts vertes jaune jaunes blanc blanche blancs blanches noire noirs noires gris grise "
+    "ein eine einen einem einer der das und mit auf über neben vor hinter zwischen zwei drei vier fünf sechs sieben acht neun zehn ist sind "
+    "roter rotes roten blau blaue blauer blaues grün grüne grünes gelb gelbe gelbes schwarz schwarze weiß weiße "
+    "una uno dos tres cuatro cinco seis siete ocho nueve diez sobre bajo debajo encima junto izquierda derecha rojo roja rojos rojas azul "
+    "azules verde verdes amarillo amarilla negra blanco blanca gli due tre quattro cinque sei sette otto dieci sopra sotto accanto sinistra "
+    "destra rosso rossa rossi rosse blu giallo gialla nero nera bianco bianca um uma dois duas três quatro não vermelho vermelha amarelo "
+    "preto branco een het twee drie vijf zes zeven tien op met naast onder boven rood rode blauw blauwe groen groene geel gele zwart zwarte"
+)
+_BORROWED = _words("le la les el los las il lo de du des di da von van con sur sous noir bleu gauche die")
+"""Half as foreign: they stand in names and borrowed words."""
+_ELIDED = ("l'", "d'", "qu'", "dell'", "un'")
 INVERSE: Final = {
     "left of": "right of", "right of": "left of", "above": "below", "below": "above", "in front of": "behind",
     "behind": "in front of", "next to": "next to",
@@ -194,12 +206,14 @@ def check_language(text: str) -> None:
         raise UserError(f"prompt: {len(text):,} characters are more than {MOST_CHARS:,}; say it in fewer")
     bare = _QUOTED.sub(" ", text)
     letters = [letter for letter in bare if letter.isalpha()]
-    words = [word.lower() for word in _WORD.findall(bare)]
-    foreign = sum(word in _FOREIGN for word in words)
+    words = [word.lower().replace("’", "'") for word in _WORD.findall(bare)]
+    foreign = sum(
+        1.0 if word in _FOREIGN or word.startswith(_ELIDED) else 0.5 if word in _BORROWED else 0.0 for word in words
+    )
     native = sum(
         word in _INDEFINITE | _DEFINITE | _COPULAS | _ENDS | RELATIONS.keys() | _NUMBERS.keys() for word in words
     )
-    if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > native:
+    if sum(not letter.isascii() for letter in letters) > 0.3 * len(letters) or foreign > max(native, 0.5):
         raise UserError(
             "prompt: what it asks for is read in English only; write it in English, words to be shown in quotation marks"
         )

@@ -107,11 +107,34 @@ def test_what_contradicts_itself_becomes_a_question() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " \n", "Eine Katze in einem Café mit einer roten Lampe", "咖啡店里的一只猫", "a cat " * 2000]
-)
+    "text",
+    [
+        "", " \n", "a cat " * 2000, "咖啡店里的一只猫", "Eine Katze in einem Café mit einer roten Lampe", "zwei rote Würfel",
+        "un chat noir", "trois cercles rouges au-dessus d’un carré bleu", "Dessine l'arbre à gauche de la maison", "ajoute deux carrés",
+        "tres cubos rojos a la izquierda de una esfera azul", "due cubi rossi sopra la sfera", "um gato preto", "twee rode kubussen",
+    ],
+)  # fmt: skip
 def test_what_cannot_be_read_is_refused_in_a_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^prompt: .*; "):
+    with pytest.raises(UserError, match=r"^prompt: .*; (say|write)") as refused:
         read(text)
+    assert len(str(refused.value)) < 200 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "film noir",
+        "El Capitan",
+        "Big Sur beach",
+        "La Tour Eiffel",
+        "a crème de la crème cake",
+        "a café au lait",
+        "six dice",
+        "cubes",
+    ],
+)
+def test_borrowed_words_are_english(text: str) -> None:
+    assert read(text).things
 
 
 def test_foreign_words_to_be_shown_are_kept() -> None:

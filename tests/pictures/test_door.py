@@ -1,0 +1,83 @@
+"""The enhancer's door, in front of a server that is a rule."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from stretto.pictures import door
+from stretto.pictures.door import PATH, open_door
+from stretto.serve.server import ServeSettings, key_holders
+from stretto.tasks.shapes.fields import EXAMPLE
+from stretto.tasks.shapes.ledger import read, unkept
+
+REQUEST = "two red cubes left of a blue sphere"
+ASKED = {"messages": [{"content": json.dumps({"prompt": REQUEST, "width": 64, "height": 64})}]}
+
+
+def served() -> Starlette:
+    """Answers a chat with the example, and anything else with what it was sent."""
+
+    async def chat(http: Request) -> JSONResponse:
+        return JSONResponse({"choices": [{"message": {"content": json.dumps(EXAMPLE[1])}}]})
+
+    async def echo(http: Request) -> JSONResponse:
+        return JSONResponse(await http.json())
+
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route(PATH, echo, methods=["POST"])]
+    settings = ServeSettings(api_keys=(SecretStr("key"),))
+    app = Starlette(routes=routes, middleware=[Middleware(key_holders, settings=settings, pages=())])
+    open_door(app)
+    return app
+
+
+def sent(*parts: bytes, key: str = "key", pause_s: float = 0.0) -> tuple[httpx.Response, int]:
+    """The answer, and how many parts of the body were taken."""
+    num = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num
+        for part in parts:
+            num += 1
+            yield part
+            await asyncio.sleep(pause_s)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(served())
+        async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
+            return await client.post(PATH, content=body(), headers={"authorization": f"Bearer {key}"})
+
+    return asyncio.run(ask()), num
+
+
+def test_a_request_for_a_picture_is_written_out_and_anything_else_goes_on() -> None:
+    written, _ = sent(json.dumps(ASKED).encode())
+    assert written.status_code == 200 and unkept(read(REQUEST), written.json()["text"]) == ()
+    other = json.dumps({"messages": [{"content": "x" * 200_000}]}).encode()
+    for size in (7000, 300_000):
+        answer, _ = sent(*(other[at : at + size] for at in range(0, len(other), size)))
+        assert answer.json() == json.loads(other)
+
+
+def test_without_a_key_nothing_of_a_body_is_read() -> None:
+    refused, num = sent(b" " * 1024, b" " * 1024, key="another")
+    assert (refused.status_code, num) == (401, 0)
+
+
+def test_who_is_late_or_contradicts_himself_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = {"messages": [{"content": json.dumps({"prompt": "a red blue cube", "width": 64, "height": 64})}]}
+    refused, _ = sent(json.dumps(bad).encode())
+    assert refused.status_code == 400 and "red or blue" in refused.json()["error"]["message"]
+    monkeypatch.setattr(door, "BODY_TIMEOUT_S", 0.05)
+    late, _ = sent(b" ", b" ", pause_s=0.2)
+    assert late.status_code == 408
