@@ -39,6 +39,7 @@ from stretto.report.evals import (
     Comparison,
     asked_table,
     battle_table,
+    chapters_table,
     compare,
     comparison_page,
     comparison_table,
@@ -89,6 +90,7 @@ def eval_command(
         panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
         write_json(out / PANEL_FILE, [asdict(each) for each in panels])
         tables += [panel_table(panels), *(overused_table(each) for each in panels)]
+        tables += [chapters_table(each.domain, each.chapters) for each in panels if each.chapters]
     for table in tables:
         if table.rows:
             console.print(table)

@@ -105,6 +105,21 @@ def text_measures(text: str) -> dict[str, float]:
     }
 
 
+def chapter_measures(chapters: Sequence[str]) -> list[dict[str, float]]:
+    """Of each of a text's ``chapters``: the words, the share of different word pairs, of words in runs that it has said before, and in runs
+    that chapters before it have."""
+    found, before = list[dict[str, float]](), set[tuple[str, ...]]()
+    for text in chapters:
+        runs = ngrams(words(text), _RUN)
+        again = sum(run in before for run in runs) / max(1, len(runs))
+        single = text_measures(text)
+        found.append(
+            {"words": single["words"], "distinct_2": distinct(text), "repeats": single["repeats"], "again": again}
+        )
+        before.update(runs)
+    return found
+
+
 def marked(text: str) -> int:
     """Lines that begin as headings, list items or rules, and spans of emphasis."""
     starts = sum(

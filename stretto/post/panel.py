@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
 from stretto.evals.scores import Interval, mean_interval
-from stretto.evals.writing import Overused, Similarity, group_measures, overused, text_measures
+from stretto.evals.writing import Overused, Similarity, chapter_measures, group_measures, overused, text_measures
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.briefs import Constraints
+from stretto.tasks.judge import JudgedSource
 from stretto.text.similar import spoken
 
 PANEL_FILE = "panel.json"
@@ -28,6 +29,18 @@ _RUBRIC = (
     {"criterion": "It is well written.", "points": 1},
 )
 """Of prompts without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chapters:
+    """Of answers that have all their chapters: means over problems. Written by `panels`."""
+
+    measures: dict[str, list[float]]
+    """Of each chapter: the judge's points, and `stretto.evals.writing.chapter_measures`."""
+    changes: dict[str, Interval]
+    """The last less the first."""
+    num_short: int
+    """Answers with fewer chapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class Panel:
     num_empty: int
     """Answers without a word: in no measure but this."""
     overused: list[Overused]
+    chapters: Chapters | None = None
 
 
 def panels(
@@ -54,12 +68,35 @@ def panels(
         for suite in suites.values():
             sources = held.enter_context(SourceTables(suite.sources, suite.sandbox).opened())
             for name in (name for name, source in sources.items() if not source.is_verifiable):
-                groups: dict[int, list[str]] = {}
+                source, long = sources[name], dict[int, list[list[str]]]()
                 for key in sorted(key for key in samples if key[0] == name):
-                    groups.setdefault(key[1], []).append(spoken(samples[key].text))
-                told = {item: sources[name].problem(item).payload.get("constraints") for item in groups}
-                made.append(_panel(name, groups, told, similar, people))
+                    turns = samples[key].turns or (samples[key].text,)
+                    long.setdefault(key[1], []).append([spoken(turn) for turn in turns])
+                groups = {item: ["\n\n".join(turns) for turns in texts] for item, texts in long.items()}
+                told = {item: source.problem(item).payload.get("constraints") for item in groups}
+                panel = _panel(name, groups, told, similar, people)
+                if isinstance(source, JudgedSource) and source.args.chapters > 1:
+                    panel = replace(panel, chapters=_chapters(source, long))
+                made.append(panel)
     return made
+
+
+def _chapters(source: JudgedSource, long: Mapping[int, Sequence[Sequence[str]]]) -> Chapters:
+    """``long``: of each problem the answers, by chapters. What the judge says of them it has said before."""
+    names, rows, num_short = list[str](), list[np.ndarray](), 0
+    for item, texts in long.items():
+        whole = [each for each in texts if len(each) == source.args.chapters]
+        num_short += len(texts) - len(whole)
+        told = list[list[list[float]]]()  # by answer, chapter, measure
+        for each in whole:
+            points, counted = source.points(source.problem(item), each), chapter_measures(each)
+            names = ["points", *counted[0]]
+            told.append([[one, *rest.values()] for one, rest in zip(points, counted, strict=True)])
+        if told:
+            rows.append(np.mean(told, 0))
+    means = np.mean(rows, 0).T.tolist() if rows else []
+    changes = {name: mean_interval(name, [row[-1, at] - row[0, at] for row in rows]) for at, name in enumerate(names)}
+    return Chapters(dict(zip(names, means, strict=True)), changes, num_short)
 
 
 def _panel(

@@ -132,6 +132,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """On the clock since the sample before it ended, so that they add up to the whole, also over several sittings."""
     num_between: int = 0
     """Tokens that tools and others wrote between the turns."""
+    turns: tuple[str, ...] = ()
+    """Of an open-ended answer that has several: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -517,10 +519,13 @@ class _Sitting:
             return None
         sampled = [segment for segment in done.segments if segment.is_sampled]
         surprise = -np.concatenate([segment.logprobs for segment in sampled]).mean(dtype=np.float64)
-        outcome, reward, text = done.verdict.outcome, done.verdict.reward, self._dialogue.text(sampled[-1].tokens)
+        outcome, reward = done.verdict.outcome, done.verdict.reward
+        turns = tuple(self._dialogue.text(each.tokens) for each in sampled)
+        told = turns if len(turns) > 1 and not domain.source.is_verifiable else ()
         counts = num_prompt, done.num_sampled, done.num_turns
         between = done.num_tokens - done.num_sampled - num_prompt
-        return Sample(*key, outcome, reward, text, done.finish_reason, *counts, float(surprise), self._lap(), between)
+        head = (*key, outcome, reward, turns[-1], done.finish_reason, *counts)
+        return Sample(*head, float(surprise), self._lap(), between, told)
 
     def _lap(self) -> float:
         before, self._ended_s = self._ended_s, time.perf_counter()

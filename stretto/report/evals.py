@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stretto.base.records import git_commit
 from stretto.evals.battles import Battles
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, interval, norm, resampled, share_interval
-from stretto.post.panel import Panel
+from stretto.post.panel import Chapters, Panel
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import DomainResult, Evaluation
 from stretto.report import style
@@ -126,6 +126,23 @@ def overused_table(found: Panel) -> Table:
     """What answers have more often than people do."""
     rows = [(Cell(each.ngram), _number(each.answers), _number(each.people)) for each in found.overused]
     return Table(f"Overused in {found.domain}", ("Words", "In ten thousand", "People"), tuple(rows))
+
+
+def chapters_table(domain: str, found: Chapters) -> Table:
+    """Long answers chapter by chapter, a row for each measure."""
+    rows = [
+        (
+            Cell(name.replace("_", "-")),
+            *(_number(value) for value in values),
+            replace(_number(change.value), note=f"{rounded(change.low)} … {rounded(change.high)}"),
+        )
+        for (name, values), change in zip(found.measures.items(), found.changes.values(), strict=True)
+    ]
+    num = len(next(iter(found.measures.values()), []))
+    note = f"Means of answers that have all chapters; {found.num_short} have fewer."
+    return Table(
+        f"Chapters of {domain}", ("Of a chapter", *map(str, range(1, num + 1)), "Last − first"), tuple(rows), (), note
+    )
 
 
 def baseline_table(found: Evaluation) -> Table:

@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -39,6 +39,13 @@ from stretto.text.similar import compression, distinct, spoken, words
 
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")
 """Enough to try a run with nothing downloaded."""
+_STORIES = Path(__file__).with_name("stories.jsonl")
+"""The same, for what has chapters."""
+_CHAPTERS = (
+    "\n\nWrite it in {num} chapters of about 150 words each, one at a time. Write chapter 1 now, and nothing else."
+)
+_NEXT = "Write chapter {number} of {num} now, and nothing else."
+_BEFORE = "\n\nThis is how far it has come:\n\n"
 _CACHE = "stretto/judgements.sqlite"
 _OVERUSED = frozenset(words("bustling delve embark intricate myriad realm symphony tapestry testament vibrant"))
 """Words that language models write far more often than people do."""
@@ -101,12 +108,21 @@ class JudgedArgs(Range):
     over the group's other answers, in which case held-out answers are compared with the reference (without one: ½)."""
     rubric: tuple[Criterion, ...] = ()
     """Of prompts that have none of their own."""
+    chapters: int = Field(default=1, gt=0)
+    """More than one: answers are written in so many turns (``rollout.max_turns``), each judged as going on from the one before it. They
+    earn the mean, in which what is missing has nothing."""
     opponents: int | None = Field(default=None, gt=0)
     """By ``group``, each answer meets so many to either side of it in a circle; None: all others."""
     good_at: float = Field(default=0.5, ge=0, le=1)
     """Answers that earn as much count as right, in the log and for ``length_budget``."""
     enough_words: int = Field(default=40, gt=0)
     """The scripted judge takes off from shorter answers, in proportion."""
+
+    @model_validator(mode="after")
+    def _chapters_have_points(self) -> Self:
+        if self.chapters > 1 and self.by != "rubric":
+            raise ValueError(f'chapters are judged one by one, not by {self.by}; set by = "rubric"')
+        return self
 
 
 class JudgeFailed(RuntimeError):  # noqa: N818 - data, not a fault
@@ -296,7 +312,7 @@ class JudgedSource(TaskSource):
 
     def __init__(self, name: str, args: JudgedArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
-        path = args.path or _BUILTIN
+        path = args.path or (_BUILTIN if args.chapters == 1 else _STORIES)
         self._prompts = [
             self._prompt(record, f"{path}: record {number}")
             for number, record in enumerate(read_records(path, args, [("prompt", "messages")]), args.first + 1)
@@ -329,7 +345,15 @@ class JudgedSource(TaskSource):
         payload: dict[str, Any] = {"rubric": rubric}
         if prompt.constraints is not None:
             payload["constraints"] = prompt.constraints.model_dump()
-        return Problem(item, tuple(each.model_dump() for each in messages), prompt.reference, payload)
+        told = [each.model_dump() for each in messages]
+        if self.args.chapters == 1:
+            return Problem(item, tuple(told), prompt.reference, payload)
+        told[-1]["content"] += _CHAPTERS.format(num=self.args.chapters)
+        return Problem(item, tuple(told), "", payload)
+
+    def reply(self, problem: Problem, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        written = len(_written(messages))
+        return _NEXT.format(number=written + 1, num=self.args.chapters) if written < self.args.chapters else None
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         if not problem.gold:
@@ -339,12 +363,25 @@ class JudgedSource(TaskSource):
         return super().demonstration(problem)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        text = spoken(answer.text)
+        texts = _written(answer.messages) or [spoken(answer.text)]
+        text = "\n\n".join(texts) if self.args.chapters > 1 else spoken(answer.text)
         if (refusal := self._refusal(problem, text)) is not None:
             return refusal
+        if self.args.chapters > 1:
+            return self._graded(sum(self.points(problem, texts)) / self.args.chapters)
         if self.args.by == "rubric":
             return self._graded(self._judge.rate(problem, text, self._stop_s()))
         return self._graded(self._duels(problem, [text, problem.gold], [(0, 1)])[0] if problem.gold else 0.5)
+
+    def points(self, problem: Problem, chapters: Sequence[str]) -> list[float]:
+        """Of each of a text's ``chapters``, as an answer to the request and the chapter before it. Raises JudgeFailed."""
+        found, *rest = problem.messages[::-1]
+        asked = [found["content"] + (_BEFORE + before if before else "") for before in ("", *chapters[:-1])]
+        problems = [replace(problem, messages=(*rest[::-1], {**found, "content": each})) for each in asked]
+        return [
+            self._judge.rate(each, text, self._stop_s()) if words(text) else 0.0
+            for each, text in zip(problems, chapters, strict=True)
+        ]
 
     def compare(self, problem: Problem, answers: Sequence[Answer]) -> Sequence[Score]:
         texts, num = [spoken(each.text) for each in answers], len(answers)
@@ -408,6 +445,11 @@ class JudgedSource(TaskSource):
 
     def _stop_s(self) -> float:
         return time.monotonic() + (self.verdict_s or math.inf)
+
+
+def _written(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the model said, turn by turn."""
+    return [spoken(str(each.get("content") or "")) for each in messages if each["role"] == "assistant"]
 
 
 def win_rates(num: int, pairs: Sequence[tuple[int, int]], results: Sequence[float]) -> list[float]:

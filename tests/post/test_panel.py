@@ -13,7 +13,7 @@ from stretto.base.trajectory import Outcome
 from stretto.evals.writing import letters
 from stretto.post.panel import judged_by, panels, suites_of
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
-from stretto.report.evals import overused_table, panel_table
+from stretto.report.evals import chapters_table, overused_table, panel_table
 
 URL = "http://127.0.0.1:9/v1"
 
@@ -51,6 +51,36 @@ def test_a_panel_counts_answers(tmp_path: Path, prompts: Path) -> None:
     assert found.measures["distinct_k"].value == 1 and found.measures["words"].value == 3
     assert found.measures["vendi"].value == pytest.approx(1)
     assert panel_table([found]).rows and not overused_table(found).rows
+
+
+def test_chapters_are_counted_one_by_one(tmp_path: Path) -> None:
+    args = {"judge": "scripted", "chapters": 2, "enough_words": 4}
+    told = suites_of({"suites": {"s": {"sources": {"tales": {"kind": "judged", "args": args}}}}})
+    first, loop = (
+        "The rain fell on the old roof.",
+        "It fell and it fell and it fell and it fell. The rain fell on the old roof.",
+    )
+    answers = [(first, loop), (first,), ("One two three four five.", "Six seven eight nine ten eleven.")]
+    for item, turns in enumerate(answers):
+        head = {
+            "domain": "tales",
+            "item": item,
+            "number": 0,
+            "outcome": "ok",
+            "reward": 0.5,
+            "text": turns[-1],
+            "turns": turns,
+        }
+        counts = {"finish": "stop", "num_prompt": 1, "num_sampled": 1, "num_turns": 1, "entropy": 1.0, "seconds": 0.1}
+        with (tmp_path / SAMPLES_FILE).open("a") as file:
+            file.write(json.dumps(head | counts) + "\n")
+    (found,) = panels(tmp_path, told, letters, None)
+    long = found.chapters
+    assert long is not None and long.num_short == 1 and long.measures["words"] == [6.0, 12.0]
+    assert long.measures["again"] == [0.0, pytest.approx(4 / 15 / 2)]  # 4 of 15 runs, in one of two
+    assert long.changes["points"].value == pytest.approx(long.measures["points"][1] - long.measures["points"][0])
+    assert long.changes["points"].value < 0 < long.changes["repeats"].value
+    assert len(chapters_table("tales", long).rows) == 5 and found.measures["words"].value == pytest.approx(43 / 3)
 
 
 def test_who_may_not_judge(tmp_path: Path, prompts: Path) -> None:

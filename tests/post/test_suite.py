@@ -70,6 +70,10 @@ class Own(TaskSource):
 
     def reply(self, problem, messages):
         return "again" if self.args.turns and len(messages) < 3 else None
+
+class Open(Own):
+    """The same, better or worse."""
+    is_verifiable = False
 '''
 
 
@@ -326,6 +330,15 @@ def test_few_failures_are_told(
     assert found.num_infra == 3
     assert found.values == [*judged.values[:-1], None]
     assert found.score.value == pytest.approx(np.mean(judged.values[:-1]))
+
+
+def test_all_turns_of_an_open_ended_answer_are_kept(model: Path, own: str, tmp_path: Path) -> None:
+    asked = suite(own.replace(":Own", ":Open"), turns=True, max_turns=2)["mine"].replace(max_tokens=80)
+    run(model, {"mine": asked}, tmp_path)
+    found = read(tmp_path).values()
+    assert {one.num_turns for one in found} == {1, 2}  # some end no turn
+    assert all(len(one.turns) == 2 and one.turns[1] == one.text for one in found if one.num_turns == 2)
+    assert not any(one.turns for one in found if one.num_turns == 1)
 
 
 def test_further_turns_are_the_agents(model: Path, own: str, tmp_path: Path) -> None:

@@ -219,6 +219,29 @@ def test_a_question_can_be_read_again(prompts: Path, hack: str) -> None:
     assert judge.read_question("Which is better?") is None
 
 
+def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_path: Path) -> None:
+    with judging(lambda body: f"SCORES: {min(1.0, len(shown(body)[-1]) / 20):.2f}") as (url, asked):
+        made = source(None, url, chapters=3, rubric=["It goes on well."])
+        problem, turns = made.problem(0), list[dict[str, str]]()
+        assert problem.messages[-1]["content"].endswith("Write chapter 1 now, and nothing else.") and not problem.gold
+        texts, said = ["A wren came.", "It sang and sang and sang.", "It left."], []
+        for text in texts:
+            turns.append({"role": "assistant", "content": f"<think>Hm.</think>{text}"})
+            said.append(made.reply(problem, turns))
+            turns.append({"role": "user", "content": str(said[-1])})
+        assert said == [f"Write chapter {number} of 3 now, and nothing else." for number in (2, 3)] + [None]
+        points = made.points(problem, texts)
+        assert points == [0.6, 1.0, 0.4] and [shown(body) for body in asked] == [
+            ["user: " + problem.messages[-1]["content"] + before, text]
+            for before, text in zip(["", *(judge._BEFORE + each for each in texts[:2])], texts, strict=True)
+        ]
+        assert made.score(problem, Answer(texts[2], tuple(turns[:-1]))).reward == pytest.approx(2.0 / 3)
+        short = made.score(problem, Answer(texts[0], tuple(turns[:1])))  # what is missing has nothing
+        assert short.reward == pytest.approx(0.2) and len(asked) == 3  # and nothing is asked twice
+    with pytest.raises(UserError, match='chapters are judged one by one, not by group; set by = "rubric"'):
+        source(None, chapters=2, by="group")
+
+
 def test_constraints_are_a_gate(tmp_path: Path) -> None:
     path = tmp_path / "brief.jsonl"
     path.write_text(json.dumps({"prompt": "Write.", "constraints": {"words": [3, 9], "include": ["wren"]}}))
