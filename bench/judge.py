@@ -31,6 +31,7 @@ from torch import Tensor
 
 from bench.common.measure import table, wide_console
 from stretto.apps.judge import passage_states
+from stretto.base.paths import checkpoint_folder
 from stretto.evals import ranker
 from stretto.evals.ranker import LocalJudge, open_judge, open_reader, read_books, save_judge, train_head
 from stretto.post.calibrate import RankerJudge, calibrate
@@ -110,7 +111,7 @@ class Bench:
         self.options, self.console, self.missed = options, wide_console(), list[str]()
         books, reader, kept = (
             read_books(options.data),
-            open_reader(options.model, options.device),
+            open_reader(checkpoint_folder(options.model), options.device),
             options.out / "states",
         )
         self.found, self.told, states = passage_states(reader, books, "held_out", options.tried, kept, options.seed)
