@@ -56,24 +56,30 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--model", type=Path, help="what learns, where the recipe describes no network")
-    parser.add_argument("--seeds", type=int, default=5, help="of rewards; 0: demonstrations alone")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--at-once", type=int, default=1, help="seeds, each a process")
     parser.add_argument("--problems", type=int, default=100, help="held out, of every seed")
     parser.add_argument("--samples", type=int, default=8, help="of each")
     parser.add_argument("--own-starts", action="store_true", help="demonstrations anew for each seed, not once for all")
+    parser.add_argument(
+        "--starts-only", action="store_true", help="demonstrations alone; the same call without it goes on"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="override one recipe key")
     options = parser.parse_args()
-    starts = range(max(1, options.seeds) if options.own_starts else 1)
+    starts = range(options.seeds if options.own_starts else 1)
+    stages = {DEMONSTRATIONS: starts} | ({} if options.starts_only else {REWARDS: range(options.seeds)})
     found: dict[str, list[Evaluation]] = {}
     # a process for each: what a training leaves behind on a GPU is not there for the next
     with ProcessPoolExecutor(options.at_once, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for stage, seeds in ((DEMONSTRATIONS, starts), (REWARDS, range(options.seeds))):
+        for stage, seeds in stages.items():
             checkpoints = list(pool.map(partial(learn, options, stage), seeds))
             found[stage] = list(pool.map(partial(answered, options, stage), seeds, checkpoints))
     show(options, found)
+    if options.starts_only:
+        return
     last = [each.domains[SOURCE] for each in found[REWARDS]]
-    reached = last and all(mean(one.pass_hat[k].value for one in last) >= aim for k, aim in AIMS.items())
+    reached = all(mean(one.pass_hat[k].value for one in last) >= aim for k, aim in AIMS.items())
     sys.exit(not reached or any(one.baselines[IDLE].value > MOST_IDLE for one in last))
 
 
@@ -120,7 +126,7 @@ def show(options: argparse.Namespace, found: Mapping[str, list[Evaluation]]) -> 
     }
     for name, interval in agents.items():
         shown.add_row(name, told(interval), told(interval), "", "")
-    for stage, evaluations in ((stage, each) for stage, each in found.items() if each):
+    for stage, evaluations in found.items():
         domains = [each.domains[SOURCE] for each in evaluations]
         cells = []
         for k in AIMS:
