@@ -82,7 +82,7 @@ class Recipe:
     layers: int = 4
     shift: float = 4.0
     """Towards noise, of the times in training and sampling. In latents of so many dimensions the layout is settled at times above 0.8."""
-    sampling_steps: int = 12
+    sampling_steps: int = 20
     guidance: float = 2.0
 
 
@@ -351,7 +351,9 @@ def _optimizers(network: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimiz
     chosen = {id(each) for each in matrices}
     rest = [each for each in network.parameters() if id(each) not in chosen]
     adamw = torch.optim.AdamW([{"params": rest, "peak": recipe.rate}], weight_decay=0.0, betas=(0.9, 0.95))
-    return adamw, Muon([{"params": matrices, "peak": recipe.muon_rate}], lr=recipe.muon_rate)
+    groups = [{"params": matrices, "peak": recipe.muon_rate, "weight_decay": 0.0}]
+    # torch's own takes less than half of ours' time where bf16 is fast (33 to 81 ms of these), and many times as much elsewhere
+    return adamw, (torch.optim.Muon if _has_bf16(matrices[0].device) else Muon)(groups, lr=recipe.muon_rate)
 
 
 def _has_bf16(device: torch.device) -> bool:
