@@ -25,7 +25,7 @@ from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Picture
 from stretto.tasks.shapes.draw import FORMS, drawable, judged, see
-from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural
+from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as shares of a picture's sides."""
@@ -37,7 +37,7 @@ class Verdict:
 
     faults: tuple[Unkept, ...] = ()
     left: Ledger = field(default_factory=Ledger)
-    """What of the ledger has not been judged."""
+    """What of the ledger is another's to judge."""
     right: tuple[Box, ...] = ()
     """Where something lies that was asked for and is as it should be."""
     troubles: tuple[str, ...] = ()
@@ -46,13 +46,14 @@ class Verdict:
     @property
     def unchecked(self) -> str:
         """For people: what nobody has judged, and why; empty: all was."""
-        what = describe(self.left).rstrip(".")
-        return "; ".join([f"nobody has checked: {what}", *self.troubles]) if what else ""
+        told = [f"nobody has checked: {describe(self.left).rstrip('.')}"] if self.left.num_constraints else []
+        told += ["words are read with rapidocr: pip install 'stretto[pictures]'"] if self.left.texts else []
+        return "; ".join((*told, *self.troubles))
 
 
 class Verifier(Protocol):
     def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
-        """What of ``ledger`` it can. What keeps it from its work is among the troubles, and that part left."""
+        """What of ``ledger`` it can; what keeps it from more is among the troubles."""
         ...
 
     def close(self) -> None: ...
@@ -72,7 +73,7 @@ class Verifiers:
                 so_far = Verdict(
                     so_far.faults + new.faults, new.left, so_far.right + new.right, so_far.troubles + new.troubles
                 )
-        return so_far if so_far.left.num_constraints else replace(so_far, left=Ledger(), troubles=())
+        return so_far
 
     def close(self) -> None:
         for part in self._parts:
@@ -127,9 +128,8 @@ class TextVerifier:
             return Verdict(left=ledger)
         try:
             lines = self._read(picture.image)
-        except ImportError as error:
-            trouble = f"words are read with {error.name or 'rapidocr'}: pip install 'stretto[pictures]'"
-            return Verdict(left=ledger, troubles=(trouble,))
+        except ImportError:
+            return Verdict(left=ledger)
         spans = {text: lines_with(text, [line for line, _ in lines]) for text in ledger.texts}
         read = " / ".join(line for line, _ in lines) or "nothing"
         faults = tuple(
@@ -230,17 +230,18 @@ class EndpointVerifier:
         stop_s = time.monotonic() + _PATIENCE_S
         with ThreadPoolExecutor(self._at_once) as pool:
             told = [*pool.map(lambda each: self._asked(each.says, image, stop_s), asked[: self._calls])]
-        pairs = [*zip(asked, told, strict=False)]
+        told += [f"more than {self._calls} questions about a picture"] * (len(asked) - len(told))
+        pairs = [*zip(asked, told, strict=True)]
         faults = tuple(
-            replace(each.fault, says=f"{each.fault.says} ({self._name}: {score.points:g} of {_MOST}, {score.seen!r})")
+            replace(each, says=f"not so: {each.says} ({self._name}: {score.points:g} of {_MOST}, {score.seen!r})")
             for each, score in pairs
             if isinstance(score, _Score) and score.points <= _MOST / 2
         )
-        left = [each for each, score in pairs if isinstance(score, str)] + asked[self._calls :]
-        troubles = [f"{self._name}: {why}" for why in dict.fromkeys(each for each in told if isinstance(each, str))]
-        if len(asked) > self._calls:
-            troubles.append(f"{self._name}: {self._calls} questions about a picture, and there are {len(asked)}")
-        return Verdict(faults, _merged([each.about for each in left]), (), tuple(troubles))
+        troubles = []
+        for why in dict.fromkeys(each for each in told if isinstance(each, str)):
+            unjudged = " ".join(each.says for each, score in pairs if score == why)
+            troubles.append(f"nobody has checked: {unjudged} ({self._name}: {why})")
+        return Verdict(faults, troubles=tuple(troubles))
 
     def _asked(self, statement: str, image: str, stop_s: float) -> _Score | str:
         """The score of a statement, or why there is none."""
@@ -285,56 +286,19 @@ def _score(said: str) -> _Score | str:
     return _Score(points, " ".join(str(tree.get("seen", "")).split())[:80])
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One constraint, as a model is asked about it. Written by `statements`."""
-
-    says: str
-    fault: Unkept
-    """Where it is false."""
-    about: Ledger
-    """What of the ledger it is."""
-
-
-def statements(ledger: Ledger) -> Iterator[Statement]:
-    """Every constraint of a ledger; that there is a thing is part of how many there are."""
+def statements(ledger: Ledger) -> Iterator[Unkept]:
+    """Every constraint as a sentence that is to be true; that there is a thing is part of how many there are."""
     for thing in ledger.things:
-        about = Ledger((thing,))
-
-        def told(kind: Fault, bare: Thing, thing: Thing = thing, about: Ledger = about) -> Statement:
-            says = describe(Ledger((bare,))).rstrip(".")
-            says = f"{says[0].lower()}{says[1:]}"
-            exact = "exactly " if kind == "count" else ""
-            verb = "is" if bare.count == 1 else "are"
-            return Statement(f"There {verb} {exact}{says}.", Unkept(kind, f"not {exact}{says}", thing.id), about)
-
         bare = replace(thing, count=None if thing.count != 1 else 1, colours=(), qualities=())
-        yield told("object", bare) if thing.count is None else told("count", thing)
-        for colour in thing.colours:
-            yield told("colour", replace(bare, colours=(colour,)))
-        for quality in thing.qualities:
-            yield told("quality", replace(bare, qualities=(quality,)))
+        told: list[tuple[Fault, Thing]] = [("object", bare) if thing.count is None else ("count", thing)]
+        told += [("colour", replace(bare, colours=(each,))) for each in thing.colours]
+        told += [("quality", replace(bare, qualities=(each,))) for each in thing.qualities]
+        for kind, each in told:
+            verb, exactly = "is" if each.count == 1 else "are", "exactly " if kind == "count" else ""
+            yield Unkept(kind, f"There {verb} {exactly}{with_number(each)}.", thing.id)
     for relation in ledger.relations:
         ends = ledger.thing(relation.subject), ledger.thing(relation.other)
-        about = Ledger(ends, (relation,))
-        says = describe(about).partition(". ")[2]
-        yield Statement(says, Unkept("relation", f"not so: {says.rstrip('.')}", ends[0].id), about)
-    for text in ledger.texts:
-        about = Ledger(texts=(text,))
-        yield Statement(describe(about), Unkept("text", f"the words {text!r} are not there"), about)
-    for noun in ledger.absent:
-        says = f"There are no {plural(noun)}."
-        yield Statement(says, Unkept("absent", f"there is a {noun}"), Ledger(absent=(noun,)))
-    for medium in ledger.medium:
-        yield Statement(f"It is a kind of {medium}.", Unkept("medium", f"it is no {medium}"), Ledger(medium=(medium,)))
-
-
-def _merged(parts: Sequence[Ledger]) -> Ledger:
-    things = {thing.id: thing for part in parts for thing in part.things}
-    return Ledger(
-        tuple(things.values()),
-        tuple(each for part in parts for each in part.relations),
-        tuple(each for part in parts for each in part.texts),
-        tuple(each for part in parts for each in part.absent),
-        tuple(each for part in parts for each in part.medium),
-    )
+        yield Unkept("relation", describe(Ledger(ends, (relation,))).partition(". ")[2], relation.subject)
+    yield from (Unkept("text", describe(Ledger(texts=(each,)))) for each in ledger.texts)
+    yield from (Unkept("absent", f"There are no {plural(each)}.") for each in ledger.absent)
+    yield from (Unkept("medium", f"It is a kind of {each}.") for each in ledger.medium)
