@@ -2,7 +2,7 @@
 
     python -m bench.service runs/service                            one process
     python -m bench.service runs/service --seeds 1 --problems 50    a look
-    python -m bench.service runs/service --set train.steps=1        rewards for one step alone: must fail
+    python -m bench.service runs/service --set start.steps=1 --set train.steps=1 --set loss.drop_uniform=false      must fail
     python -m bench.service runs/smol_desk --recipe recipes/service_smol.toml --model runs/smol --device cuda --at-once 5
 
 A network of random weights (`recipes/service.toml`), or that of ``--model``, learns from demonstrations, and from there, for each

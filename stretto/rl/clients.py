@@ -264,6 +264,3 @@ class Threads:
 
 
 _Call = tuple[Callable[[], Any], Future[Any]]
-
-
-# The verifier as a role
