@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -549,16 +550,12 @@ def _value_fault(kinds: Kinds, value: Any, entry: Field) -> str | None:
 
 def _cycle(graph: Graph) -> str | None:
     """A node on a cycle."""
-    left = {
-        key: {value[0] for value in node["inputs"].values() if is_link(value)} & graph.keys()
-        for key, node in graph.items()
-    }
-    while free := [key for key, needs in left.items() if not needs]:
-        for key in free:
-            del left[key]
-        for needs in left.values():
-            needs.difference_update(free)
-    return min(left) if left else None
+    needs = {key: {each[0] for each in node["inputs"].values() if is_link(each)} for key, node in graph.items()}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return str(error.args[1][0])
+    return None
 
 
 def repair(graph: Graph, node_errors: Mapping[str, Any]) -> tuple[Graph, list[str]]:

@@ -36,7 +36,6 @@ class Enhanced:
     """What was put right, a line each."""
     written: Mapping[str, str]
     """As the model wrote them; empty where it wrote nothing that can be read."""
-    num_tokens: int
     seconds: float
     subnet: str = ""
     """Size that wrote it, if the server tells."""
@@ -69,11 +68,8 @@ async def enhance(
     seconds = time.perf_counter() - started_s
     written = fields_of(told["choices"][0]["message"].get("content") or "")
     fields, notes = repaired(ledger, prompt, written)
-    usage = told.get("usage") or {}
-    spent = usage.get("elastic") or {}
-    return Enhanced(
-        joined(fields), fields, notes, written, usage.get("completion_tokens", 0), seconds, str(spent.get("subnet", ""))
-    )
+    spent = (told.get("usage") or {}).get("elastic") or {}
+    return Enhanced(joined(fields), fields, notes, written, seconds, str(spent.get("subnet", "")))
 
 
 def readable(prompt: str) -> Ledger:

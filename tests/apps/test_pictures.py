@@ -83,6 +83,13 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
 
 
+def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
+    (tmp_path / "conversation.json").write_text("{}")
+    refused(stretto("studio", "-o", tmp_path), "holds a conversation already")
+    refused(stretto("studio", "--verifier", "eyes"), "--verifier eyes", "no address")
+    refused(stretto("studio", "--verifier", "http://127.0.0.1:9/v1"), "says no name of a model")
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Final, Literal
 
 from stretto.base.errors import UserError
@@ -563,12 +565,14 @@ def _knot(ledger: Ledger, kind: str) -> Relation | None:
         for relation in ledger.relations
         if relation.kind in (kind, INVERSE[kind])
     ]
-    for first in reversed(turned):
-        reached = {first.other}
-        while more := {each.other for each in turned if each.subject in reached} - reached:
-            reached |= more
-        if first.subject in reached:
-            return first
+    try:
+        before: TopologicalSorter[int] = TopologicalSorter()
+        for each in turned:
+            before.add(each.other, each.subject)
+        before.prepare()
+    except CycleError as error:
+        links = {*pairwise(error.args[1])}  # from each thing to one behind it, the first once more at the end
+        return next(each for each in reversed(turned) if (each.subject, each.other) in links)
     return None
 
 
@@ -579,44 +583,38 @@ def unkept(ledger: Ledger, text: str) -> tuple[Unkept, ...]:
     faults: list[Unkept] = []
     partner: dict[int, Thing] = {}
     free = list(found.things)
+
+    def lacks(kind: Fault, says: str, thing: Thing | None = None) -> None:
+        faults.append(Unkept(kind, says, None if thing is None else thing.id))
+
     for thing in ledger.things:
         same = [each for each in free if each.noun == thing.noun]
         if not same:
-            faults.append(Unkept("object", f"no {thing.noun}", thing.id))
+            lacks("object", f"no {thing.noun}", thing)
             continue
         best = max(same, key=lambda each: _likeness(thing, each))
         free.remove(best)
         partner[thing.id] = best
         if thing.count != best.count:
-            faults.append(
-                Unkept("count", f"{best.count or 'some'} {plural(thing.noun)}, not {thing.count or 'some'}", thing.id)
-            )
+            lacks("count", f"{best.count or 'some'} {plural(thing.noun)}, not {thing.count or 'some'}", thing)
         if {*best.colours} != {*thing.colours} and thing.colours:
-            faults.append(
-                Unkept(
-                    "colour",
-                    f"the {thing.noun} is {' '.join(best.colours) or 'of no colour'}, not {' '.join(thing.colours)}",
-                    thing.id,
-                )
-            )
-        faults += [
-            Unkept("quality", f"the {thing.noun} is not {each}", thing.id)
-            for each in thing.qualities
-            if each not in best.qualities
-        ]
-    for each in free:
+            shown = " ".join(best.colours) or "of no colour"
+            lacks("colour", f"the {thing.noun} is {shown}, not {' '.join(thing.colours)}", thing)
+        for each in sorted({*thing.qualities} - {*best.qualities}):
+            lacks("quality", f"the {thing.noun} is not {each}", thing)
+    for other in free:
         for thing in ledger.things:
-            if thing.noun == each.noun:
-                faults.append(Unkept("extra", f"another {each.noun}: {each.name}"))
-            elif f" {thing.noun} " in f" {each.noun} " and {*each.colours} - {*thing.colours}:  # "a white dog face"
-                faults.append(Unkept("colour", f"{each.name} beside {thing.name}", thing.id))
+            if thing.noun == other.noun:
+                lacks("extra", f"another {other.noun}: {other.name}")
+            elif f" {thing.noun} " in f" {other.noun} " and {*other.colours} - {*thing.colours}:  # "a white dog face"
+                lacks("colour", f"{other.name} beside {thing.name}", thing)
     told = {(each.subject, each.kind, each.other) for each in found.relations}
     told |= {(each.other, INVERSE[each.kind], each.subject) for each in found.relations if each.kind in INVERSE}
     for relation in ledger.relations:
         ends = partner.get(relation.subject), partner.get(relation.other)
         if None in ends or (ends[0].id, relation.kind, ends[1].id) not in told:  # type: ignore[union-attr]
-            subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
-            faults.append(Unkept("relation", f"the {subject.noun} is not {relation.kind} the {other.noun}", subject.id))
+            subject, object_ = ledger.thing(relation.subject), ledger.thing(relation.other)
+            lacks("relation", f"the {subject.noun} is not {relation.kind} the {object_.noun}", subject)
     faults += [Unkept("text", f"the words {each!r} are not there") for each in ledger.texts if each not in found.texts]
     faults += [Unkept("absent", f"there is a {each}") for each in ledger.absent if refer(found.things, each)]
     faults += [Unkept("medium", f"it is no {each}") for each in ledger.medium if each not in text.lower()]
