@@ -691,6 +691,9 @@ def answer_rules(
     parallel: bool,
     beside: Mapping[str, Any] | None = None,
     thinks: Think | None = None,
+    *,
+    is_thinking: bool = True,
+    is_free: bool = False,
 ) -> str:
     """The Lark grammar of an answer that calls one of the tools, or where there are none follows a schema.
 
@@ -699,13 +702,19 @@ def answer_rules(
             would have a model spell them.
         parallel: several calls may follow each other.
         beside: the schema of an answer that is allowed instead of calls.
-        thinks: the answer begins within reasoning, which ends first.
+        thinks: the answer begins with reasoning; without ``is_thinking``, it may.
+        is_thinking: the prompt has opened it.
+        is_free: text is allowed before calls, and instead of them; what begins as a call must go on as one.
     """
     spell = _Speller(marked)
-    choices, rules = [], []
+    choices, rules, lead = [], [], ""
+    if is_free:
+        dialect, lead, texts = _beside_text(dialect, spell)
+        choices.append("text")
+        rules += texts
     if schemas:
         again = f" ({spell(dialect.between)} call)*" if parallel else ""
-        choices.append(f"{spell(dialect.begin)} call{again} {spell(dialect.end)}".strip())
+        choices.append(f"{lead} {spell(dialect.begin)} call{again} {spell(dialect.end)}".strip())
         rules.append("call: " + " | ".join(f"call{number}" for number in range(len(schemas))))
         for number, (name, schema) in enumerate(schemas.items()):
             rules += _call_rules(dialect, name, schema, spell, str(number))
@@ -714,9 +723,32 @@ def answer_rules(
         rules.append(f"answer: {_json_rule(beside)}")
     start = " | ".join(choices)
     if thinks is not None:
-        start = f"thought /[ \\n]/? /[ \\n]/? ({start})"
+        after = f"thought /[ \\n]/? /[ \\n]/? ({start})"
+        start = after if is_thinking else f"{spell((thinks.open,))} {after} | {start}"
         rules.append(spell.text_up_to(thinks.close, "thought"))
     return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _beside_text(dialect: Dialect, spell: _Speller) -> tuple[Dialect, str, list[str]]:
+    """Of an answer that may be text: the dialect without the mark that begins its calls; what leads up to them, that mark
+    included; and the rules of that and of text that holds none."""
+    if dialect.is_first:  # what begins as a call does is none of the text
+        (first, *_) = (*dialect.begin, *dialect.call)
+        assert isinstance(first, str)
+        return dialect, "", [f"text: TEXT\nTEXT: {_TEXT} & ~/(?s:\\s*{_escaped(first[0])}.*)/"]
+    if dialect.begin:
+        mark, rest = spell.cut(dialect.begin)
+        dialect = replace(dialect, begin=rest)
+    else:
+        mark, rest = spell.cut(dialect.call)
+        dialect = replace(dialect, call=rest, between=(*dialect.between, mark))
+    without = "" if spell.is_token(mark) else f" & ~/(?s:.*{_escaped(mark)}.*)/"
+    return dialect, "lead", [f"text: TEXT\nTEXT: {_TEXT}{without}", spell.text_up_to(mark, "lead")]
+
+
+def _escaped(text: str) -> str:
+    """As a regular expression between slashes."""
+    return regex.escape(text).replace("/", r"\/")
 
 
 class _Speller:
@@ -739,6 +771,16 @@ class _Speller:
         return " ".join(
             f"<[{self._marked[piece]}]>" if piece in self._marked else _quoted(piece) for piece in pieces if piece
         )
+
+    def is_token(self, mark: str) -> bool:
+        """One token for itself, which no text spells."""
+        return mark in self._marked
+
+    def cut(self, parts: Spelling) -> tuple[str, Spelling]:
+        """The mark that ``parts`` begin with, and the rest."""
+        assert isinstance(parts[0], str)
+        pieces = [parts[0]] if self._split is None else [each for each in self._split.split(parts[0]) if each]
+        return pieces[0], (*pieces[1:], *parts[1:])
 
     def text_up_to(self, end: str, rule: str) -> str:
         """The rule of any text and the ``end`` of it."""

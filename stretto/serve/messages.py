@@ -207,7 +207,8 @@ class Prompts:
         swapped: list[str] = []
         told = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
         turns = [self._swap(turn, swapped) for turn in told]
-        offered = [self._swap(tool.model_dump(exclude_none=True), swapped) for tool in tools]
+        strict = {"function": {"strict"}}  # is for the server to keep to
+        offered = [self._swap(tool.model_dump(exclude_none=True, exclude=strict), swapped) for tool in tools]
         named = named_tokens(self.tokenizer)
         if taken := [name for name in variables or () if name in {*OWN_NAMES, *named}]:
             raise FieldError("chat_template_kwargs", f"{taken[0]} is the server's own; leave it out")
@@ -252,7 +253,7 @@ class Prompts:
     ) -> Grammar | None:
         """The grammar that tools and ``response_format`` ask for together; None where anything may be written."""
         shaped = form is not None and form.type != "text"
-        if not use.forced and not shaped:
+        if not (use.forced or shaped or use.is_strict):
             return None
         schema = None
         if form is not None and shaped and not use.forced:
@@ -262,9 +263,21 @@ class Prompts:
                 return Grammar(kind=kind, text=json.dumps(schema) if kind == "json_schema" else "")
         if use.offered and not (self.dialect and self.dialect.call):
             problem = "calls cannot be forced: no grammar is known for the dialect of this checkpoint"
-            raise FieldError("tool_choice" if use.forced else "response_format", problem)
-        thinks = self.think if is_thinking else None
-        text = answer_rules(self.dialect or HERMES, use.schemas(), self.marks, parallel, schema, thinks)
+            raise FieldError("tool_choice" if use.forced else "response_format" if shaped else "tools", problem)
+        is_free = not (use.forced or shaped)
+        if is_free and self.dialect and self.dialect.frames:
+            raise FieldError("tools", "strict goes with tool_choice 'required' alone in the dialect of this checkpoint")
+        thinks = self.think if is_thinking or is_free else None
+        text = answer_rules(
+            self.dialect or HERMES,
+            use.grammars(),
+            self.marks,
+            parallel,
+            schema,
+            thinks,
+            is_thinking=is_thinking,
+            is_free=is_free,
+        )
         return Grammar(kind="lark", text=text)
 
     def _swap(self, value: Any, swapped: list[str]) -> Any:
@@ -320,9 +333,32 @@ class ToolUse:
     forced: bool
     """A call must come; the grammar sees to it."""
 
+    @property
+    def is_strict(self) -> bool:
+        """Calls, if any come, follow the schemas of the tools that say so."""
+        return any(tool.function.strict for tool in self.offered)
+
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Of the parameters, by the tools' names."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.offered}
+
+    def grammars(self) -> dict[str, dict[str, Any]]:
+        """What arguments follow where a grammar sees to it, by the tools' names: a strict tool takes nothing that its schema does not
+        name."""
+        specs = [tool.function for tool in self.offered]
+        return {spec.name: (_closed if spec.strict else dict)(spec.parameters or {}) for spec in specs}
+
+
+def _closed(schema: Any) -> Any:
+    """``schema``, with no more properties than objects in it name."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: each if key in ("enum", "const", "default", "examples") else _closed(each) for key, each in schema.items()
+    }
+    return {"additionalProperties": False, **closed} if isinstance(schema.get("properties"), dict) else closed
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:

@@ -138,6 +138,47 @@ def test_a_forced_call_follows_its_schema(name: str) -> None:
         assert not all(state.accept(token) for token in ids), wrong
 
 
+OPEN = {"find": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}}
+"""Which does not say that nothing else goes."""
+STRICT = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema, "strict": True}})
+    for name, schema in {"get_weather": WEATHER, **OPEN}.items()
+]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_may_come_follows_a_strict_schema(name: str, special: bool) -> None:
+    """Text is free, and what begins as a call goes on as one of the tools allows."""
+    template, tokenizer = TEMPLATES[name], tokenizer_of(TEMPLATES[name], special)
+    prompts = Prompts(tokenizer)
+    assert prompts.grammar(tool_use(TOOLS, "auto"), None, parallel=True) is None
+    asked = [Message(role="user", content="Well?")]
+    loose = [
+        Tool.model_validate(tool.model_dump() | {"function": tool.function.model_dump() | {"strict": None}})
+        for tool in STRICT
+    ]
+    assert prompts.chat(asked, STRICT) == prompts.chat(asked, loose)
+    grammar = prompts.grammar(tool_use(STRICT, "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(template, special)
+
+    def reads(text: str) -> bool:
+        state = compiler.compile(grammar)
+        return all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+
+    content = "" if dialect_of(template).is_first else "Let me see.\n"
+    assert reads("It is warm.\n\nIs it?") and reads(written(template, SAID, content))
+    for tool, arguments in (
+        ("get_weather", {"city": "a", "days": 1, "unit": "K"}),
+        ("get_weather", {"city": "a"}),
+        ("get_wether", {"city": "a", "days": 1}),
+        ("find", {"where": "a", "when": "b"}),
+    ):
+        assert not reads(written(template, [(tool, arguments)], content)), (tool, arguments)
+    assert reads(written(template, [("find", {"where": "a"})], content))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_of_a_cut_call_is_told(name: str) -> None:
     dialect, content = dialect_of(TEMPLATES[name]), ""
