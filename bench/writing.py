@@ -47,7 +47,7 @@ SETTINGS = {
     "cpu": (),
     "cuda": (
         "rollout.max_batch=128", "rollout.page_size=16", "rollout.cache_bytes=4000000000", "rollout.chunk_tokens=256", "train.prompts=16",
-        "train.eval_every=1000", "train.snapshot_every=1000", "runtime.isolate=none",
+        "train.eval_every=1000", "train.snapshot_every=1000",
     ),
 }  # fmt: skip
 """Of the recipe, by device; a step of 128 answers takes several seconds, and held-out ones are asked at the end."""

@@ -60,7 +60,7 @@ _ORDERS = 3
 """Of a text's sentences, that its own is compared with."""
 _FURTHEST = 4.0
 _MOST_DIRECTIONS = 32
-_DECAY, _DECAY_TOLD = 6.0, 0.1
+_DECAY, _DECAY_TOLD = 12.0, 0.01
 """Of the weights of states and of the others, by passages learnt from: the others tell most alone, and states are many."""
 
 TIE = 0.1
