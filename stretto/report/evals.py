@@ -110,7 +110,7 @@ def panel_table(found: Sequence[Panel]) -> Table:
     names = list(dict.fromkeys(name for each in found for name in each.measures))
     rows = [
         (
-            Cell(each.domain, note=f"{each.num_empty} empty" if each.num_empty else ""),
+            Cell(each.domain, note=_missing(each)),
             *(_number(each.measures[name].value if name in each.measures else None) for name in names),
             _share(each.kept),
         )
@@ -126,6 +126,11 @@ def overused_table(found: Panel) -> Table:
     """What answers have more often than people do."""
     rows = [(Cell(each.ngram), _number(each.answers), _number(each.people)) for each in found.overused]
     return Table(f"Overused in {found.domain}", ("Words", "In ten thousand", "People"), tuple(rows))
+
+
+def _missing(found: Panel) -> str:
+    short = found.chapters.num_short if found.chapters else 0
+    return ", ".join([f"{found.num_empty} empty"] * bool(found.num_empty) + [f"{short} end early"] * bool(short))
 
 
 def chapters_table(domain: str, found: Chapters) -> Table:

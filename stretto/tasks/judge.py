@@ -41,10 +41,8 @@ _BUILTIN = Path(__file__).with_name("prompts.jsonl")
 """Enough to try a run with nothing downloaded."""
 _STORIES = Path(__file__).with_name("stories.jsonl")
 """The same, for what has chapters."""
-_CHAPTERS = (
-    "\n\nWrite it in {num} chapters of about 150 words each, one at a time. Write chapter 1 now, and nothing else."
-)
-_NEXT = "Write chapter {number} of {num} now, and nothing else."
+_CHAPTERS = "\n\nWrite it in {num} short chapters of one paragraph each, one at a time. Write the first paragraph of this story."
+_NEXT = "Write the next paragraph of this story, chapter {number} of {num}."
 _BEFORE = "\n\nThis is how far it has come:\n\n"
 _CACHE = "stretto/judgements.sqlite"
 _OVERUSED = frozenset(words("bustling delve embark intricate myriad realm symphony tapestry testament vibrant"))

@@ -80,6 +80,7 @@ def test_chapters_are_counted_one_by_one(tmp_path: Path) -> None:
     assert long.measures["again"] == [0.0, pytest.approx(4 / 15 / 2)]  # 4 of 15 runs, in one of two
     assert long.changes["points"].value == pytest.approx(long.measures["points"][1] - long.measures["points"][0])
     assert long.changes["points"].value < 0 < long.changes["repeats"].value
+    assert panel_table([found]).rows[0][0].note == "1 end early"
     assert len(chapters_table("tales", long).rows) == 5 and found.measures["words"].value == pytest.approx(43 / 3)
 
 

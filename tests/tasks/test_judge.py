@@ -223,13 +223,13 @@ def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_p
     with judging(lambda body: f"SCORES: {min(1.0, len(shown(body)[-1]) / 20):.2f}") as (url, asked):
         made = source(None, url, chapters=3, rubric=["It goes on well."])
         problem, turns = made.problem(0), list[dict[str, str]]()
-        assert problem.messages[-1]["content"].endswith("Write chapter 1 now, and nothing else.") and not problem.gold
+        assert problem.messages[-1]["content"].endswith("Write the first paragraph of this story.") and not problem.gold
         texts, said = ["A wren came.", "It sang and sang and sang.", "It left."], []
         for text in texts:
             turns.append({"role": "assistant", "content": f"<think>Hm.</think>{text}"})
             said.append(made.reply(problem, turns))
             turns.append({"role": "user", "content": str(said[-1])})
-        assert said == [f"Write chapter {number} of 3 now, and nothing else." for number in (2, 3)] + [None]
+        assert said == [f"Write the next paragraph of this story, chapter {number} of 3." for number in (2, 3)] + [None]
         points = made.points(problem, texts)
         assert points == [0.6, 1.0, 0.4] and [shown(body) for body in asked] == [
             ["user: " + problem.messages[-1]["content"] + before, text]
