@@ -313,14 +313,10 @@ class LocalJudge:
 
     @torch.no_grad()
     def scores(self, asked: Sequence[Asked]) -> np.ndarray:
-        """[N], fp64: differences are log odds. Texts without words have −inf. Raises `UserError`: a prompt in a script that it has
-        never seen; an answer in one is an answer that it finds strange."""
+        """[N], fp64: differences are log odds. Texts without words, or in a script that it has never read, have −inf. Raises `UserError`:
+        a prompt in one."""
         for prompt, _ in asked:
-            if unknown := [
-                name
-                for name, share in scripts(prompt).items()
-                if share > _MOST_FOREIGN and name not in self.record.scripts
-            ]:
+            if unknown := self._unknown(prompt):
                 raise UserError(
                     f"judge {self.record.name}: a prompt written in {unknown[0]}, of which it has read nothing: {prompt[:40]!r}; leave it out"
                 )
@@ -328,7 +324,7 @@ class LocalJudge:
             (place, prompt if before is None else before, part)
             for place, (prompt, text) in enumerate(asked)
             for before, part in windows(text, self._reader.tokenizer)
-            if part
+            if part and not self._unknown(text)
         ]
         found_N = np.full(len(asked), -np.inf)
         if pieces:
@@ -338,6 +334,10 @@ class LocalJudge:
                 worst[place] = min(score, worst.get(place, math.inf))
             found_N[list(worst)] = list(worst.values())
         return found_N
+
+    def _unknown(self, text: str) -> list[str]:
+        known = self.record.scripts
+        return [name for name, share in scripts(text).items() if share > _MOST_FOREIGN and name not in known]
 
     def shares(self, asked: Sequence[Asked]) -> np.ndarray:
         """[N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""

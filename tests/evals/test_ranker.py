@@ -123,12 +123,15 @@ def test_a_long_answer_is_as_good_as_its_worst_window(local: LocalJudge, made: M
     assert local.scores([(one.prompt, long)])[0] == pytest.approx(min(each), abs=1e-3)
 
 
-def test_a_prompt_in_an_unknown_script_is_refused_and_an_answer_in_one_is_judged(local: LocalJudge, made: Made) -> None:
+def test_a_prompt_in_an_unknown_script_is_refused_and_an_answer_in_one_is_worth_nothing(
+    local: LocalJudge, made: Made
+) -> None:
     with pytest.raises(
         UserError, match=r"^judge reward-[0-9a-f]{8}: a prompt written in CJK, of which it has read nothing"
     ):
         local.scores([("写一个关于河的故事。", made[3][0].text)])
-    assert np.isfinite(local.scores([(made[3][0].prompt, "从前有一个老人住在山里。")])).all()
+    texts = ["从前有一个老人住在山里。", f"{made[3][0].text} 从前"]
+    assert np.isfinite(local.scores([(made[3][0].prompt, text) for text in texts])).tolist() == [False, True]
 
 
 def test_judges_have_names_of_their_own_and_other_weights_are_refused(tmp_path: Path, made: Made) -> None:
