@@ -84,7 +84,8 @@ def test_latents_are_scaled_as_the_pipeline_scales_them_back() -> None:
     )
 
 
-def test_the_fast_step_is_the_exact_one_up_to_bf16() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_fast_step_is_the_exact_one_up_to_bf16(compiled: bool) -> None:
     prompts, _ = painter._read_lessons(TINY, "cpu")
     pipeline = build(TINY, prompts)
     torch.nn.init.normal_(
@@ -104,6 +105,11 @@ def test_the_fast_step_is_the_exact_one_up_to_bf16() -> None:
         parameter.grad = None
     for parameter in pipeline.text_encoder.parameters():
         parameter.grad = None
-    fast_loss, fast = gradient(painter._Network(pipeline).bfloat16())
+    network = painter._Network(pipeline).bfloat16()
+    if compiled:
+        if not painter._can_compile():
+            pytest.skip("no g++, or no headers of Python")
+        network.transformer.compile_repeated_blocks(dynamic=True)
+    fast_loss, fast = gradient(network)
     assert abs(fast_loss / exact_loss - 1) < 2**-7  # bf16 keeps 8 bits; errors of a mean over thousands mostly cancel
     assert torch.nn.functional.cosine_similarity(fast, exact, dim=0) > 0.99
