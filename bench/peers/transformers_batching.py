@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -61,8 +62,10 @@ class Generator:
             self.manager.destroy()
         self.model.set_attn_implementation(attention)
         pages = -(-self.options.max_len // PAGE_SIZE) * (self.options.max_batch + 1)
+        fields = ContinuousBatchingConfig.__dataclass_fields__
+        page: dict[str, Any] = {"page_size" if "page_size" in fields else "block_size": PAGE_SIZE}  # renamed after 5.17
         batching = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
+            **page,
             num_blocks=pages,
             max_batch_tokens=self.options.max_batch * self.options.max_len,
             max_requests_per_batch=self.options.max_batch,
