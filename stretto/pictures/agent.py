@@ -140,8 +140,8 @@ def painted(
             return Version(ledger, order.prompt, before, base[1], 0)
     for attempt in range(images):
         request = replace(order, seed=order.seed + attempt)
-        mask = _wrong_part(*base, backend.multiple) if base is not None and backend.edits else None
-        if mask is not None and base is not None:
+        mask = None
+        if base is not None and backend.edits and (mask := _wrong_part(*base, backend.multiple)) is not None:
             request = replace(request, base=base[0].image, mask=mask)
         picture = backend.paint(request, _part(progress, attempt, images))
         verdict = verifier.judge(ledger, picture)

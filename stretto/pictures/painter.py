@@ -172,9 +172,8 @@ def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
         hidden_size=recipe.dim, num_attention_heads=recipe.dim // head, num_layers=recipe.layers, ffn_hidden_size=3 * recipe.dim,
         in_channels=4 * channels, out_channels=4 * channels, text_in_dim=text.hidden_size, rope_axes_dim=(8, 12, 12),
     )  # fmt: skip
-    with (
-        torch.no_grad()
-    ):  # gates of attention and feed-forward: the library begins with them shut, which costs hundreds of steps
+    # the gates of attention and feed-forward: the library begins with them shut, which costs hundreds of steps
+    with torch.no_grad():
         transformer.adaLN_modulation[-1].bias.view(6, -1)[[2, 5]] = 1.0
     scheduler = FlowMatchEulerDiscreteScheduler(shift=recipe.shift)
     return ErnieImagePipeline(transformer, autoencoder, Qwen3Model(text), tokenizer, scheduler)
@@ -335,7 +334,8 @@ def _painter_step(network: nn.Module, taught: _Taught, recipe: Recipe, step: int
     """Gradients of one batch; its loss."""
     device = taught.ids_BT.device
     rows, generator = _rows(recipe, 2, step, recipe.rows)
-    clean_BCHW, lengths_B = taught.latents_BCHW[rows.to(device)], taught.lengths_B[rows.to(device)]
+    rows = rows.to(device)
+    clean_BCHW, lengths_B = taught.latents_BCHW[rows], taught.lengths_B[rows]
     lengths_B[(torch.rand(len(rows), generator=generator) < 0.1).to(device)] = 1  # the empty prompt, for guidance
     time_B = torch.sigmoid(torch.randn(len(rows), generator=generator)).to(device)
     time_B = recipe.shift * time_B / (1 + (recipe.shift - 1) * time_B)
@@ -343,7 +343,7 @@ def _painter_step(network: nn.Module, taught: _Taught, recipe: Recipe, step: int
     noisy_BCHW = clean_BCHW.lerp(noise_BCHW, time_B.view(-1, 1, 1, 1))
     total = torch.zeros((), device=device)
     for part in lengths_B.argsort(stable=True).chunk(_PARTS):
-        ids_BT = taught.ids_BT[rows.to(device)[part]][:, : lengths_B[part].max()]
+        ids_BT = taught.ids_BT[rows[part]][:, : lengths_B[part].max()]
         # on CPUs the backward pass of torch's fused attention takes a third of the whole step: sequences are short here
         with sdpa_kernel(SDPBackend.MATH):
             made_BCHW = network(noisy_BCHW[part], time_B[part], ids_BT, lengths_B[part])

@@ -767,10 +767,12 @@ class _Speller:
             return "/[ \\n]/?"
         if isinstance(part, Slot):
             return fill[part]
-        pieces = [part] if self._split is None else self._split.split(part)
-        return " ".join(
-            f"<[{self._marked[piece]}]>" if piece in self._marked else _quoted(piece) for piece in pieces if piece
-        )
+        pieces = self._pieces(part)
+        return " ".join(f"<[{self._marked[piece]}]>" if self.is_token(piece) else _quoted(piece) for piece in pieces)
+
+    def _pieces(self, text: str) -> list[str]:
+        """Marks that are tokens, and what is between them."""
+        return [each for each in ([text] if self._split is None else self._split.split(text)) if each]
 
     def is_token(self, mark: str) -> bool:
         """One token for itself, which no text spells."""
@@ -779,12 +781,12 @@ class _Speller:
     def cut(self, parts: Spelling) -> tuple[str, Spelling]:
         """The mark that ``parts`` begin with, and the rest."""
         assert isinstance(parts[0], str)
-        pieces = [parts[0]] if self._split is None else [each for each in self._split.split(parts[0]) if each]
-        return pieces[0], (*pieces[1:], *parts[1:])
+        mark, *rest = self._pieces(parts[0])
+        return mark, (*rest, *parts[1:])
 
     def text_up_to(self, end: str, rule: str) -> str:
         """The rule of any text and the ``end`` of it."""
-        if end in self._marked:
+        if self.is_token(end):
             return f"{rule}: {_TEXT} <[{self._marked[end]}]>"
         return f"{rule}[suffix={_quoted(end)}]: {_TEXT}"
 

@@ -254,9 +254,8 @@ def judged(ledger: Ledger, scene: Scene) -> tuple[tuple[Unkept, ...], Scene]:
         if not _holds(relation, shown):
             subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
             faults.append(Unkept("relation", f"the {subject.name} is not {relation.kind} the {other.name}", subject.id))
-            if (
-                shown[relation.subject] and shown[relation.other]
-            ):  # there may be no room on the other side of what stays
+            # there may be no room on the other side of what stays
+            if shown[relation.subject] and shown[relation.other]:
                 wrong |= {relation.subject, relation.other}
     return tuple(faults), tuple(body for id, bodies in shown.items() if id not in wrong for body in bodies)
 
