@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from bench.common.measure import table, wide_console
 from bench.common.networks import random_network, shape
 from bench.engine_equality import requests
+from stretto.base.errors import UserError
 from stretto.base.track import progress, say
 from stretto.engine.engine import Engine
 from stretto.engine.reference import generate_naive, logits_naive, subnets_by_position
@@ -38,6 +38,7 @@ from stretto.model.transformer import Context, Transformer, build
 from stretto.ops import fp8
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
+from stretto.ops.tuning import deterministic
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
 from stretto.train.step import MicroBatch, forward_backward, optimisation_step
@@ -86,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # before CUDA begins: what `reproducible` wants of cuBLAS
+    )  # before CUDA begins: what `deterministic` wants of cuBLAS
     device = join(options.device).device
     torch.backends.cuda.matmul.allow_tf32 = options.mutant == "tf32"
     console = wide_console()
@@ -141,20 +142,6 @@ def _same_gradients(config: ModelConfig, device: torch.device) -> Check:
     return Check("gradients, GPU to CPU, worst parameter", f"{worst[0]:.1e} ({worst[1]})", worst[0] < 10 * CLOSE)
 
 
-@contextmanager
-def reproducible(wanted: bool) -> Iterator[None]:
-    """Kernels that add up in one order; torch raises where it has none. Mere warnings (``warn_only``) leave attention's gradients
-    the atomic sums that they are, and were seen to change nothing."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-
-
 def _same_bits(device: torch.device) -> Iterator[Check]:
     """The same training twice. As torch likes it may differ, which is only told."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -163,9 +150,9 @@ def _same_bits(device: torch.device) -> Iterator[Check]:
                 told = "reproducible" if wanted else "as torch likes"
                 what = f"{str(dtype)[6:]}, {'packed' if is_packed else 'whole'} rows, {BITS_STEPS} steps twice, {told}"
                 try:
-                    with reproducible(wanted):
+                    with deterministic(wanted):
                         once, again = (_trained(device, dtype, is_packed) for _ in range(2))
-                except RuntimeError as error:
+                except UserError as error:
                     yield Check(what, str(error).splitlines()[0][:90], holds=False)
                     continue
                 num = sum(not torch.equal(one, other) for one, other in zip(once, again, strict=True))
@@ -289,9 +276,9 @@ def rates(device: torch.device, size: str, num_steps: int) -> object:
     }
     for name, (dtype, arithmetic, compiled) in ways.items():
         try:
-            with reproducible(name == REPRODUCIBLE):
+            with deterministic(name == REPRODUCIBLE):
                 seconds, peak = _step_seconds(model, rows, length, device, dtype, arithmetic, compiled, num_steps)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, UserError) as error:  # torch.OutOfMemoryError among them
             shown.add_row(name, f"failed: {str(error).splitlines()[0][:80]}", "", "", "")
             torch.cuda.empty_cache()
             continue

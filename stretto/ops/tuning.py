@@ -1,7 +1,7 @@
-"""How many threads a piece of work is fastest with on this machine, as busy as it is: found by timing the work itself.
+"""How torch is to work on this machine: with how many threads, in which dtype, in an order of its sums that is always the same.
 
-A busy machine, a container that shares its cores, a library that prepares products for minutes: none of it can be read off the
-processor. A second of the real work can tell.
+A busy machine, a container that shares its cores, a library that prepares products for minutes: how many threads are fastest cannot
+be read off the processor. A second of the real work can tell.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from stretto.base.errors import UserError
 
 TIMED_S = 0.25
 """Each candidate's share of the second or two that a choice may take."""
@@ -73,6 +76,35 @@ def threads_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """A block in which torch takes only kernels that add up in one order, so that the same work gives the same bits on a GPU, too.
+
+    cuBLAS wants to be told before it is first used, so call this before then.
+
+    Raises:
+        UserError: in the block, by an operation that has no such kernel. Mere warnings (``warn_only``) leave the gradients of
+            attention the atomic sums that they are.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    settings: Any = torch.utils.deterministic  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # a search for mistakes, which costs a write of every new tensor
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise UserError(f"train.deterministic: {str(error).splitlines()[0]} Set it to false.") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def multiplies_bf16(device: torch.device) -> bool:

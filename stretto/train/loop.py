@@ -35,7 +35,7 @@ from stretto.model.parallel import Ranks, device_name, full_state, placed, sprea
 from stretto.model.spec import ModelConfig, SubnetChoice, count
 from stretto.model.transformer import Transformer, initial_state
 from stretto.ops.logprob import IGNORED
-from stretto.ops.tuning import threads_kept
+from stretto.ops.tuning import deterministic, threads_kept
 from stretto.optim.build import build_optimizers, set_learning_rate
 from stretto.optim.schedule import learning_rate
 from stretto.text.tokenizer import load_tokenizer
@@ -400,7 +400,7 @@ class _Training:
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
         bar = progress(self.stage, train.steps) if ranks.is_first else nullcontext(lambda num=1, status=None: None)
         try:
-            with bar as advance, _interrupts() as came:
+            with deterministic(train.deterministic), bar as advance, _interrupts() as came:
                 advance(self.step)
                 if self.step == 0 and 0 in self.rank_at:
                     self._rank_layers()

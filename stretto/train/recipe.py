@@ -95,6 +95,9 @@ class TrainConfig(Config):
     faster in. A resumed run keeps what its first life took."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, one more forward."""
+    deterministic: bool = False
+    """On a GPU, take only kernels that add up in one order: a run that is stopped and resumed then ends on the bits of one that
+    was not, as it does on a CPU anyway."""
     compile: bool = False
     """Run the blocks through torch.compile (minutes of compilation, per top-k)."""
     eval_every: int = Field(default=200, gt=0)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from stretto.base.errors import UserError
 from stretto.ops import tuning
-from stretto.ops.tuning import ROUGH_WIDTH, rough_products
+from stretto.ops.tuning import ROUGH_WIDTH, deterministic, rough_products
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,19 @@ def test_products_are_rough_where_that_is_faster(monkeypatch, width, has_units, 
     with rough_products(torch.device("cpu"), width):
         assert (x_NN @ x_NN).dtype == dtype
     assert (x_NN @ x_NN).dtype == torch.float32
+
+
+def test_an_operation_without_a_kernel_that_adds_in_one_order_is_named():
+    pooled, places = F.max_pool1d(torch.ones(1, 1, 4), 2, return_indices=True)
+    F.max_unpool1d(pooled, places, 2)
+    with (
+        pytest.raises(UserError, match=r"^train\.deterministic: max_unpool\S* does not .* Set it to false\.$"),
+        deterministic(),
+    ):
+        assert torch.are_deterministic_algorithms_enabled()
+        F.max_unpool1d(pooled, places, 2)
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(RuntimeError, match="another"), deterministic():
+        raise RuntimeError("another mistake")
+    with deterministic(wanted=False):
+        assert not torch.are_deterministic_algorithms_enabled()

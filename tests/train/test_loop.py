@@ -26,6 +26,7 @@ from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, build
 from stretto.ops.logprob import head_loss
+from stretto.train import loop
 from stretto.train.loop import Job, Trained, heal
 from stretto.train.recipe import HealRecipe
 from stretto.train.sampler import Sampler
@@ -117,6 +118,21 @@ def test_a_resumed_run_is_an_uninterrupted_one(changes: dict[str, Any], make_run
         shutil.rmtree(path)
     assert stopped.steps() == [8]
     assert_same(reference, stopped(resume=True, **changes))
+
+
+def test_steps_are_deterministic_where_the_recipe_asks_for_it(
+    run: Any, make_run: Any, assert_same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, step = list[bool](), loop.optimisation_step
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "optimisation_step", watched)
+    assert_same(run(), make_run("asked")(train__deterministic=True))
+    half = len(seen) // 2
+    assert seen == [False] * half + [True] * half and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("forward", [1, 2, 9])
