@@ -99,7 +99,7 @@ def respond(
         return Reply(dialogue, " ".join(told.questions), is_question=True)
     after = replace(dialogue, conversation=told.conversation)
     done = "; ".join(told.notes)
-    if not told.conversation.now.things:
+    if not (told.conversation.now.things or told.conversation.now.texts):
         return Reply(after, f"{done}: nothing is asked for")
     if after.shown is None:
         now = told.conversation.now

@@ -66,6 +66,16 @@ def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
     assert "nobody has checked" in reply.said and reply.dialogue.num_images == 1
 
 
+class Sign(Renderer):
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+        return Picture(Image.new("RGB", (request.width, request.height)), request.seed, 0.0)
+
+
+def test_words_alone_can_be_painted() -> None:
+    reply = respond(Dialogue(), 'a poster of "HELLO"', Sign(), ShapesVerifier(), OPTIONS)
+    assert reply.dialogue.shown is not None and "nobody has checked: A poster of the words" in reply.said
+
+
 def test_what_is_left_of_nothing_is_told() -> None:
     assert "nothing is asked for" in talk("a red circle", "remove the circle").said
 

@@ -70,7 +70,8 @@ _VERBS = {
 _COPULAS = _words("is are was were be")
 _ENDS = _words(
     "and or but of that which who whose while as where when to for from than then there so also says say saying reading labeled "
-    "labelled should must can will would it they them not very quite made painted covered filled surrounded seen shown taken placed everywhere together here"
+    "labelled should must can will would it they them not very quite only just exactly made painted covered filled surrounded seen shown taken placed"
+    " everywhere together here"
 )
 _STOPS = _ENDS | _COPULAS | _VERBS.keys() | _INDEFINITE | _DEFINITE | _ABSENT | _NUMBERS.keys()
 """Before which a noun phrase ends."""
@@ -83,7 +84,10 @@ _NAMES = frozenset((("hot", "dog"), ("round", "table"), ("open", "air"), ("stone
 _IRREGULAR = {
     "people": "person", "children": "child", "men": "man", "women": "woman", "mice": "mouse", "feet": "foot", "geese": "goose",
     "teeth": "tooth", "knives": "knife", "wolves": "wolf", "leaves": "leaf", "shelves": "shelf", "loaves": "loaf", "dice": "die",
-    "buses": "bus", "canvases": "canvas",
+    "buses": "bus", "canvases": "canvas", "lenses": "lens", "gases": "gas", "irises": "iris", "octopuses": "octopus", "walruses": "walrus",
+    "potatoes": "potato", "tomatoes": "tomato", "mangoes": "mango", "heroes": "hero", "volcanoes": "volcano",
+    "cookies": "cookie", "brownies": "brownie", "smoothies": "smoothie", "movies": "movie", "zombies": "zombie", "hoodies": "hoodie",
+    "elves": "elf", "scarves": "scarf", "calves": "calf", "thieves": "thief", "quizzes": "quiz", "topazes": "topaz",
 }  # fmt: skip
 _SINGULAR = _words("tennis basis iris oasis gas lens this")
 _FOREIGN = _words(  # articles, numbers, places and colours that are no English words: French, German, Spanish, Italian, Portuguese, Dutch
@@ -107,6 +111,12 @@ _QUOTED = re.compile(
     r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|「([^」]+)」|『([^』]+)』|(?<!\w)'([^']+)'(?!\w)|(?<!\w)‘([^’]+)’"
 )
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
+_LEAD = re.compile(
+    r"^\s*(?:(?:please|kindly|(?:can|could|would|will) you|i(?:['’]d| would)? (?:want|need|like|love)(?: you)?(?: to(?: see)?)?|draw|create|generate|"
+    r"add|include|insert|show|give|(?:paint|make|render|design)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?\b[\s,:]*)+",
+    re.I,
+)
+"""How people begin, which names nothing: "please draw me"."""
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+|\S")
 _DIGITS = 6
 """Of a number that is read."""
@@ -241,7 +251,7 @@ class _Reader:
     def __init__(self, text: str, known: Ledger, first_id: int) -> None:
         self.known, self.next_id = known, first_id
         self.texts = tuple(next(filter(None, found.groups())) for found in _QUOTED.finditer(text))
-        bare = _QUOTED.sub(f" {_MARK} ", text)
+        bare = _LEAD.sub("", _QUOTED.sub(f" {_MARK} ", text))
         found = _SIZE.search(bare)
         self.size = (int(found[1]), int(found[2])) if found else None
         self.words = [word.lower().replace("’", "'") for word in _WORD.findall(_SIZE.sub(" ", bare))]
@@ -427,18 +437,19 @@ class _Reader:
         return taken
 
     def _count(self, determiner: str) -> tuple[int | None, bool]:
-        """How many, and whether that was said."""
+        """How many, and whether that was said; "two more" are two."""
         word = self._peek()
         if word in ("pair", "couple") and self._peek(1) == "of":
             self.at += 2
             return 2, True
+        number, is_told = (None if determiner in _VAGUE else 1), False
         if word in _NUMBERS or word.isdecimal():
             self.at += 1
-            number = _NUMBERS[word] if word in _NUMBERS else int(word[:_DIGITS])
+            number, is_told = _NUMBERS[word] if word in _NUMBERS else int(word[:_DIGITS]), True
             if self._peek() == "of" and self._peek(1) in _DEFINITE:
                 self.at += 2
-            return number, True
-        return (None if determiner in _VAGUE else 1), False
+        self.at += self._peek() == "more"
+        return number, is_told
 
     def _at_relation(self, offset: int = 0) -> bool:
         place = self.at
@@ -461,7 +472,7 @@ def singular(word: str) -> str:
         return _IRREGULAR[word]
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
-    if word.endswith(("ches", "shes", "sses", "xes", "zes")):
+    if word.endswith(("ches", "shes", "sses", "xes", "tzes", "zzes")):
         return word[:-2]
     if word.endswith("s") and not word.endswith(("ss", "us")) and len(word) > 2 and word not in _SINGULAR:
         return word[:-1]
@@ -510,16 +521,18 @@ def _bind(things: list[Thing], id: int, colours: Iterable[str], qualities: Itera
 
 def describe(ledger: Ledger) -> str:
     """English that `read` reads back as the same ledger, ids aside; what contradicts itself included."""
-    said = [*(f"no {plural(noun)}" for noun in ledger.absent)]
-    listed = [with_number(thing) for thing in ledger.things]
-    medium = f"{_with_article(ledger.medium[0])} of " if ledger.medium else ""
-    sentences = [medium + _joined([*listed, *said])] if listed or said else []
+    shown = [with_number(thing) for thing in ledger.things] + [f"no {plural(noun)}" for noun in ledger.absent]
+    words = [f'the words "{text}"' for text in ledger.texts]
+    if ledger.medium and not shown:
+        shown, words = words or ["it"], []
+    medium = "".join(f"{_with_article(each)} of " for each in ledger.medium)
+    sentences = [medium + _joined(shown)] if shown else []
     for relation in ledger.relations:
         subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
         verb = ("is", "has") if subject.count == 1 else ("are", "have")
         said_so = verb[1] if relation.kind == "with" else f"{verb[0]} {relation.kind}"
         sentences.append(f"the {subject.name} {said_so} the {other.name}")
-    sentences += [f'the words "{text}" can be read' for text in ledger.texts]
+    sentences += [f"{each} can be read" for each in words]
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
 
 

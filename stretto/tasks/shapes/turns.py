@@ -121,7 +121,7 @@ def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Ste
 
 def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
     """Anything else adds what it names, and says of known things where they are."""
-    text = re.sub(rf"^({_PUT}|{_ADD})\s+", "", clause, flags=re.I)
+    text = re.sub(rf"^{_PUT}\s+", "", clause, flags=re.I)
     text = _named(ledger, re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", text, flags=re.I), last)
     if not re.search(r"\w", text):
         raise _Unclear(f"What is to be added by {clause!r}?")
@@ -185,9 +185,9 @@ def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
 
 def _is_introduced(thing: Thing, clause: str) -> bool:
     """Whether a clause brings in a new thing: by an article, a number, a colour or a verb right before it."""
-    own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very"))
+    own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very", "more"))
     first = re.escape(thing.noun.split()[0])
-    before = rf"(?:an?|another|some|its|his|her|their|my|your|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
+    before = rf"(?:an?|another|some|several|many|few|its|his|her|their|my|your|with|{_NEW}|{_NUMBER}|{_COLOUR}|no|of|in|on|at)"
     return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
 
 
@@ -294,9 +294,6 @@ def _number(word: str) -> int:
 _NEW = r"add|include|insert|draw|also"
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(RELATIONS, key=len, reverse=True))})\b", re.I)
 _PUT = r"(?:move|put|place|shift|set)"
-_ADD = (
-    r"(?:add|draw|include|insert|paint|give me|show|create|generate|i want|i'd like|there is|there are|there should be)"
-)
 _UNDO = re.compile(
     r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step) (?:\w+ ){0,3}?back\b", re.I
 )

@@ -66,6 +66,18 @@ def test_colours_counts_and_places_are_bound_to_their_objects(text: str) -> None
     assert said(text) == READINGS[text]
 
 
+@pytest.mark.parametrize(
+    "lead",
+    ["draw", "Please paint me", "show me", "I'd like you to make", "could you create", "I want to see", "Generate:"],
+)
+def test_how_a_request_begins_names_nothing(lead: str) -> None:
+    assert said(f"{lead} a red cube") == said("a red cube")
+    assert [thing.noun for thing in read("paint buckets, a make-up mirror").things] == [
+        "paint bucket",
+        "make-up mirror",
+    ]
+
+
 def test_words_to_be_read_sizes_media_and_what_must_not_be_there() -> None:
     ledger = read('An oil painting of a shop, no people, a sign that says "OPEN two red days", 640x480')
     assert ledger.texts == ("OPEN two red days",)
@@ -78,6 +90,23 @@ def test_what_is_described_is_read_back() -> None:
     for _ in range(200):
         ledger = sample_ledger(rng, ShapesArgs(things=5, count=9))
         assert read(describe(ledger)) == ledger
+
+
+@pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        ('a poster of "HELLO"', 'A poster of the words "HELLO".'),
+        ("a photo of a watercolor of two cats", "A photo of a watercolor of two cats."),
+        ("painting of", "A painting of it."),
+    ],
+)
+def test_a_medium_is_described_whatever_it_is_of(text: str, described: str) -> None:
+    assert describe(read(text)) == described and read(described).medium == read(text).medium
+
+
+def test_more_of_something_is_something_and_exactly_is_no_thing() -> None:
+    assert said("exactly two red cubes and only one cat")[0] == [("cube", 2, ("red",), ()), ("cat", 1, (), ())]
+    assert said("two more red cubes and a few more cats")[0] == [("cube", 2, ("red",), ()), ("cat", None, (), ())]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +170,13 @@ def test_foreign_words_to_be_shown_are_kept() -> None:
     assert read('a poster that says "咖啡店"').texts == ("咖啡店",)
 
 
-@pytest.mark.parametrize("noun", ["cube", "box", "bus", "knife", "city", "person", "cup of tea", "glass", "sheep"])
+@pytest.mark.parametrize(
+    "noun",
+    [
+        "cube", "box", "bus", "knife", "city", "person", "cup of tea", "glass", "sheep", "tomato", "cookie", "maze", "waltz", "lens",
+        "shoe", "house",
+    ],
+)  # fmt: skip
 def test_plurals_are_undone(noun: str) -> None:
     head, _, rest = plural(noun).partition(" of ")
     assert singular(head) + (f" of {rest}" if rest else "") == ("sheep" if noun == "sheep" else noun)

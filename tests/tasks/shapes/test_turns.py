@@ -51,7 +51,11 @@ START = "a red cube left of a blue sphere"
         ("four cubes would be better", "Four red cubes and a blue sphere. The red cubes are left of the blue sphere."),
         (
             "add two more spheres",
-            "A red cube, a blue sphere and two more spheres. The red cube is left of the blue sphere.",
+            "A red cube, a blue sphere and two spheres. The red cube is left of the blue sphere.",
+        ),
+        (
+            "add a few more red cubes",
+            "A red cube, a blue sphere and some red cubes. The red cube is left of the blue sphere.",
         ),
         ("get rid of the sphere", "A red cube."),
         ("replace the cube with a cone", "A red cone and a blue sphere. The red cone is left of the blue sphere."),
