@@ -304,11 +304,16 @@ async def endpoint(model: Path | None, server: str | None, serving: ServeOptions
                 yield Endpoint(client, served.name)
         return
     keys = environment_keys()
-    async with Client(str(server), keys[0] if keys else None) as client:
-        listed = (await client.get("/v1/models")).get("data") or []
-        if not listed:
-            raise UserError(f"--server {server}: it lists no model; check the address")
-        yield Endpoint(client, listed[0]["id"])
+    try:
+        asked = Client(str(server), keys[0] if keys else None)
+    except httpx.InvalidURL as error:
+        raise UserError(f"--server {server}: {error}; check the address") from None
+    async with asked as client:
+        try:
+            name = (await client.get("/v1/models"))["data"][0]["id"]
+        except (ValueError, KeyError, IndexError, TypeError):  # somebody else answers there
+            raise UserError(f"--server {server}: it lists no model; check the address") from None
+        yield Endpoint(client, name)
 
 
 @contextmanager

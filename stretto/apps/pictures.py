@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from rich.markup import escape
 from stretto.apps.agent import endpoint
 from stretto.apps.serve import ServeOptions, check_text
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import replacing
+from stretto.base.paths import claimed, replacing
 from stretto.base.track import progress
+from stretto.model.parallel import join
 from stretto.pictures.agent import PaintOptions, Version, painted
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
 from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
-from stretto.pictures.studio import Studio, create_studio
+from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
 from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
 from stretto.serve.client import ApiFailure
 from stretto.serve.server import open_socket
@@ -122,7 +124,10 @@ def paint_command(
     Raises:
         UserError: bad input, or a backend that cannot do this.
     """
+    check_text(request.prompt, "prompt")
     ledger = Ledger() if as_is else readable(request.prompt)
+    if out.is_dir():
+        raise UserError(f"-o {out}: this is a folder; name a file in it")
     with closing(open_verifier(verifier)) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
@@ -134,7 +139,10 @@ def paint_command(
                 advance(round(100 * done) - told)
                 told = round(100 * done)
 
-            version = painted(ledger, order, painter, judge, images, tell)
+            try:
+                version = painted(ledger, order, painter, judge, images, tell)
+            except RuntimeError as error:  # the painter's, on the way
+                raise UserError(f"it could not be painted: {' '.join(str(error).split())}") from error
     with replacing(out) as path:
         version.picture.image.save(path, format="PNG")
     console = rich.get_console()
@@ -172,14 +180,16 @@ def open_backend(named: str, device: str) -> Backend:
         from stretto.pictures.diffusers import Diffusers
     except ModuleNotFoundError as error:
         raise UserError(f"--backend {named}: needs {error.name}; pip install 'stretto[pictures]'") from None
-    return Diffusers(place, None if device == "auto" else device)
+    return Diffusers(place, str(join(device).device))
 
 
 def parse_lora(text: str) -> Lora:
     """``NAME`` or ``NAME@WEIGHT``. Raises `UserError`: the weight is no number."""
     name, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
     try:
-        return Lora(name, float(weight))
+        if not math.isfinite(number := float(weight)):
+            raise ValueError
+        return Lora(name, number)
     except ValueError:
         raise UserError(f"--lora {text}: {weight!r} is no weight; write NAME or NAME@0.8") from None
 
@@ -211,17 +221,18 @@ def studio_command(
     """Serve the studio on this machine until stopped.
 
     Raises:
-        UserError: bad input, a port that is taken, or a folder that holds a conversation already.
+        UserError: bad input, a port that is taken, or a folder that cannot be written or holds a conversation already.
     """
-    if out is not None and (out / "conversation.json").exists():
-        raise UserError(f"{out}: it holds a conversation already; name another folder")
     options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
     writer = Writer(server=server)
     with (
+        nullcontext() if out is None else claimed(out),
         closing(open_verifier(verifier)) as judge,
         closing(open_socket("127.0.0.1", port)) as listening,
         closing(open_backend(backend, device)) as painter,
     ):
+        if out is not None and (out / CONVERSATION_FILE).exists():
+            raise UserError(f"{out}: it holds a conversation already; name another folder")
         check_request(painter, PaintRequest("a picture", *size, seed))
 
         def write(ledger: Ledger) -> str:

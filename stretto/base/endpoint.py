@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -41,6 +41,15 @@ class ChatConfig(Config):
     """Of one request that failed, or was not answered in the form asked for."""
     body: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
     """The rest of a request."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        try:
+            httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{error}; write http://127.0.0.1:8000/v1") from None
+        return url
 
 
 class Unanswered(RuntimeError):  # noqa: N818 - data, not a fault
@@ -119,7 +128,7 @@ def served_name(url: str) -> str:
     """Of the first model at an address. Raises `UserError`: nobody answers there."""
     try:
         return str(httpx.get(f"{url}/models", timeout=_NAME_S).json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(
             f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"
         ) from None

@@ -106,6 +106,8 @@ def check_request(backend: Backend, request: PaintRequest) -> None:
         if pixels <= 0 or pixels % backend.multiple:
             near = max(backend.multiple, round(pixels / backend.multiple) * backend.multiple)
             raise UserError(f"--size: {field} {pixels} is no multiple of {backend.multiple}; {near} is the nearest")
+    if abs(request.seed) >= 2**63:
+        raise UserError(f"--seed: {request.seed} has more than 64 bits; give a smaller number")
     if (request.base is None) != (request.mask is None):
         raise UserError("an edit wants a picture and a mask of where to change it; give both")
     if request.base is not None:

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
 from PIL import Image
@@ -82,17 +81,20 @@ class Comfy:
         Raises:
             UserError: the address is none, or has an option that there is not.
         """
-        parts = urlsplit(url)
-        options = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            address = httpx.URL(url)
+        except httpx.InvalidURL:
+            address = httpx.URL()
+        if address.scheme not in ("http", "https") or not address.host:
             raise UserError(f"--backend comfy:{url}: no address of a server; write comfy:http://127.0.0.1:8188")
+        options = dict(address.params)
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise UserError(f"--backend comfy:{url}: {unknown[0]}: no such option; there are {', '.join(_OPTIONS)}")
         if not options.get("queue", "8").isdecimal():
             raise UserError(
                 f"--backend comfy:{url}: queue: {options['queue']!r} is no number of requests; write queue=8"
             )
-        self._base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._base = str(address.copy_with(query=None, fragment=None)).rstrip("/")
         self._template, self._checkpoint = options.get("template", ""), options.get("checkpoint", "")
         self._most_waiting = int(options.get("queue", "8"))
         self._patience = patience
@@ -300,7 +302,9 @@ class Comfy:
                 time.sleep(self._patience.poll_s)
 
     def _kinds(self) -> Kinds:
-        return read_kinds(self._get("/object_info"), self.name)
+        kinds = read_kinds(self._get("/object_info"), self.name)
+        self._has_answered = True  # and it is a ComfyUI: whoever answers anything else there is not waited for
+        return kinds
 
     def _get(self, path: str) -> Any:
         return _json(self._reply(lambda: self._client.get(path)))
@@ -316,7 +320,6 @@ class Comfy:
             raise Away(f"{type(error).__name__}: {error}") from None
         if reply.status_code >= 500 or reply.status_code in (408, 429):
             raise Away(f"{reply.status_code} {reply.reason_phrase}")
-        self._has_answered = True
         return reply
 
 

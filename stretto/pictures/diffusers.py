@@ -88,8 +88,13 @@ class Diffusers:
             raise UserError(
                 f"{self.name}: control {request.controls[0].kind}: {kind} has none; leave it out, or use ComfyUI"
             )
-        if request.negative and "negative_prompt" not in self._takes:
-            raise UserError(f"{self.name}: negative: {type(self._pipeline).__name__} takes none; leave it out")
+        for what, given, name in (
+            ("negative", request.negative, "negative_prompt"),
+            ("steps", request.steps, "num_inference_steps"),
+            ("guidance", request.guidance, "guidance_scale"),
+        ):
+            if given and name not in self._takes:
+                raise UserError(f"{self.name}: {what}: {type(self._pipeline).__name__} takes none; leave it out")
         started = time.monotonic()
         steps = request.steps or self._recipe.get("sampling_steps") or self._takes["num_inference_steps"].default
         guidance = self._recipe.get("guidance") if request.guidance is None else request.guidance

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from stretto.base.errors import UserError
 from stretto.pictures.backend import PaintRequest, Picture, check_request
 from stretto.tasks.shapes.draw import PALETTE, Body, draw, drawable, looks_like, place, placed, see, unmet
 from stretto.tasks.shapes.ledger import Ledger, Thing, read
@@ -31,6 +32,11 @@ class Renderer:
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
         check_request(self, request)
+        for what in ("loras", "controls", "negative", "steps", "guidance"):
+            if getattr(request, what):
+                raise UserError(
+                    f"renderer: {what.removesuffix('s')}: it has none; leave it out, or choose another backend"
+                )
         started_s = time.perf_counter()
         ledger = drawable(read(request.prompt))
         meant = _misread(ledger, self._faults, random.Random(f"faults/{request.seed}")) if self._faults else ledger

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,16 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from stretto.base.errors import UserError
-from stretto.base.paths import replacing
+from stretto.base.paths import replacing, write_json
 from stretto.pictures.agent import Dialogue, PaintOptions, respond
 from stretto.pictures.backend import Backend
 from stretto.pictures.verify import Verifier
-from stretto.serve.limits import ApiError, read_json
+from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
 from stretto.serve.server import CONTENT_POLICY
 from stretto.tasks.shapes.ledger import Ledger, describe
 
+CONVERSATION_FILE = "conversation.json"
+"""Beside the versions, in the folder that a studio writes to."""
 _PAGE = Path(__file__).parent / "page"
 _MOST_BYTES = 1 << 16
 
@@ -63,7 +64,7 @@ class Studio:
         self._done: float | None = None
 
     def turn(self, text: str) -> None:
-        """A user's turn. Raises as `respond`; nothing has changed then."""
+        """A user's turn. Raises as `respond`, or `UserError` where what came of it cannot be written; nothing has changed then."""
         with self._lock:
             self._done = 0.0
             try:
@@ -72,45 +73,47 @@ class Studio:
                 )
             finally:
                 self._done = None
-            num_before = len(self._dialogue.versions)
-            self._dialogue = reply.dialogue
-            self._said = (*self._said, Said(text, reply.said, reply.is_question))
+            said = (*self._said, Said(text, reply.said, reply.is_question))
             if self._out is not None:
-                for number in range(num_before, len(reply.dialogue.versions)):
-                    with replacing(self._out / f"{number + 1:03}.png") as path:
-                        path.write_bytes(self.picture(number))
-                with replacing(self._out / "conversation.json") as path:
-                    path.write_text(json.dumps(self.state(), ensure_ascii=False, indent=1), encoding="utf-8")
+                num_before = len(self._dialogue.versions)
+                for number, version in enumerate(reply.dialogue.versions[num_before:], num_before + 1):
+                    with replacing(self._out / f"{number:03}.png") as path:
+                        version.picture.image.save(path, format="PNG")
+                write_json(self._out / CONVERSATION_FILE, _told(reply.dialogue, said, None))
+            self._dialogue, self._said = reply.dialogue, said
 
     def _tell(self, done: float) -> None:
         self._done = done
 
     def state(self) -> dict[str, Any]:
         """What the page shows; plain JSON values."""
-        dialogue, now = self._dialogue, self._dialogue.conversation.now
-        shown = dialogue.shown
-        return {
-            "turns": [{"text": each.text, "reply": each.reply, "question": each.is_question} for each in self._said],
-            "ledger": _lines(now),
-            "versions": [
-                {
-                    "prompt": each.prompt,
-                    "lacks": [fault.says for fault in each.verdict.faults],
-                    "unchecked": each.verdict.unchecked,
-                    "images": each.num_images,
-                }
-                for each in dialogue.versions
-            ],
-            "shown": None if shown is None else dialogue.versions.index(shown),
-            "undoable": len(dialogue.conversation.states) - 1,
-            "done": self._done,
-        }
+        return _told(self._dialogue, self._said, self._done)
 
     def picture(self, number: int) -> bytes:
         """A version as PNG. Raises IndexError: there is none."""
         held = io.BytesIO()
         self._dialogue.versions[number].picture.image.save(held, format="PNG")
         return held.getvalue()
+
+
+def _told(dialogue: Dialogue, said: Sequence[Said], done: float | None) -> dict[str, Any]:
+    shown = dialogue.shown
+    return {
+        "turns": [{"text": each.text, "reply": each.reply, "question": each.is_question} for each in said],
+        "ledger": _lines(dialogue.conversation.now),
+        "versions": [
+            {
+                "prompt": each.prompt,
+                "lacks": [fault.says for fault in each.verdict.faults],
+                "unchecked": each.verdict.unchecked,
+                "images": each.num_images,
+            }
+            for each in dialogue.versions
+        ],
+        "shown": None if shown is None else dialogue.versions.index(shown),
+        "undoable": len(dialogue.conversation.states) - 1,
+        "done": done,
+    }
 
 
 def _lines(ledger: Ledger) -> list[str]:
@@ -137,8 +140,9 @@ def create_studio(studio: Studio) -> Starlette:
     async def turn(request: Request) -> Response:
         try:
             told = await read_json(request, max_bytes=_MOST_BYTES)
-        except ApiError as error:
-            return JSONResponse({"error": error.message}, error.status)
+        except (ApiError, GoneError) as error:
+            refusal = as_api_error(error)
+            return JSONResponse({"error": refusal.message}, refusal.status)
         if not isinstance(told, dict) or not isinstance(text := told.get("text"), str):
             return JSONResponse({"error": 'send {"text": …}'}, 400)
         try:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from PIL import Image
 
+from stretto.base.config import validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
 from stretto.base.errors import UserError
 from stretto.pictures.backend import Picture
@@ -217,7 +218,8 @@ class EndpointVerifier:
             raise UserError(f"--verifier {named}: no address of a server; write http://127.0.0.1:8000/v1")
         model = model or served_name(url)
         self._name, self._calls = f"{model} at {url}", calls
-        config = ChatConfig(url=url, model=model, timeout_s=_TIMEOUT_S, retries=1, body=_BODY)
+        told = {"url": url, "model": model, "timeout_s": _TIMEOUT_S, "retries": 1, "body": _BODY}
+        config = validate(ChatConfig, told, "--verifier")
         self._strict = Chat(config.replace(body=_BODY | {"response_format": _FORM}), "refused")
         self._plain = Chat(config, "refused")
         self._at_once = config.at_once

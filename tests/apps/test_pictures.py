@@ -13,10 +13,12 @@ from PIL import Image
 
 from stretto.apps.serve import ServeOptions, served_here
 from stretto.base.config import read_recipe
-from stretto.base.paths import RECIPES
+from stretto.base.paths import RECIPES, claimed
 from stretto.base.track import read_metrics
 from stretto.model.checkpoint import write_checkpoint
+from stretto.pictures.backend import Picture
 from stretto.pictures.door import PATH
+from stretto.pictures.renderer import Renderer
 from stretto.rl.recipe import RlRecipe
 from stretto.tasks.shapes.draw import see, unmet
 from stretto.tasks.shapes.fields import FIELDS, SYSTEM
@@ -69,6 +71,7 @@ def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Comman
         (("a cat", "--model", "x", "--server", "http://127.0.0.1:9"), ("not both",)),
         (("a cat", "--model", "x", "--size", "big"), ("--size", "1024x1024")),
         (("a cat", "--server", "http://127.0.0.1:9"), ("--server", "nobody answers")),
+        (("a cat", "--server", "http://127.0.0.1:port"), ("--server", "Invalid port")),
     ],
 )
 def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -86,6 +89,9 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
 def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
     (tmp_path / "conversation.json").write_text("{}")
     refused(stretto("studio", "-o", tmp_path), "holds a conversation already")
+    refused(stretto("studio", "-o", tmp_path / "conversation.json"), "cannot be written")
+    with claimed(tmp_path / "other"):
+        refused(stretto("studio", "-o", tmp_path / "other"), "is running in it")
     refused(stretto("studio", "--verifier", "eyes"), "--verifier eyes", "no address")
     refused(stretto("studio", "--verifier", "http://127.0.0.1:9/v1"), "says no name of a model")
 
@@ -133,12 +139,20 @@ def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_r
         (("a cube", "--backend", "rendrer"), ("--backend", "did you mean 'renderer'")),
         (("a cube", "--backend", "renderer:x"), ("no such painter",)),
         (("a cube", "--lora", "x@much"), ("--lora", "NAME@0.8")),
+        (("a cube", "--lora", "x@nan"), ("--lora", "NAME@0.8")),
+        (("a cube", "--lora", "x"), ("renderer: lora: it has none",)),
+        (("a cube", "--negative", "blur"), ("renderer: negative: it has none",)),
+        (("a cube", "--seed", "9" * 20), ("--seed", "64 bits")),
+        (("a cube \udcff",), ("prompt", "UTF-8")),
+        (("a cube", "--backend", "diffusers:{folder}", "--device", "gpu"), ("--device gpu",)),
         (("a cube", "--control", "canny"), ("--control", "canny=reference.png")),
         (("a cube", "--control", "canny={folder}/none.png"), ("No such file",)),
         (("a cube", "--control", "canny={folder}/corrupt.png"), ("cannot be read as a picture",)),
         (("猫", "--as-is", "--server", "http://127.0.0.1:9"), ("--as-is",)),
         (("Ein Haus und das Auto mit der Frau",), ("prompt", "English")),
         (("a cube", "--verifier", "eyes"), ("--verifier eyes", "no address")),
+        (("a cube", "--verifier", "http://127.0.0.1:port/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "eyes@http://127.0.0.1:port/v1"), ("--verifier", "Invalid port")),
         (("a cube", "--verifier", "http://127.0.0.1:9/v1"), ("says no name of a model",)),
         (("a cube", "--verifier", "http://127.0.0.1:9/v1", "--as-is"), ("--as-is",)),
     ],
@@ -150,6 +164,19 @@ def test_what_cannot_be_painted(
     out = tmp_path / "picture.png"
     refused(stretto("paint", *(each.format(folder=tmp_path) for each in told), "-o", out), *words)
     assert not out.exists()
+
+
+def test_a_picture_that_cannot_be_written_or_painted_is_told_in_a_line(
+    stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Picture:
+        raise RuntimeError("it failed at node 3:\nno memory")
+
+    monkeypatch.setattr(Renderer, "paint", fails)
+    refused(stretto("paint", "a cube", "-o", tmp_path), "is a folder")  # before anything is painted
+    refused(
+        stretto("paint", "a cube", "-o", tmp_path / "a.png"), "could not be painted: it failed at node 3: no memory"
+    )
 
 
 def test_the_shipped_recipe_is_sound() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import threading
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from PIL import Image
@@ -71,7 +72,17 @@ def test_what_cannot_be_is_refused_in_a_line_and_nothing_is_sent(double):
     assert double.events("accepted") + double.events("refused") == before
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8188", "ftp://here", "http://here?tempalte=x", "http://here?queue=many"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8188",
+        "ftp://here",
+        "http://here?tempalte=x",
+        "http://here?queue=many",
+        "http://here:port",
+        "http://[::1",
+    ],
+)
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(UserError, match=r"--backend comfy:"):
         Comfy(url)
@@ -80,6 +91,21 @@ def test_an_address_that_is_none_is_refused(url):
 def test_nobody_there_is_told_at_once():
     with pytest.raises(UserError, match=r"not reachable \(ConnectError.*start ComfyUI there"):
         Comfy("http://127.0.0.1:9").paint(request(1))
+
+
+def test_another_server_is_not_waited_for():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        with pytest.raises(
+            UserError, match=r"not reachable \(/object_info answers 404 without JSON\); start ComfyUI there"
+        ):
+            Comfy(f"http://127.0.0.1:{server.server_port}", Patience(5.0, 3.0, 0.1)).paint(request(1))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_a_server_without_checkpoints_and_one_whose_models_move(tmp_path):

@@ -57,6 +57,19 @@ def test_turns_undo_and_refusals_over_http(tmp_path: Path) -> None:
     assert "default-src 'self'" in client.get("/").headers["content-security-policy"]
 
 
+def test_a_turn_that_cannot_be_kept_has_not_been(tmp_path: Path) -> None:
+    studio = made(tmp_path / "out")
+    (tmp_path / "out").write_text("")
+    client = TestClient(create_studio(studio), base_url="http://127.0.0.1")
+    before = client.get("/state").json()
+    refused = client.post("/turn", json={"text": "a red circle"})
+    assert refused.status_code == 400 and "cannot be written" in refused.json()["error"]
+    assert client.get("/state").json() == before
+    (tmp_path / "out").unlink()
+    assert client.post("/turn", json={"text": "a red circle"}).json()["shown"] == 0
+    assert (tmp_path / "out" / "001.png").is_file()
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
     listening = open_socket("127.0.0.1", 0)
