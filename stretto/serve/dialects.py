@@ -21,6 +21,7 @@ from typing import Any
 import regex
 
 from stretto.base.errors import UserError
+from stretto.serve.schemas import Schema, alone, argument, constants, kinds, properties, required, ways
 from stretto.text.chat import tool_form
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -34,8 +35,6 @@ Pattern = Any
 # Spacing of json.dumps, which is what templates render and models have seen.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = "/(?s:.*)/"
-_MAX_REFERENCES = 8
-"""From schema to schema, followed for the type of a value: they may go round."""
 MAX_DEPTH = 128
 """Of JSON, as most parsers allow: templates, schemas and messages are walked by functions that call themselves."""
 _SURROGATE = regex.compile("[\ud800-\udfff]")
@@ -52,9 +51,12 @@ class Slot(Enum):
     """A string stands for itself where a literal follows that ends it; everything else is JSON."""
     SPACE = "space"
     """A blank, a line break or nothing: templates of one family differ."""
+    LINE = "line"
+    """A line break or nothing, which is no part of a value beside it."""
 
 
-NAME, ARGUMENTS, KEY, VALUE, SPACE = Slot
+NAME, ARGUMENTS, KEY, VALUE, SPACE, LINE = Slot
+_BLANKS = {SPACE: "/[ \\n]?/", LINE: "/\\n?/"}
 Spelling = tuple[str | Slot, ...]
 
 
@@ -224,62 +226,54 @@ def _tagged(head: str, pair: str) -> Read:
         schema = schemas.get(name, {})
         while (each := pairs.match(body, at)) is not None:
             key = each["key"].strip()
-            arguments[key] = _typed(each["value"], _property(schema, key))
+            arguments[key] = _typed(each["value"], argument(schema, key))
             at = each.end()
         return [(name, arguments)] if not body[at:].strip() else None
 
     return read
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """The value that a tag's ``text`` stands for: a string where the ``schema`` has one there, else JSON where it is."""
-    kinds = _kinds(schema)
-    if kinds == {"string"} or (isinstance(schema, Mapping) and text in (schema.get("enum") or ())):
+def _typed(text: str, known: Sequence[Schema]) -> Any:
+    """The value that a tag's ``text`` stands for: a string where its schema, one of ``known``, has one there, else JSON where it is."""
+    named = {kind for way in known for kind in kinds(way)}
+    if named == {"string"} or any(text in constants(way) for way in known):
         return text
-    if kinds == {"boolean"} and text in ("True", "False"):  # as Qwen 3.5's template spells them
+    if "boolean" in named and "string" not in named and text in ("True", "False"):  # as Qwen 3.5's template spells them
         return text == "True"
     try:
         value = parse_json(text)
     except ValueError:
         return text
-    return text if "string" in kinds and value is not None else value
+    return text if "string" in named and value is not None else value
 
 
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of one property; a reference is followed where it points into the same schema."""
-    known: Any = (schema.get("properties") or {}).get(key)
-    for _ in range(_MAX_REFERENCES):
-        if not (isinstance(known, Mapping) and str(known.get("$ref", "")).startswith("#/")):
-            break
-        steps, known = known["$ref"][2:].split("/"), schema
-        for step in steps:
-            known = known.get(step) if isinstance(known, Mapping) else None
-    return known
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds = schema.get("type") or []
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
-    return found.union(*(_kinds(part) for name in ("anyOf", "oneOf") for part in schema.get(name) or ()))
+_STRING_OR_NAME = regex.compile(
+    r"""("{3}(?s:.*?)"{3}|'{3}(?s:.*?)'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([^\s"'()\[\]{},:=]+)(?=\s*[(=])"""
+)
 
 
 def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
-    """Of ``[name(key=value, …), …]``: Python's literals, and JSON's names for three of them."""
+    """Of ``[name(key=value, …), …]``: Python's literals, and JSON's names for three of them. What is called and the keys may be no
+    names in Python: ``from``, ``max-results``."""
+    names: list[str] = []
+
+    def numbered(match: Any) -> str:
+        if match[1]:
+            return str(match[1])
+        names.append(match[2])
+        return f"_{len(names) - 1}"
+
+    def read(node: ast.expr) -> tuple[str, Any]:
+        assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args
+        arguments = {names[int(each.arg[1:])]: _literal_value(each.value) for each in node.keywords if each.arg}
+        return names[int(node.func.id[1:])], parse_json(json.dumps(arguments))
+
     try:
-        tree = ast.parse(groups.get("lead", "") + body.strip(), mode="eval").body
+        tree = ast.parse(_STRING_OR_NAME.sub(numbered, groups.get("lead", "") + body.strip()), mode="eval").body
         assert isinstance(tree, ast.List) and tree.elts
-        return [_python_call(node) for node in tree.elts]
-    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        return [read(node) for node in tree.elts]
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
         return None
-
-
-def _python_call(node: ast.expr) -> tuple[str, Any]:
-    assert isinstance(node, ast.Call) and not node.args
-    arguments = {str(each.arg): _literal_value(each.value) for each in node.keywords if each.arg}
-    return ast.unparse(node.func), parse_json(json.dumps(arguments))
 
 
 def _literal_value(node: ast.expr) -> Any:
@@ -338,7 +332,7 @@ DIALECTS = (
         *_marks(r"(?:<tool_call>\s*)?<function=|(?P<no>\s*</tool_call>)", "</function>"),
         _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
         ("<tool_call>", SPACE, "<function=", NAME, ">", SPACE, ARGUMENTS, "</function>", SPACE, "</tool_call>"),
-        ("<parameter=", KEY, ">", SPACE, VALUE, SPACE, "</parameter>", SPACE),
+        ("<parameter=", KEY, ">", LINE, VALUE, LINE, "</parameter>", SPACE),
     ),
     Dialect(  # DeepSeek V3 and R1
         "deepseek",
@@ -386,7 +380,7 @@ DIALECTS = (
     ),
     Dialect(  # Llama 3.2 (small) and 4
         "pythonic",
-        *_marks(r"\s*(?:<\|python_start\|>\s*)?(?P<lead>\[\s*[\w.]+\()", None),
+        *_marks(r"\s*(?:<\|python_start\|>\s*)?(?P<lead>\[\s*[\w.-]+\()", None),
         _python_calls,
         (NAME, "(", ARGUMENTS, ")"),
         (KEY, "=", VALUE),
@@ -478,16 +472,16 @@ def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Di
 def _all_typed(arguments: Any, schema: Mapping[str, Any]) -> Any:
     if not isinstance(arguments, dict):
         return arguments
-    schemas = {key: _property(schema, key) for key in arguments}
+    known = {key: argument(schema, key) for key in arguments}
     return {
-        key: _typed(each, schemas[key]) if isinstance(each, str) and schemas[key] is not None else each
+        key: _typed(each, known[key]) if isinstance(each, str) and known[key] else each
         for key, each in arguments.items()
     }
 
 
 def _example(dialect: Dialect) -> str:
     """A call of ``f`` with ``{"a": "b"}``."""
-    fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: ""}
+    fill = {KEY: "a", VALUE: "b" if _ending(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: ""}
     inner = "".join(part if isinstance(part, str) else fill[part] for part in dialect.argument)
     fill[ARGUMENTS] = inner or '{"a": "b"}'
     parts = (*dialect.begin, *dialect.call, *dialect.end)
@@ -736,19 +730,26 @@ def _beside_text(dialect: Dialect, spell: _Speller) -> tuple[Dialect, str, list[
         (first, *_) = (*dialect.begin, *dialect.call)
         assert isinstance(first, str)
         return dialect, "", [f"text: TEXT\nTEXT: {_TEXT} & ~/(?s:\\s*{_escaped(first[0])}.*)/"]
+    # some open at a later mark, too, which a model may begin with: <function= without <tool_call>
+    found = [dialect.open.search(part) for part in (*dialect.begin, *dialect.call) if isinstance(part, str)]
+    opening = [match.group() for match in found if match and not match.groupdict().get("no")]
     if dialect.begin:
         mark, rest = spell.cut(dialect.begin)
         dialect = replace(dialect, begin=rest)
     else:
         mark, rest = spell.cut(dialect.call)
         dialect = replace(dialect, call=rest, between=(*dialect.between, mark))
-    without = "" if spell.is_token(mark) else f" & ~/(?s:.*{_escaped(mark)}.*)/"
-    return dialect, "lead", [f"text: TEXT\nTEXT: {_TEXT}{without}", spell.text_up_to(mark, "lead")]
+    without = spell.text_without(*opening)
+    return (
+        dialect,
+        "lead",
+        [f"text: TEXT\nTEXT: {spell.text_without(mark, *opening)}", spell.text_up_to(mark, "lead", without)],
+    )
 
 
 def _escaped(text: str) -> str:
     """As a regular expression between slashes."""
-    return regex.escape(text).replace("/", r"\/")
+    return regex.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
 class _Speller:
@@ -763,10 +764,8 @@ class _Speller:
         return " ".join(filter(None, (self._part(part, fill or {}) for part in parts)))
 
     def _part(self, part: str | Slot, fill: Mapping[Slot, str]) -> str:
-        if part is SPACE:
-            return "/[ \\n]/?"
         if isinstance(part, Slot):
-            return fill[part]
+            return _BLANKS.get(part) or fill[part]
         pieces = self._pieces(part)
         return " ".join(f"<[{self._marked[piece]}]>" if self.is_token(piece) else _quoted(piece) for piece in pieces)
 
@@ -784,11 +783,18 @@ class _Speller:
         mark, *rest = self._pieces(parts[0])
         return mark, (*rest, *parts[1:])
 
-    def text_up_to(self, end: str, rule: str) -> str:
-        """The rule of any text and the ``end`` of it."""
+    def text_without(self, *marks: str) -> str:
+        """Any text in which none of ``marks`` is, as a terminal."""
+        return " & ".join(
+            [_TEXT, *(f"~/(?s:.*{_escaped(mark)}.*)/" for mark in dict.fromkeys(marks) if not self.is_token(mark))]
+        )
+
+    def text_up_to(self, end: str, rule: str, text: str = _TEXT) -> str:
+        """The rule of ``text``, a terminal, and the ``end`` of it."""
+        terminal = f"TEXT_{rule.upper()}"
         if self.is_token(end):
-            return f"{rule}: {_TEXT} <[{self._marked[end]}]>"
-        return f"{rule}[suffix={_quoted(end)}]: {_TEXT}"
+            return f"{rule}: {terminal} <[{self._marked[end]}]>\n{terminal}: {text}"
+        return f"{rule}[suffix={_quoted(end)}]: {terminal}\n{terminal}: {text}"
 
 
 def _quoted(text: str) -> str:
@@ -799,51 +805,77 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
 
 
-def _call_rules(dialect: Dialect, name: str, schema: Mapping[str, Any], spell: _Speller, number: str) -> Iterator[str]:
-    """Rules of the call of one tool, whose schema stays the root that its own references point into."""
+def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, number: str) -> Iterator[str]:
+    """Rules of the call of one tool."""
     arguments = f"arguments{number}"
     yield f"call{number}: {spell(dialect.call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
     if not dialect.argument:
         yield f"{arguments}: {_json_rule(schema or {'type': 'object'})}"
         return
-    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    optional: list[str] = []
-    required: list[str] = []
-    wanted = schema.get("required") or ()
-    for place, key in enumerate(schema.get("properties") or {}):
-        rule = f"argument{number}_{place}"
-        (required if key in wanted else optional).append(rule)
-        yield from _argument_rules(dialect, key, _property(schema, key), defined, spell, rule)
-    if not required and not optional and schema.get("additionalProperties") is not False:
-        rule = f"argument{number}"
-        yield from _argument_rules(dialect, None, {}, {}, spell, rule)
-        comma = f"{_quoted(dialect.comma)} " if dialect.comma else ""
-        yield f"{arguments}: ({rule} ({comma}{rule})*)?"
-        return
-    yield f"{arguments}: {_listed(required, optional, dialect.comma)}"
+    lists = []
+    for at, way in enumerate(ways(schema, schema)):
+        named, others = properties(way), way.get("additionalProperties")
+        rules = {key: f"argument{number}_{at}_{place}" for place, key in enumerate(named)}
+        for key, rule in rules.items():
+            yield from _argument_rules(dialect, _quoted(key), ways(named[key], schema), schema, spell, rule)
+        other = ""
+        if others or (others is None and not named):
+            other = f"argument{number}_{at}"
+            taken = f" & ~/{'|'.join(map(_escaped, named))}/" if named else ""
+            yield f"KEY_{other.upper()}: /[A-Za-z0-9_.-]+/{taken}"
+            yield from _argument_rules(dialect, f"KEY_{other.upper()}", ways(others, schema), schema, spell, other)
+        wanted = required(way)
+        first = [rule for key, rule in rules.items() if key in wanted]
+        later = [rule for key, rule in rules.items() if key not in wanted]
+        lists.append(_listed(first, later, other, dialect.comma))
+    yield f"{arguments}: {' | '.join(lists)}"
 
 
 def _argument_rules(
-    dialect: Dialect, key: str | None, schema: Any, defined: Mapping[str, Any], spell: _Speller, rule: str
+    dialect: Dialect, key: str, values: Sequence[Schema], root: Schema, spell: _Speller, rule: str
 ) -> Iterator[str]:
-    """One argument; with None for its key, any."""
-    parts, ending = dialect.argument, _ending(dialect.argument)
-    kinds = _kinds(schema)
-    texts = (
-        [each for each in (schema.get("enum") or ()) if isinstance(each, str)] if isinstance(schema, Mapping) else []
-    )
-    if ending and texts:
-        value = " | ".join(map(_quoted, texts))
-    elif ending and ("string" in kinds or not kinds):
-        # Up to the mark that ends it, which the rule of the text takes along.
-        parts = (*parts[: parts.index(VALUE) + 1], *parts[parts.index(ending) + 1 :])
-        value = ""
-    else:
-        tree = schema if isinstance(schema, Mapping) else {}
-        value = _json_rule({**tree, **defined}) + (' | "True" | "False"' if kinds == {"boolean"} else "")
-    name = "/[A-Za-z0-9_.-]+/" if key is None else _quoted(key)
-    yield f"{rule}: {spell(parts, {KEY: name, VALUE: f'value_{rule}'})}"
-    yield f"value_{rule}: {value}" if value else spell.text_up_to(ending, f"value_{rule}")
+    """One argument, whose value follows one of ``values``; ``key``: a literal or a terminal."""
+    parts, ending, value = dialect.argument, _ending(dialect.argument), f"value_{rule}"
+    exact: list[str] = []
+    texts: list[str] = []  # the same, where one of them is a string: it stands for itself up to the mark that ends it
+    is_text = False
+    for way in values:
+        if ending and (known := _listed_values(way)):
+            exact += map(_quoted, known)
+            texts += [f"/\\n?{_escaped(each)}\\n?/" for each in known]
+        elif ending and (not kinds(way) or "string" in kinds(way)):
+            texts.append(_text_of(way))
+            is_text = True
+        else:
+            exact += [_json_rule(alone(way, root)), *['"True"', '"False"'] * (kinds(way) == {"boolean"})]
+            texts.append(_TEXT)
+    if not is_text:
+        yield f"{rule}: {spell(parts, {KEY: key, VALUE: value})}"
+        yield f"{value}: {' | '.join(exact)}"
+        return
+    until = (*parts[: parts.index(VALUE) + 1], *parts[parts.index(ending) + 1 :])  # the rule of the text takes it along
+    yield f"{rule}: {spell(until, {KEY: key, VALUE: value})}"
+    yield spell.text_up_to(ending, value, _TEXT if _TEXT in texts else " | ".join(f"({text})" for text in texts))
+
+
+def _listed_values(way: Schema) -> list[str]:
+    """What may stand for a value where its schema lists them all; else nothing."""
+    told = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants(way)]
+    if not told and kinds(way) and kinds(way) <= {"boolean", "null"}:
+        told = ["true", "false", "True", "False"] * ("boolean" in kinds(way)) + ["null"] * ("null" in kinds(way))
+    return told
+
+
+def _text_of(way: Schema) -> str:
+    """The text that the schema of a string allows, as a terminal, and the line breaks that templates put around it."""
+    found, (least, most) = [], (way.get(name) for name in ("minLength", "maxLength"))
+    if isinstance(pattern := way.get("pattern"), str):
+        before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
+        inner = regex.sub(r"(?<!\\)/", r"\/", pattern.removeprefix("^").removesuffix("$")).replace("\n", r"\n")
+        found.append(f"{before}(?:{inner}){after}")
+    if type(least) is int or type(most) is int:
+        found.append(f"(?s:.{{{least if type(least) is int else 0},{most if type(most) is int else ''}}})")
+    return " & ".join(f"/\\n?{each}\\n?/" for each in found) or _TEXT
 
 
 def _ending(argument: Spelling) -> str:
@@ -853,18 +885,16 @@ def _ending(argument: Spelling) -> str:
     return next((part for part in argument[argument.index(VALUE) :] if isinstance(part, str)), "")
 
 
-def _listed(required: Sequence[str], optional: Sequence[str], comma: str) -> str:
-    """All that is required, in order, then what is optional."""
-    if not comma:
-        return " ".join([*required, *(f"{rule}?" for rule in optional)])
-    mark = _quoted(comma)
-    if required:
-        return " ".join([f" {mark} ".join(required), *(f"({mark} {rule})?" for rule in optional)])
-    firsts = (
-        " ".join([rule, *(f"({mark} {later})?" for later in optional[place + 1 :])])
-        for place, rule in enumerate(optional)
-    )
-    return f"({' | '.join(firsts)})?" if optional else '""'
+def _listed(required: Sequence[str], optional: Sequence[str], other: str, comma: str) -> str:
+    """All that is required, in order, then what is optional, then any number of the ``other``, if there is one."""
+    mark = f"{_quoted(comma)} " if comma else ""
+    later = [f"({mark}{rule})?" for rule in optional] + ([f"({mark}{other})*"] if other else [])
+    if required or not comma:
+        return " ".join([f" {mark}".join(required), *later])
+    # one of them comes first, without a comma
+    firsts = [" ".join([rule, *later[place + 1 :]]) for place, rule in enumerate(optional)]
+    firsts += [f"{other} {later[-1]}"] if other else []
+    return f"({' | '.join(firsts)})?" if firsts else '""'
 
 
 def _unescaped(pattern: str) -> str:

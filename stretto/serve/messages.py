@@ -30,6 +30,7 @@ from stretto.serve.dialects import (
     parse_json,
     think_of,
 )
+from stretto.serve.schemas import closed
 from stretto.text.chat import OWN_NAMES, Arguments, check_shown, named_tokens, render
 from stretto.text.tokenizer import Tokenizer
 
@@ -346,19 +347,7 @@ class ToolUse:
         """What arguments follow where a grammar sees to it, by the tools' names: a strict tool takes nothing that its schema does not
         name."""
         specs = [tool.function for tool in self.offered]
-        return {spec.name: (_closed if spec.strict else dict)(spec.parameters or {}) for spec in specs}
-
-
-def _closed(schema: Any) -> Any:
-    """``schema``, with no more properties than objects in it name."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        key: each if key in ("enum", "const", "default", "examples") else _closed(each) for key, each in schema.items()
-    }
-    return {"additionalProperties": False, **closed} if isinstance(schema.get("properties"), dict) else closed
+        return {spec.name: (closed if spec.strict else dict)(spec.parameters or {}) for spec in specs}
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,128 @@ def test_a_call_that_may_come_follows_a_strict_schema(name: str, special: bool) 
     ):
         assert not reads(written(template, [(tool, arguments)], content)), (tool, arguments)
     assert reads(written(template, [("find", {"where": "a"})], content))
+
+
+def schema(fields: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields), **rest}
+
+
+NUMBER, UNIT = {"type": "integer"}, {"type": "string", "enum": ["C", "F"]}
+A, B = schema({"a": NUMBER}), schema({"b": NUMBER})
+HELD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "an optional choice": (schema({"u": {"anyOf": [UNIT, {"type": "null"}]}}), [{"u": "C"}, {"u": None}], [{"u": "K"}]),
+    "a choice elsewhere": (
+        schema({"u": {"anyOf": [{"$ref": "#/$defs/U"}, {"type": "null"}]}}, **{"$defs": {"U": UNIT}}),
+        [{"u": "C"}, {"u": None}],
+        [{"u": "K"}],
+    ),
+    "a constant": (schema({"u": {"const": "C"}}), [{"u": "C"}], [{"u": "K"}]),
+    "numbers to choose from": (schema({"u": {"enum": [1, 2]}}), [{"u": 1}], [{"u": 3}, {"u": "x"}]),
+    "a choice of anything": (schema({"u": {"enum": ["a", 1, None]}}), [{"u": "a"}, {"u": 1}, {"u": None}], [{"u": 3}]),
+    "a pattern": (schema({"u": {"type": "string", "pattern": "^[A-Z]{3}$"}}), [{"u": "ABC"}], [{"u": "abc"}]),
+    "a part that matches": (schema({"u": {"type": "string", "pattern": "/[0-9]"}}), [{"u": "a/1"}], [{"u": "a1"}]),
+    "an optional pattern": (
+        schema({"u": {"anyOf": [{"type": "string", "pattern": "^[A-Z]+$"}, {"type": "null"}]}}),
+        [{"u": "ABC"}, {"u": None}],
+        [{"u": "abc"}],
+    ),
+    "a length": (schema({"u": {"type": "string", "maxLength": 3}}), [{"u": "ABC"}], [{"u": "ABCD"}]),
+    "objects in it": (schema({"o": A}), [{"o": {"a": 1}}], [{"o": {"a": 1, "b": 2}}, {"o": {}}]),
+    "one of two objects": (schema({"o": {"anyOf": [A, B]}}), [{"o": {"a": 1}}, {"o": {"b": 1}}], [{"o": {"a": 1, "b": 2}}]),
+    "a whole that is elsewhere": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{"a": "x"}, {"a": 1, "b": 1}]),
+    "itself": (
+        schema({"a": NUMBER, "kids": {"type": "array", "items": {"$ref": "#"}}}),
+        [{"a": 1, "kids": [{"a": 2, "kids": []}]}],
+        [{"a": 1, "kids": [{"a": 2}]}, {"a": 1, "kids": [3]}],
+    ),
+    "two at once": ({"allOf": [A, B]}, [{"a": 1, "b": 2}], [{"a": 1}, {"a": 1, "b": 2, "c": 3}]),
+    "two at once in it": (schema({"o": {"allOf": [A, B]}}), [{"o": {"a": 1, "b": 2}}], [{"o": {"a": 1}}]),
+    "two ways": ({"type": "object", "oneOf": [A, B]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    "an argument called properties": (schema({"properties": A}), [{"properties": {"a": 1}}], [{"properties": {"a": 1, "b": 3}}]),
+    "an argument called default": (schema({"default": A}), [{"default": {"a": 1}}], [{"default": {"a": 1, "b": 2}}]),
+    "nothing": ({}, [{}], [{"x": 1}]),
+    "no properties": (schema({}), [{}], [{"x": 1}]),
+    "others of a kind": (schema({"a": NUMBER}, additionalProperties=NUMBER), [{"a": 1, "z": 2}], [{"a": 1, "z": "t"}]),
+    "names that are none in Python": (schema({"from": UNIT, "max-results": NUMBER}), [{"from": "C", "max-results": 1}], []),
+}  # fmt: skip
+"""What a strict function takes, what follows it and what does not."""
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ["hermes", "glm", "qwen-coder", "lfm2"])
+def test_a_strict_schema_holds_whatever_it_is_made_of(name: str, held: str) -> None:
+    tree, right, wrong = HELD[held]
+    told_of = {"type": "function", "function": {"name": "get.it-now", "parameters": tree, "strict": True}}
+    tokenizer = tokenizer_of(TEMPLATES[name], True)
+    prompts = Prompts(tokenizer)
+    grammar = prompts.grammar(tool_use([Tool.model_validate(told_of)], "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], True)
+    for arguments in (*right, *wrong):
+        text = written(TEMPLATES[name], [("get.it-now", arguments)])
+        state = compiler.compile(grammar)
+        is_taken = all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+        assert is_taken is (arguments in right), text
+        if arguments in right:
+            assert told(read_answer(prompts.reader({"get.it-now": tree}, True), text)) == [("get.it-now", arguments)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_text_beside_strict_calls_is_read_as_one(name: str) -> None:
+    """Whatever part of a call a model begins with; here no mark is a token."""
+    template = TEMPLATES[name]
+    tokenizer = train_tokenizer(iter([Path(__file__).read_text()]), 400, template)
+    prompts, dialect = Prompts(tokenizer), dialect_of(template)
+    grammar = prompts.grammar(tool_use(STRICT[:1], "auto"), None, parallel=True)
+    assert grammar is not None and dialect is not None
+    compiler, wrong = GrammarCompiler(tokenizer), written(template, [("get_weather", {"city": "a"})])
+    for start in range(len(wrong)):
+        text = ("" if dialect.is_first else "Well. ") + wrong[start:]
+        if read_answer(AnswerReader(dialect, SCHEMAS), text).calls:
+            state = compiler.compile(grammar)
+            assert not all(state.accept(token) for token in [*tokenizer.encode(text), tokenizer.eos_id]), text
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm", "qwen-coder", "lfm2"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"properties": ["a"]},
+        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [{}], "enum": 5, "anyOf": {"x": 1}}}},
+        {"properties": {"a": {"$ref": 5}}},
+        {"properties": {"a": {"$ref": "#/x/y"}}},
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"allOf": [{"$ref": "#"}, {"properties": {"a": {}}}]},
+        {"properties": {"a": {"type": "string", "pattern": '/\n"', "minLength": -1}}},
+        {"allOf": [{"anyOf": [{"properties": {"a": {}}}] * 40}] * 40},
+    ],
+)
+def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) -> None:
+    """A call is read all the same; to force one is refused where that cannot be."""
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree, "strict": True}}
+    grammar = Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(
+        tool_use([Tool.model_validate(told_of)], "required"), None, True
+    )
+    assert grammar is not None
+    with suppress(UserError):
+        compiler_of(TEMPLATES[name], True).compile(grammar)
+    text = written(TEMPLATES[name], [("f", {"a": "x"})])
+    assert told(read_answer(AnswerReader(dialect_of(TEMPLATES[name]), {"f": tree}), text)) == [("f", {"a": "x"})]
+
+
+def test_calls_in_python_are_read_as_values_alone() -> None:
+    dialect = dialect_of(TEMPLATES["lfm2"])
+
+    def read(text: str) -> list[tuple[str, Any]]:
+        return told(read_answer(AnswerReader(dialect, {}), f"<|tool_call_start|>[{text}]<|tool_call_end|>"))
+
+    text = """get-it(from="a b(c=1)", x=-5.5, y={"a": [1, true, None]}, z='it"s f(x)'), a.b(t=\"\"\"say "f(x)=1" ok\"\"\")"""
+    values = {"from": "a b(c=1)", "x": -5.5, "y": {"a": [1, True, None]}, "z": 'it"s f(x)'}
+    assert read(text) == [("get-it", values), ("a.b", {"t": 'say "f(x)=1" ok'})]
+    for text in ("f(1)", "f(x=g(1))", 'f(x=b"a")', "f(x={(1, 2): 3})", "f(x=1+2j)", "(f)(x=1)"):
+        assert read(text) == []
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

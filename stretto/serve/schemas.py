@@ -1,0 +1,163 @@
+"""JSON schemas of tools' parameters: what they say of a single argument, and how they read for a strict function.
+
+They come from clients, so nothing is taken for granted: what is no schema says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+Schema = Mapping[str, Any]
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values are schemas by name."""
+_DATA = ("enum", "const", "default", "examples")
+"""Those whose values are no schemas."""
+_UNIONS = ("anyOf", "oneOf")
+_MOST_STEPS = 256
+"""From a schema to what it refers to or is made of: references may go round."""
+
+
+def properties(schema: Schema) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def required(schema: Schema) -> list[str]:
+    return [each for each in _list(schema, "required") if isinstance(each, str)]
+
+
+def kinds(schema: Schema) -> set[str]:
+    """The types that it names."""
+    named = schema.get("type")
+    return {each for each in ([named] if isinstance(named, str) else _list(schema, "type")) if isinstance(each, str)}
+
+
+def constants(schema: Schema) -> Sequence[Any]:
+    """The values that are allowed, where it lists them."""
+    return [schema["const"]] if "const" in schema else _list(schema, "enum")
+
+
+def ways(schema: Any, root: Schema) -> list[Schema]:
+    """The schemas of which a value has to follow one to follow ``schema``, which is a part of ``root``: none of them is a reference, a
+    union or several at once."""
+    found: list[Schema] = []
+    waiting = [schema]
+    for _ in range(_MOST_STEPS):
+        if not waiting:
+            return found
+        each = waiting.pop(0)
+        if not isinstance(each, Mapping):
+            found.append({})
+        elif "$ref" in each:
+            waiting.insert(0, _both(_without(each, "$ref"), _referred(each["$ref"], root)))
+        elif parts := _list(each, "allOf"):
+            waiting.insert(0, _both(_without(each, "allOf") | ({"allOf": parts[1:]} if parts[1:] else {}), parts[0]))
+        elif name := next((name for name in _UNIONS if _list(each, name)), None):
+            waiting[:0] = [_both(_without(each, name), part) for part in _list(each, name)]
+        else:
+            found.append(each)
+    return [{}]
+
+
+def argument(schema: Schema, name: str) -> list[Schema]:
+    """`ways` of one argument of a call whose parameters follow ``schema``; empty: it says nothing of it."""
+    known = [properties(way).get(name) for way in ways(schema, schema)]
+    return [each for part in known if part is not None for each in ways(part, schema)]
+
+
+def alone(part: Schema, root: Schema) -> Schema:
+    """``part`` of ``root`` as a schema of its own, whose references still lead to where they led."""
+
+    def moved(schema: Any) -> Any:
+        schema = _each(schema, moved)
+        if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#"):
+            return schema | {"$ref": f"#/$defs/whole{schema['$ref'][1:]}"}
+        return schema
+
+    return {**moved(part), "$defs": {"whole": moved(root)}} if '"$ref"' in json.dumps(part) else part
+
+
+def closed(schema: Schema) -> dict[str, Any]:
+    """The parameters of a strict function: no object has properties that its schema does not name, unless that says so itself."""
+    budget = iter(range(_MOST_STEPS))
+
+    def close(part: Any) -> Any:
+        if isinstance(part, dict) and _is_several(part) and next(budget, None) is not None:
+            # each for itself would allow nothing of what the others name
+            several = [dict(way) for way in ways(part, schema)]
+            if any(map(properties, several)):
+                told = {key: part[key] for key in ("$defs", "definitions") if key in part}
+                return _each(told, close) | ({"anyOf": list(map(close, several))} if several[1:] else close(several[0]))
+        found = _each(part, close)
+        return (
+            {"additionalProperties": False, **found}
+            if isinstance(found, dict) and isinstance(found.get("properties"), dict)
+            else found
+        )
+
+    found: dict[str, Any] = close(dict(schema))
+    says = found.keys() & {"properties", "patternProperties", "$ref", "allOf", *_UNIONS}
+    return found if says else {"additionalProperties": False, **found, "type": "object", "properties": {}}
+
+
+def _is_several(schema: Schema) -> bool:
+    """Made of several that all hold."""
+    num = len(_list(schema, "allOf")) + ("$ref" in schema) + any(_list(schema, name) for name in _UNIONS)
+    return num + bool(properties(schema)) > 1
+
+
+def _each(schema: Any, change: Callable[[Any], Any]) -> Any:
+    """``schema`` with every schema directly in it changed."""
+    if isinstance(schema, list):
+        return [change(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in _DATA
+        else {name: change(each) for name, each in value.items()}
+        if key in _MAPS and isinstance(value, dict)
+        else change(value)
+        for key, value in schema.items()
+    }
+
+
+def _referred(reference: Any, root: Schema) -> Any:
+    found: Any = root
+    for step in str(reference).partition("#")[2].split("/")[1:]:
+        found = found.get(unquote(step).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _both(first: Schema, second: Any) -> Schema:
+    """A schema of what follows both; where they are two unions or references, one of them waits in ``allOf``."""
+    if not isinstance(second, Mapping):
+        return first
+    waiting = [*_list(first, "allOf"), *_list(second, "allOf")]
+    waiting += [{key: second[key]} for key in ("$ref", *_UNIONS) if key in first and key in second]
+    named = dict(properties(first))
+    for name, each in properties(second).items():
+        named[name] = {"allOf": [named[name], each]} if named.get(name, each) != each else each
+    found = {**second, **first}
+    if waiting:
+        found["allOf"] = waiting
+    if named:
+        found["properties"] = named
+    if wanted := list(dict.fromkeys([*required(first), *required(second)])):
+        found["required"] = wanted
+    if second.get("additionalProperties") is False:
+        found["additionalProperties"] = False
+    return found
+
+
+def _without(schema: Schema, key: str) -> dict[str, Any]:
+    return {name: each for name, each in schema.items() if name != key}
+
+
+def _list(schema: Schema, key: str) -> Sequence[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list | tuple) else ()
