@@ -51,7 +51,7 @@ def passage_states(
     found = passages(books, part, num, seed)
     check_enough(found, part, min(num, _FEWEST))
     told, parts = damaged(found, part, seed), []
-    size = _CHUNK[next(reader.model.parameters()).device.type]
+    size = _CHUNK[reader.device.type]
     kept.mkdir(parents=True, exist_ok=True)
     with progress(f"states of passages, {part}", len(found)) as advance:
         for start in range(0, len(found), size):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -150,6 +151,10 @@ class Reader:
     weights: str
     """Their hash."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding.weight.device
+
     @torch.no_grad()
     def read(self, asked: Sequence[Asked]) -> Tensor:
         """Features [N, S, F] in fp32 of texts that fit into a window each.
@@ -188,12 +193,11 @@ class Reader:
         self, before: Sequence[list[int]], own: Sequence[list[int]], num_states: int
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Of the first texts the states [T, 2 D], and of all −log p [T] behind what is ``before`` them; fp32."""
-        device = next(self.model.parameters()).device
         rows = [[self.tokenizer.eos_id, *b, *o] for b, o in zip(before, own, strict=True)]
         states, told = dict[int, Tensor](), dict[int, Tensor]()
         order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
         while order:
-            num = max(1, _TOKENS_AT_ONCE[device.type] // len(rows[order[-1]]))
+            num = max(1, _TOKENS_AT_ONCE[self.device.type] // len(rows[order[-1]]))
             some, order = order[-num:], order[:-num]
             # padding lies behind a row's own tokens, which see none of it
             ids_BT = nn.utils.rnn.pad_sequence([torch.tensor(rows[at]) for at in some], batch_first=True)
@@ -201,8 +205,10 @@ class Reader:
             spans = [slice(len(rows[at]) - len(own[at]), len(rows[at])) for at in some]
             for row, span in enumerate(spans):
                 targets_BT[row, span.start - 1 : span.stop - 1] = ids_BT[row, span]
-            middle_BTD, last_BTD = self._states(ids_BT.to(device))
-            logp_N, _ = chosen_logprobs(last_BTD.flatten(0, 1), self.model.head_VD, targets_BT.flatten().to(device))
+            middle_BTD, last_BTD = self._states(ids_BT.to(self.device))
+            logp_N, _ = chosen_logprobs(
+                last_BTD.flatten(0, 1), self.model.head_VD, targets_BT.flatten().to(self.device)
+            )
             surprise_BT = -logp_N.view(ids_BT.shape).cpu()
             for row, (at, span) in enumerate(zip(some, spans, strict=True)):
                 told[at] = surprise_BT[row, span.start - 1 : span.stop - 1]
@@ -286,9 +292,11 @@ def _fitted(loss: Callable[..., Tensor], *start: Tensor) -> list[Tensor]:
 
 
 def windows(text: str, tokenizer: Tokenizer) -> list[tuple[str | None, str]]:
-    """``text`` in pieces that a reader reads whole, each with what is before it, None being the prompt; they end where sentences do."""
-    said = sentences(plain(text))
-    sizes = [len(ids) for ids in tokenizer.encode_batch([f" {each}" for each in said])]
+    """``text`` in pieces that a reader reads whole, each with what is before it, None being the prompt; they end where sentences do,
+    unless one alone is too long."""
+    whole = sentences(plain(text))
+    said = [part for each, size in zip(whole, _sizes(whole, tokenizer), strict=True) for part in _broken(each, size)]
+    sizes = _sizes(said, tokenizer)
     num = math.ceil(sum(sizes) / WINDOW)
     if num <= 1:
         return [(None, " ".join(said))]
@@ -303,6 +311,15 @@ def windows(text: str, tokenizer: Tokenizer) -> list[tuple[str | None, str]]:
     joined = [" ".join(part) for part in parts]
     chosen = np.unique(np.linspace(0, len(joined) - 1, _MOST_WINDOWS).round().astype(int)).tolist()
     return [(joined[at - 1] if at else None, joined[at]) for at in chosen]
+
+
+def _sizes(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    return [len(ids) for ids in tokenizer.encode_batch([f" {each}" for each in texts])]
+
+
+def _broken(sentence: str, size: int) -> list[str]:
+    """A sentence of so many tokens in lines that fit into a window, about: tokens are not equally long."""
+    return [sentence] if size <= WINDOW else textwrap.wrap(sentence, max(1, len(sentence) * WINDOW // size))
 
 
 class LocalJudge:
@@ -411,10 +428,10 @@ def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
             f"{folder / JUDGE_FILE}: network: {record.network} has other weights now; train the judge again"
         )
     try:
-        state = load_file(folder / HEAD_FILE)
+        head = Head(**load_file(folder / HEAD_FILE))
     except Exception as error:
         raise UserError(f"{folder / HEAD_FILE}: not readable: {error}; train the judge again") from None
-    return LocalJudge(record, reader, Head(**state))
+    return LocalJudge(record, reader, head)
 
 
 def features(reader: Reader, found: Sequence[Passage], told: Sequence[Mapping[str, str]]) -> Tensor:

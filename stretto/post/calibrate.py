@@ -113,13 +113,15 @@ def calibrate(
     # of the passage, a judge that contradicts itself having said tie: the mean of both orders is ½ then
     won = {kind: (wins[kind, False] + 1 - wins[kind, True]) / 2 for kind in kinds}
     first_PK = np.stack([(wins[kind, False] + wins[kind, True]) / 2 for kind in kinds], -1)
-    differs_PK = np.stack([wins[kind, False] != 1 - wins[kind, True] for kind in kinds if kind != "itself"], -1)
+    both = [np.stack([wins[kind, False], 1 - wins[kind, True]], -1) for kind in kinds if kind != "itself"]
+    both_X2 = np.concatenate(both)
+    both_X2 = both_X2[~np.isnan(both_X2).any(1)]
     return Trust(
         damages={kind: mean_interval("judge", won[kind]) for kind in told[0]},
         layouts={kind: mean_interval("judge", 1 - won[kind]) for kind in ("bulleted", "spaced")},
         longer=mean_interval("judge", won["half"]),
         itself=mean_interval("judge", wins["itself", False]),
-        position=mean_interval("judge", first_PK.mean(1)),
-        contradicted=float(differs_PK.mean()),
+        position=mean_interval("judge", np.nanmean(first_PK, 1)),
+        contradicted=float((both_X2[:, 0] != both_X2[:, 1]).mean()),
         num_infra=len(failures),
     )

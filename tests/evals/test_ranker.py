@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import UserError
 from stretto.evals import ranker
@@ -121,6 +123,26 @@ def test_a_long_answer_is_as_good_as_its_worst_window(local: LocalJudge, made: M
     assert all(sentences(part) and part.endswith(".") for _, part in parts)
     each = [local.scores([(before or one.prompt, part)])[0] for before, part in parts]
     assert local.scores([(one.prompt, long)])[0] == pytest.approx(min(each), abs=1e-3)
+
+
+def test_a_sentence_longer_than_a_window_is_read_to_its_end(local: LocalJudge, made: Made) -> None:
+    one, reader = made[3][0], made[2]
+    start = " ".join(one.text.replace(".", ",") for _ in range(3))
+    parts = windows(start, reader.tokenizer)
+    assert len(parts) > 1 and " ".join(part for _, part in parts) == start.strip()
+    assert max(len(reader.tokenizer.encode(f" {part}")) for _, part in parts) < 1.2 * ranker.WINDOW
+    asked = [(one.prompt, start), (one.prompt, f"{start} {'clock ' * 400}")]
+    assert local.scores(asked)[0] != local.scores(asked)[1]
+    assert len(windows("x" * 20_000, reader.tokenizer)) > 2
+
+
+def test_a_head_that_is_not_whole_is_refused(made: Made, tmp_path: Path) -> None:
+    shutil.copytree(made[0], tmp_path / "judge")
+    state = load_file(tmp_path / "judge" / ranker.HEAD_FILE)
+    state.pop("bias_K")
+    save_file(state, tmp_path / "judge" / ranker.HEAD_FILE)
+    with pytest.raises(UserError, match=r"head\.safetensors: not readable: .*bias_K.*; train the judge again"):
+        open_judge(tmp_path / "judge")
 
 
 def test_a_prompt_in_an_unknown_script_is_refused_and_an_answer_in_one_is_worth_nothing(

@@ -61,5 +61,6 @@ def test_a_judge_that_likes_length_and_layout() -> None:
 def test_what_was_not_judged_is_counted_and_too_much_of_it_refused() -> None:
     found = trust(Of(len, fails=31))
     assert found.num_infra == 400 // 31 and found.longer.value == 1
+    assert found.contradicted == 0 and found.position.value == pytest.approx(0.5, abs=0.01)  # of what was judged
     with pytest.raises(UserError, match=r"calibrate: 21 comparisons were not made: it wrote a poem; mend that"):
         trust(Of(len, fails=3))
