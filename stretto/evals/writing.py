@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ SAME_AT = 0.8
 """Cosine of embeddings from which two answers are one (ours: 0.9 between paraphrases, 0.5 between two stories to one prompt)."""
 _RUN = 4
 """Words: a text that says as many in the same order again repeats itself."""
+_MARK = re.compile(r"^[ \t]*(?:#|[-*+>] |---|\*\*\*|•|\d{1,3}[.)] )", re.MULTILINE)
 _PRIOR = 0.5
 """Occurrences that every n-gram is given on both sides before rates are compared."""
 _OFTEN, _ANSWERS = 3, 0.02
@@ -122,13 +124,7 @@ def chapter_measures(chapters: Sequence[str]) -> list[dict[str, float]]:
 
 def marked(text: str) -> int:
     """Lines that begin as headings, list items or rules, and spans of emphasis."""
-    starts = sum(
-        line.lstrip().startswith(("#", "- ", "* ", "+ ", "> ", "---", "***", "•")) for line in text.splitlines()
-    )
-    numbered = sum(
-        line.lstrip()[:3].rstrip(" ").rstrip(".)").isdigit() and ". " in line[:6] for line in text.splitlines()
-    )
-    return starts + numbered + text.count("**") // 2
+    return len(_MARK.findall(text)) + text.count("**") // 2
 
 
 def overused(texts: Sequence[str], people: Iterable[str], n: int = 3, most: int = 12) -> list[Overused]:

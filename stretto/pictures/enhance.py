@@ -86,22 +86,19 @@ def repaired(ledger: Ledger, prompt: str, written: Mapping[str, str]) -> tuple[d
     """The fields that keep the ``ledger`` of ``prompt``, all six, and what was put right."""
     notes: list[str] = []
     asked = prompt.strip().rstrip(".")
-    fields = {"subject": asked}
-    if not written:
-        notes.append("the model wrote nothing that can be read")
-    elif lost := _lost(ledger, written.get("subject", "")):
-        notes.append(f"subject: put back as it was asked ({'; '.join(lost)})")
-    else:
-        fields["subject"] = written["subject"].rstrip(".")
+    fields = {"subject": written.get("subject", "").rstrip(".")}
+    if lost := _lost(ledger, fields["subject"]):
+        fields["subject"] = asked
+        why = f"subject: put back as it was asked ({'; '.join(lost)})"
+        notes.append(why if written else "the model wrote nothing that can be read")
     for name, plain in PLAIN.items():
         field = _spoken_of(ledger, written.get(name, "").rstrip("."))
-        wrong = (
-            ["it repeats itself"]
-            if repeats(field)
-            else _lost(ledger, f"{fields['subject']}. {field}")
-            if field
-            else ["nothing"]
-        )
+        if not field:
+            wrong = ["it is empty"]
+        elif repeats(field):
+            wrong = ["it repeats itself"]
+        else:
+            wrong = _lost(ledger, f"{fields['subject']}. {field}")
         fields[name] = plain if wrong else field
         if wrong and written:
             notes.append(f"{name}: {plain!r} instead of {field!r} ({'; '.join(wrong)})")

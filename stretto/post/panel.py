@@ -18,7 +18,7 @@ from stretto.evals.writing import Overused, Similarity, chapter_measures, group_
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.briefs import Constraints
-from stretto.tasks.judge import JudgedSource
+from stretto.tasks.judge import JudgedSource, JudgeFailed
 from stretto.text.similar import spoken
 
 PANEL_FILE = "panel.json"
@@ -82,14 +82,18 @@ def panels(
 
 
 def _chapters(source: JudgedSource, long: Mapping[int, Sequence[Sequence[str]]]) -> Chapters:
-    """``long``: of each problem the answers, by chapters. What the judge says of them it has said before."""
+    """``long``: of each problem the answers, by chapters. What the judge says of them it has mostly said before."""
     names, rows, num_short = list[str](), list[np.ndarray](), 0
     for item, texts in long.items():
         whole = [each for each in texts if len(each) == source.args.chapters]
         num_short += len(texts) - len(whole)
         told = list[list[list[float]]]()  # by answer, chapter, measure
         for each in whole:
-            points, counted = source.points(source.problem(item), each), chapter_measures(each)
+            try:
+                points = source.points(source.problem(item), each)
+            except JudgeFailed:  # no more could it be scored: it is left out
+                continue
+            counted = chapter_measures(each)
             names = ["points", *counted[0]]
             told.append([[one, *rest.values()] for one, rest in zip(points, counted, strict=True)])
         if told:

@@ -22,7 +22,8 @@ def test_distinct_k_compares_with_the_first_of_each_class() -> None:
 
 def test_one_answer() -> None:
     found = text_measures("# Title\n\n- one two three four one two three four\n**Bold** 1. no\n2. yes")
-    assert found["layout"] == 1.0 and marked("plain text\nand more - or less") == 0
+    assert found["layout"] == 1.0 and marked("plain text\nand more - or less\n3 of 4.") == 0
+    assert marked("1) one\n  12. two\n\t- three\n---\n> four") == 5
     assert text_measures("one two three four one two three four")["repeats"] == pytest.approx(0.2)  # 1 of 5 runs
     assert text_measures("") == {"zlib": 1.0, "repeats": 0.0, "words": 0.0, "layout": 0.0}
 

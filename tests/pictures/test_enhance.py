@@ -52,6 +52,8 @@ def test_what_is_kept_stays_as_it_was_written() -> None:
         ("style", "photograph where the sphere is yellow", "blue yellow"),
         ("style", "photograph with a white sphere cover", "white sphere cover"),
         ("camera", "shot of glass of glass of glass", "repeats itself"),
+        ("camera", "", "it is empty"),
+        ("subject", ".", "it is empty"),
     ],
 )
 def test_what_is_lost_or_bound_to_another_is_put_right_and_told(field: str, text: str, said: str) -> None:
@@ -80,6 +82,10 @@ def test_an_answer_that_cannot_be_read_leaves_the_users_own_words(content: str) 
         and unkept(read(REQUEST), enhanced.prompt) == ()
     )
     assert enhanced.notes[0] == "the model wrote nothing that can be read"
+
+
+def test_a_size_alone_is_kept_whatever_is_written() -> None:
+    assert made(json.dumps(WRITTEN | {"subject": "."}), "512x512")[0].prompt.startswith("512x512. An empty room")
 
 
 def test_words_to_be_rendered_are_never_rewritten() -> None:

@@ -14,6 +14,8 @@ from stretto.evals.writing import letters
 from stretto.post.panel import judged_by, panels, suites_of
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
 from stretto.report.evals import chapters_table, overused_table, panel_table
+from stretto.tasks.judge import JudgeFailed, ScriptedJudge
+from stretto.tasks.task import Problem
 
 URL = "http://127.0.0.1:9/v1"
 
@@ -53,7 +55,7 @@ def test_a_panel_counts_answers(tmp_path: Path, prompts: Path) -> None:
     assert panel_table([found]).rows and not overused_table(found).rows
 
 
-def test_chapters_are_counted_one_by_one(tmp_path: Path) -> None:
+def test_chapters_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"judge": "scripted", "chapters": 2, "enough_words": 4}
     told = suites_of({"suites": {"s": {"sources": {"tales": {"kind": "judged", "args": args}}}}})
     first, loop = (
@@ -82,6 +84,16 @@ def test_chapters_are_counted_one_by_one(tmp_path: Path) -> None:
     assert long.changes["points"].value < 0 < long.changes["repeats"].value
     assert panel_table([found]).rows[0][0].note == "1 end early"
     assert len(chapters_table("tales", long).rows) == 5 and found.measures["words"].value == pytest.approx(43 / 3)
+    rate = ScriptedJudge.rate
+
+    def fails(self: ScriptedJudge, problem: Problem, text: str, stop_s: float) -> float:
+        if text == loop:
+            raise JudgeFailed("it is out")
+        return rate(self, problem, text, stop_s)
+
+    monkeypatch.setattr(ScriptedJudge, "rate", fails)
+    (rest,) = panels(tmp_path, told, letters, None)
+    assert rest.chapters is not None and rest.chapters.num_short == 1 and rest.chapters.measures["words"] == [5.0, 6.0]
 
 
 def test_who_may_not_judge(tmp_path: Path, prompts: Path) -> None:

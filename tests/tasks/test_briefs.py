@@ -21,6 +21,8 @@ from stretto.tasks.task import Answer
         ("She thought I was late.", {"first": True, "third": False}),
         ("A lamp.", {"first": False, "third": False}),
         ("I’m late.", {"first": True, "third": False}),
+        ("We've come, and she'll wait.", {"first": True, "third": False}),
+        ("He's late.", {"first": False, "third": True}),
     ],
 )
 def test_who_tells_it(text: str, kept: dict[str, bool]) -> None:
