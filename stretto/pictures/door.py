@@ -10,13 +10,14 @@ from typing import Any, Final
 
 import httpx
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.pictures.enhance import enhance
 from stretto.serve.client import ApiFailure, Client
-from stretto.serve.limits import BODY_TIMEOUT_S, ApiError, late_body
+from stretto.serve.limits import BODY_TIMEOUT_S, ApiError, announces_json, late_body, while_connected
 
 PATH: Final = "/api/ernie-5.1/chat"
 _MOST_BYTES = 1 << 16
@@ -35,7 +36,8 @@ class Door:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+        is_asked = scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+        if not is_asked or not announces_json(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         came: list[Message] = []
@@ -50,7 +52,8 @@ class Door:
         except TimeoutError:
             raise late_body() from None
         if (asked := _asked(body)) is not None:
-            await (await self._written(*asked))(scope, receive, send)
+            answer = await while_connected(receive, self._written(*asked))
+            await answer(scope, receive, send)
             return
         left = iter(came)
 
@@ -77,8 +80,9 @@ def _asked(body: bytes) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
     try:
         tree = json.loads(body)
         request = json.loads(tree["messages"][-1]["content"])
-        given = isinstance(request["prompt"], str) and all(type(request[side]) is int for side in ("width", "height"))
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        request["prompt"].encode()  # no half of a surrogate pair, which is no character
+        given = all(type(request[side]) is int for side in ("width", "height"))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
     if not given or len(request) != 3:
         return None

@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, SecretStr, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
@@ -218,10 +219,9 @@ async def read_json(
     Raises:
         ApiError: 415 not announced as JSON, 413 too large, 408 too slow, 400 no JSON. GoneError: the client went away.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        # A web page may post any other type across sites without asking; this one makes its browser ask first.
-        raise ApiError(415, f"content-type: {kind or 'none'} is not application/json; set that header")
+    if not announces_json(request.headers):
+        kind = request.headers.get("content-type") or "none"
+        raise ApiError(415, f"content-type: {kind} is not application/json; set that header")
     try:
         async with asyncio.timeout(timeout_s):
             return parse_json(await _read(request, hold, max_bytes))
@@ -229,6 +229,12 @@ async def read_json(
         raise late_body(timeout_s) from None
     except ClientDisconnect:
         raise GoneError from None
+
+
+def announces_json(headers: Headers) -> bool:
+    """A web page may post any other type across sites without asking; this one makes its browser ask first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or kind.endswith("+json")
 
 
 def late_body(timeout_s: float = BODY_TIMEOUT_S) -> ApiError:

@@ -14,9 +14,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from stretto.pictures import door
-from stretto.pictures.door import PATH, open_door
+from stretto.pictures.door import PATH, Door, open_door
+from stretto.serve.limits import GoneError
 from stretto.serve.server import ServeSettings, key_holders
 from stretto.tasks.shapes.fields import EXAMPLE
 from stretto.tasks.shapes.ledger import read, unkept
@@ -41,7 +43,9 @@ def served() -> Starlette:
     return app
 
 
-def sent(*parts: bytes, key: str = "key", pause_s: float = 0.0) -> tuple[httpx.Response, int]:
+def sent(
+    *parts: bytes, key: str = "key", kind: str = "application/json", pause_s: float = 0.0
+) -> tuple[httpx.Response, int]:
     """The answer, and how many parts of the body were taken."""
     num = 0
 
@@ -55,7 +59,8 @@ def sent(*parts: bytes, key: str = "key", pause_s: float = 0.0) -> tuple[httpx.R
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(served())
         async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
-            return await client.post(PATH, content=body(), headers={"authorization": f"Bearer {key}"})
+            headers = {"authorization": f"Bearer {key}", "content-type": kind}
+            return await client.post(PATH, content=body(), headers=headers)
 
     return asyncio.run(ask()), num
 
@@ -67,6 +72,40 @@ def test_a_request_for_a_picture_is_written_out_and_anything_else_goes_on() -> N
     for size in (7000, 300_000):
         answer, _ = sent(*(other[at : at + size] for at in range(0, len(other), size)))
         assert answer.json() == json.loads(other)
+
+
+def test_what_is_not_announced_as_json_or_no_text_is_left_to_the_server() -> None:
+    assert sent(json.dumps(ASKED).encode(), kind="text/plain")[0].json() == ASKED
+    for prompt in ("a \ud800 cube", 3, None):
+        other = {"messages": [{"content": json.dumps({"prompt": prompt, "width": 64, "height": 64})}]}
+        assert sent(json.dumps(other).encode())[0].json() == other
+
+
+def test_who_goes_away_is_not_written_for() -> None:
+    ended: list[str] = []
+
+    async def model(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def ask() -> None:
+        told = iter([{"type": "http.request", "body": json.dumps(ASKED).encode()}, {"type": "http.disconnect"}])
+
+        async def receive() -> Message:
+            return next(told)
+
+        async def send(message: Message) -> None:
+            ended.append("answered")
+
+        scope = {"type": "http", "path": PATH, "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        await Door(model)(scope, receive, send)
+
+    with pytest.raises(GoneError):
+        asyncio.run(asyncio.wait_for(ask(), 5))
+    assert ended in ([], ["cancelled"])  # it may not have begun
 
 
 def test_without_a_key_nothing_of_a_body_is_read() -> None:
