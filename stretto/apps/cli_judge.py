@@ -18,7 +18,7 @@ Books = Annotated[
     list[Path],
     typer.Option(help="Books: JSONL, CSV or Parquet with text and author, or a folder of them.", show_default=False),
 ]
-Passages = Annotated[int, typer.Option(help="Passages of the books.")]
+Passages = Annotated[int, typer.Option(min=1, help="Passages of the books.")]
 Seed = Annotated[int, typer.Option(help="Of all draws.")]
 
 

@@ -12,12 +12,15 @@ import rich
 import torch
 from torch import Tensor
 
+from stretto.base.config import validate
 from stretto.base.endpoint import served_name
+from stretto.base.errors import UserError
 from stretto.base.numbers import percent
 from stretto.base.paths import checkpoint_folder, remove, replacing
 from stretto.base.track import progress
 from stretto.evals.ranker import (
     FEATURES,
+    JUDGE_FILE,
     JudgeRecord,
     Reader,
     check_enough,
@@ -70,6 +73,8 @@ def train_command(
     model: Path, data: Sequence[Path], out: Path, part: Part, num: int, seed: int = 0, device: str = "auto"
 ) -> JudgeRecord:
     """Train a judge on the states of ``model`` and write it to ``out``. Raises `UserError`: bad input."""
+    if out.exists() and not (out / JUDGE_FILE).is_file():
+        raise UserError(f"{out}: holds something else than a judge, which stays; name a new folder")
     reader = open_reader(checkpoint_folder(model), join(device).device)
     kept = out.with_name(f"{out.name}.states")
     found, _, read_KNSF = passage_states(reader, read_books(data), part, num, kept, seed)
@@ -88,17 +93,18 @@ def calibrate_command(
     Raises `UserError`: bad input, or a judge that does not answer."""
     found = passages(read_books(data), "held_out", num, seed)
     check_enough(found, "held_out", min(num, _FEWEST))
-    told = damaged(found, "held_out", seed)
+    damages = damaged(found, "held_out", seed)
     if judge.startswith(("http://", "https://")):
         with tempfile.TemporaryDirectory() as folder:  # what is asked for here is not to be had from an earlier time
-            config = EndpointConfig(url=judge, model=name or served_name(judge), cache=Path(folder) / "said")
+            told = {"url": judge, "model": name or served_name(judge), "cache": str(Path(folder) / "said")}
+            config = validate(EndpointConfig, told, judge)
             asked = EndpointJudge(config, "calibrate")
             try:
-                trust = calibrate(asked, found, told, config.at_once, config.verdict_s)
+                trust = calibrate(asked, found, damages, config.at_once, config.verdict_s)
             finally:
                 asked.close()
     else:
-        trust = calibrate(RankerJudge(open_judge(Path(judge), join(device).device)), found, told)
+        trust = calibrate(RankerJudge(open_judge(Path(judge), join(device).device)), found, damages)
     rich.print(trust_table(trust, judge))
     return trust
 
@@ -128,7 +134,7 @@ def serve_command(judge: Path, host: str, port: int, device: str = "auto") -> No
     """Serve a local judge until it is told to stop. Raises `UserError`: as `open_judge`, or the port is taken."""
     listening = open_socket(host, port)
     opened = open_judge(judge, join(device).device)
-    url = f"http://{host}:{listening.getsockname()[1]}/v1"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
     sys.stdout.write(f'judge serving at {url}\njudge = {{ url = "{url}", model = "{opened.record.name}" }}\n')
     sys.stdout.flush()
     judge_server(opened).run(sockets=[listening])

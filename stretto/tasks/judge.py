@@ -291,7 +291,7 @@ def read_question(asked: str) -> Question | None:
     points = tuple(map(int, re.findall(r"^\d+\. \[(-?\d+)\] ", told, re.MULTILINE))) if len(texts) == 1 else ()
     if not found or found[0][0] != "Request" or not (len(texts) == 2 or points):
         return None
-    return Question(found[0][1].rpartition("user: ")[2], tuple(texts), points)
+    return Question(re.split(r"(?:^|\n\n)user: ", found[0][1])[-1], tuple(texts), points)
 
 
 def _last(said: str, word: str) -> str | None:

@@ -48,6 +48,12 @@ def test_what_is_refused(stretto: Run, library: Path, tmp_path: Path) -> None:
     refused(stretto("judge", "train", model, "--data", few, "-o", out), "--data: ", "passages by", "name more books")
     refused(stretto("judge", "train", model, "--data", library, "-o", out, "--part", "all"), "--part all: unknown")
     refused(stretto("judge", "calibrate", tmp_path, "--data", library), "judge.json: no such file")
+    (tmp_path / "judges" / "another").mkdir(parents=True)
+    told = ("judge", "train", model, "--data", library, "-o")
+    for folder in (tmp_path / "judges", "."):
+        refused(stretto(*told, folder), "holds something else than a judge, which stays")
+    refused(stretto(*told, out, "--passages", "-1"), "--passages")
+    refused(stretto("judge", "calibrate", "http://h:port/v1", "--name", "x", "--data", library), "Invalid port")
     gone = "http://127.0.0.1:9/v1"
     refused(stretto("judge", "calibrate", gone, "--data", library), gone, "says no name of a model")
     refused(

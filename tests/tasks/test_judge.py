@@ -18,7 +18,7 @@ from stretto.base.trajectory import Outcome
 from stretto.tasks import judge
 from stretto.tasks.judge import JudgedSource, win_rates
 from stretto.tasks.registry import open_source
-from stretto.tasks.task import Answer, Score
+from stretto.tasks.task import Answer, Problem, Score
 from tests.tasks.judges import Said, judging, question, shown
 
 PROMPTS: list[dict[str, Any]] = [
@@ -217,6 +217,11 @@ def test_a_question_can_be_read_again(prompts: Path, hack: str) -> None:
     assert told[0] is not None and told[0].prompt == "Name a fish." and not told[0].points
     assert [told[0].verdict(win) for win in (1.0, 0.5, 0.0)] == ["VERDICT: A", "VERDICT: TIE", "VERDICT: B"]
     assert judge.read_question("Which is better?") is None
+    made = Problem(
+        0, ({"role": "user", "content": "Hello."}, {"role": "user", "content": "Help this user: me."}), "", {}
+    )
+    again = judge.read_question(f"{judge._material(made, {'Answer A': 'a', 'Answer B': 'b'})}")
+    assert again is not None and again.prompt == "Help this user: me."
 
 
 def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_path: Path) -> None:
