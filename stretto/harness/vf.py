@@ -48,6 +48,9 @@ class SourceTask(vf.Task[SourceData, vf.State, vf.TaskConfig]):
         problem = source.problem(data.item)
         turns = [_turn(message) for message in trace.messages[len(problem.messages) :]]
         text = str(turns[-1].get("content") or "") if turns else ""
+        # what a call gave that ended the episode was never sent, so no trace has it
+        called = [call for turn in turns[-1:] for call in turn.get("tool_calls") or ()]
+        turns += [{"role": "tool", "name": call["function"]["name"]} for call in called]
         score = await asyncio.to_thread(source.score, problem, Answer(text, tuple(turns)))
         if score.outcome is Outcome.INFRA:
             raise RuntimeError(f"{data.kind}: item {data.item} could not be judged: {score.detail}")
@@ -99,6 +102,8 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
                         return ProgramResult(1, "", f"{answer.status_code}: {answer.text[:300]}")
                     turns.append(said := answer.json()["choices"][0]["message"])
                     for call in said.get("tool_calls") or ():
+                        if session.is_over:
+                            break
                         done = await asyncio.to_thread(tool_turn, session, _call(call))
                         turns.append({**done, "tool_call_id": call["id"]})
                     if not said.get("tool_calls"):

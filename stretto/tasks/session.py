@@ -110,7 +110,8 @@ def recorded(session: Session, turns: Sequence[Mapping[str, Any]]) -> tuple[Mapp
 
 def replay(session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
     """Repeat on a new session the calls in ``messages``, all since the prompt. Tool turns say what each gave (``content``) and
-    what state it left (``state``, a digest) the first time; where they do not, nothing is compared.
+    what state it left (``state``, a digest) the first time; where they do not, nothing is compared. Behind a call that ends the
+    episode none is made.
 
     Raises:
         Diverged: a result, or the state after it, is another one.
@@ -120,7 +121,7 @@ def replay(session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
     for message in messages:
         if message["role"] == "assistant":
             calls = [call["function"] for call in message.get("tool_calls") or ()]
-        elif message["role"] == "tool" and calls:
+        elif message["role"] == "tool" and calls and not session.is_over:
             call, *calls = calls
             found = _done(session, call)
             if found["content"] != message.get("content", found["content"]):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,28 @@ def test_the_reward_is_that_of_the_source() -> None:
     for trace, reward in ((right, 1.0), (wrong, 0.0)):
         asyncio.run(task.score(trace))
         assert trace.reward == reward
+
+
+def test_a_call_that_ended_the_episode_counts() -> None:
+    """Its result is never sent to the model, so the trace ends with the call."""
+    from stretto.harness.vf import opened
+
+    source = opened("service", "{}")
+    for task in islice(SourceTaskset(SourceTasksetConfig(id="stretto_vf", kind="service")).load(), 8):
+        *turns, last = [
+            {"role": turn["role"], "content": turn["content"]}
+            | ({"tool_calls": [_flat(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else {})
+            | ({"tool_call_id": "a"} if turn["role"] == "tool" else {})
+            for turn in source.demonstration(source.problem(task.data.item))
+        ]
+        trace = trace_of(task, turns if last["role"] == "tool" else [*turns, last])
+        asyncio.run(task.score(trace))
+        assert trace.reward == 1.0
+
+
+def _flat(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {"id": "a", "name": function["name"], "arguments": json.dumps(function["arguments"])}
 
 
 def test_the_loop_calls_tools_and_ends(endpoint: str) -> None:

@@ -46,6 +46,13 @@ def test_only_calls_that_were_answered_are_repeated() -> None:
     assert session.value == 17
 
 
+def test_no_call_is_made_behind_one_that_ends_the_episode() -> None:
+    session = Counter(Counters(), 0)
+    stop = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "stop", "arguments": {}}}]}
+    replay(session, (stop, {"role": "tool", "name": "stop"}, *turn(16)))
+    assert session.is_over and session.value == 0
+
+
 def test_a_tool_that_cannot_do_its_work_is_no_divergence() -> None:
     class Failing(Counter):
         def _add(self, arguments: Mapping[str, Any]) -> ToolResult:
