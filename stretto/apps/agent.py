@@ -140,9 +140,15 @@ async def run_agent(
         turns.append(replace(turn, calls=await _used(desk, said, turn.calls, messages)))
     if ended in (Ending.TURNS, Ending.TOKENS):
         messages.append({"role": "user", "content": _NOW})
-        turn, said = await ask("answer", kept, ())
-        turns.append(turn)
-        messages.append(said)
+        try:
+            turn, said = await ask("answer", kept, ())
+        except ApiFailure as failure:
+            if failure.status != 400:
+                raise
+            ended = Ending.CONTEXT
+        else:
+            turns.append(turn)
+            messages.append(said)
     return Run(
         seed, tuple(turns), "" if ended is Ending.CONTEXT else turns[-1].text, ended, tuple(messages[len(prompt) :])
     )

@@ -51,12 +51,12 @@ def progress(
     start = time.perf_counter()
     if console.is_terminal:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),  # whose brackets are a model's, or a path's
         )
         with Progress(*columns, console=console) as bars:
             task = bars.add_task(description, total=total, status="")

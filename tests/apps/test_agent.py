@@ -121,6 +121,8 @@ def test_a_context_that_is_full_ends_the_run_and_a_busy_server_does_not() -> Non
     run, asked, _ = ran([503, SEARCHED[0], 429, SEARCHED[1], *[400] * 2], tokens=64)
     assert [body["max_tokens"] for body in asked] == [48, 48, 40, 40, 32, 16]
     assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
+    run, asked, _ = ran([*SEARCHED[:2], *[400] * 2], turns=3, tokens=128)  # nor has it room to answer at once
+    assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
     with pytest.raises(ApiFailure, match="too long"):
         ran([400] * 3, tokens=64)
 

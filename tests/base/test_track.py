@@ -137,6 +137,13 @@ def test_a_long_silence_is_broken_whether_or_not_anything_advances() -> None:
     assert all(re.fullmatch(r"counting: 1 of 3 in [\d.]+ s, loss 2\.5", line) for line in ticks[1:]), ticks
 
 
+def test_brackets_in_a_status_are_text() -> None:
+    console = terminal()
+    with progress("read [/a]", console=console) as advance:
+        advance(1, "open [/7] [bold")
+    assert "read [/a]" in output(console) and "open [/7] [bold" in output(console)
+
+
 def test_progress_says_when_it_was_stopped() -> None:
     console = plain()
     with pytest.raises(KeyboardInterrupt), progress("counting", 3, console) as advance:
