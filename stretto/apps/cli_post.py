@@ -184,6 +184,10 @@ def evaluate(
         ]
     ):
         raise UserError(f"{unused[0]}: is of one size; leave out --presets")
+    if theirs and not ours:
+        flags = {"--right": right, "--judge": judge, "--human": human, "--embed": embed}
+        if unused := [flag for flag, value in flags.items() if value is not None]:
+            raise UserError(f"{unused[0]}: is of answers, which other harnesses do not keep; leave it out")
     if presets and theirs:
         raise UserError(f"--suite {theirs[0]}: is asked one size at a time; leave out --presets, give --subnet")
     told = options(

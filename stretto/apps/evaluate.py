@@ -15,7 +15,7 @@ from stretto.apps.search import best_subnet
 from stretto.base.config import validate
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, write_json, write_text
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, sized, write_json, write_text
 from stretto.base.track import say
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity, embeddings, letters
@@ -183,11 +183,11 @@ def _evaluated(text: str, suites: Mapping[str, SuiteConfig], folder: Path, optio
     """Where the evaluation lies that ``text`` names, if need be made."""
     if (Path(text) / RESULT_FILE).is_file():
         return Path(text)
-    path, _, subnet = (text, "", "") if Path(text).exists() else text.rpartition(":")
+    path, subnet = sized(text)
     if not suites:
         raise UserError(
             f"{text}: holds no evaluation; name the --suite to evaluate it with, or run `stretto eval` before"
         )
-    place = "-".join(part for part in (*Path(path).parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
-    eval_command(Path(path), suites, folder / place, options, subnet or None, device)
+    place = "-".join(part for part in (*path.parts[-3:], subnet) if part not in ("/", "", CHECKPOINT))
+    eval_command(path, suites, folder / place, options, subnet or None, device)
     return folder / place

@@ -35,6 +35,12 @@ def checkpoint_folder(path: Path | str) -> Path:
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
 
 
+def sized(named: str) -> tuple[Path, str]:
+    """Of PATH or PATH:SIZE the path and the size; empty: none is named, or the colon is the path's own."""
+    path, colon, size = ("", "", "") if Path(named).exists() else named.rpartition(":")
+    return (Path(path), size) if colon else (Path(named), "")
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile. The claim ends with the process, however that ends. A new folder in which

@@ -33,7 +33,7 @@ from openai import APIStatusError, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import checkpoint_folder
+from stretto.base.paths import checkpoint_folder, sized
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import generation_ends, open_engine
 from stretto.engine.request import EngineConfig
@@ -73,13 +73,13 @@ class StrettoAPI(OpenAICompatibleAPI):
                 raise PrerequisiteError(f"{url}: no server of models answers there: {error}") from None
         else:
             url = "http://127.0.0.1"
-            path, _, preset = (model_name, "", None) if Path(model_name).exists() else model_name.rpartition(":")
+            path, preset = sized(model_name)
             try:
                 self._app, names = _opened(path, **told)
             except UserError as error:
                 raise PrerequisiteError(str(error)) from None
             told = {}
-        self._served = names[0] if preset is None else f"{names[0]}:{preset}"
+        self._served = f"{names[0]}:{preset}" if preset else names[0]
         if self._served not in names:
             raise PrerequisiteError(
                 f"{model_name}: no preset {preset!r}{nearest(self._served, names)}; known: {', '.join(names)}"
@@ -151,11 +151,11 @@ async def _end_sample(error: Exception) -> None:
 
 @lru_cache
 def _opened(
-    path: str, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
+    path: Path, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
 ) -> tuple[Starlette, list[str]]:
     """An application over the checkpoint, and the names it answers to. inspect makes a provider for each role and each
     configuration of a model: they share one engine, which lives as long as the process. Raises `UserError`."""
-    folder = checkpoint_folder(Path(path))
+    folder = checkpoint_folder(path)
     config = EngineConfig(max_len=max_len, max_batch=max_batch)
     opened = open_engine(folder, config, device=device, dtype=None if dtype is None else getattr(torch, dtype))
     if opened.tokenizer is None or opened.tokenizer.chat_template is None:

@@ -95,23 +95,22 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
             async with httpx.AsyncClient(
                 headers=headers, timeout=None, trust_env=False
             ) as http:  # their budgets end it
-                while not session.is_over:
+                while True:
                     told = {"model": ctx.model, "messages": [*problem.messages, *map(_wire, turns)], **offered}
                     answer = await http.post(f"{endpoint}/chat/completions", json=told)
                     if answer.is_error:  # of a budget that is used up, too: then their trace says so
                         return ProgramResult(1, "", f"{answer.status_code}: {answer.text[:300]}")
                     turns.append(said := answer.json()["choices"][0]["message"])
                     for call in said.get("tool_calls") or ():
-                        if session.is_over:
-                            break
                         done = await asyncio.to_thread(tool_turn, session, _call(call))
                         turns.append({**done, "tool_call_id": call["id"]})
+                        if session.is_over:
+                            return ProgramResult(0, "", "")
                     if not said.get("tool_calls"):
                         reply = await asyncio.to_thread(session.reply, [_turn(turn) for turn in turns])
                         if reply is None:
-                            break
+                            return ProgramResult(0, "", "")
                         turns.append({"role": "user", "content": reply})
-        return ProgramResult(0, "", "")
 
 
 class LocalConfig(vf.SingleAgentEnvConfig):

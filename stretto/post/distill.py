@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import UserError
+from stretto.base.paths import sized
 from stretto.base.track import read_metrics
 from stretto.rl.recipe import DistillConfig
 
@@ -27,8 +28,8 @@ def teacher_settings(teachers: Sequence[str]) -> list[str]:
         if place.startswith(("http://", "https://")):
             told = {"url": place}
         else:
-            folder, colon, subnet = ("", "", place) if Path(place).exists() else place.rpartition(":")
-            told = {"checkpoint": folder, "subnet": subnet} if colon else {"checkpoint": place}
+            folder, subnet = sized(place)
+            told = {"checkpoint": str(folder)} | ({"subnet": subnet} if subnet else {})
         settings += [f"distill.teachers.{name}.{key}={json.dumps(value)}" for key, value in told.items()]
     return settings
 

@@ -213,8 +213,13 @@ class Evaluation:
 def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str, SuiteConfig]:
     """Suites by name, from ``NAME`` or ``NAME=DATA`` of the shipped ones, a TOML or JSON file with tables of that form, or an RL recipe:
     its sources, and as many problems as it holds out. Several may be joined by commas. ``beside``: what else the user may name.
-    Raises `UserError`: no such suite or file, a suite without its data, or two domains of one name."""
+    Raises `UserError`: no such suite or file, a suite without its data, or two suites or domains of one name."""
     found: dict[str, SuiteConfig] = {}
+
+    def add(key: str, suite: SuiteConfig) -> None:
+        if found.setdefault(key, suite) != suite:
+            raise UserError(f"--suite: two suites are called {key}; rename one, or evaluate it into another folder")
+
     for text in (part for each in named for part in each.split(",")):
         name, _, data = text.partition("=")
         path = Path(name)
@@ -225,11 +230,13 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
             raise UserError(
                 f"--suite {name}: no such suite{nearest(name, known)}; one of {', '.join(known)}, or FILE.toml"
             )
+        if not tree:
+            raise UserError(f"--suite {name}: holds no suite; write a table, [NAME.sources.DOMAIN]")
         if "train" in tree:
             recipe = validate(RlRecipe, tree, str(path))
             told = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
             num = -(-recipe.train.eval_prompts // len(recipe.sources))
-            found[path.stem] = SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told)
+            add(path.stem, SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **told))
             continue
         for key in tree if is_file else [name]:
             suite = validate(SuiteConfig, tree[key], f"{name}: {key}")
@@ -237,7 +244,7 @@ def parse_suites(named: Sequence[str], beside: Collection[str] = ()) -> dict[str
                 raise UserError(f"--suite {name}: needs its data: {name}=PATH, {suite.data}")
             given = {"path": data} if data else {}
             sources = {each: source.replace(args=source.args | given) for each, source in suite.sources.items()}
-            found[key] = suite.replace(sources=sources)
+            add(key, suite.replace(sources=sources))
     names = Counter(name for suite in found.values() for name in suite.sources)
     if twice := [name for name, num in names.items() if num > 1]:
         raise UserError(f"--suite: {twice[0]}: two sources have this name; rename one")
@@ -255,7 +262,7 @@ def evaluate(
     device: str = "cpu",
 ) -> Evaluation:
     """Have the checkpoint ``folder`` answer ``suites``, write ``out`` and return what it came to; what ``out`` holds of the same
-    evaluation is not done again. ``subnet``: which part of the network; None: all.
+    evaluation is not done again, but for what nobody could judge. ``subnet``: which part of the network; None: all.
 
     Raises:
         UserError: a source refuses, ``out`` holds another evaluation, or more than `MOST_INFRA` of a domain could not be judged.
@@ -270,8 +277,10 @@ def evaluate(
     with claimed(out):
         if (out / ASKED_FILE).is_file():
             check_unchanged(read_json(out / ASKED_FILE), asked, out, free=("baselines", "embed"))
-        if (out / RESULT_FILE).is_file() and (found := read_evaluation(out)).asked == asked:
-            return found
+        if (out / RESULT_FILE).is_file():
+            found = read_evaluation(out)
+            if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):
+                return found
         sitting = _Sitting(folder, out, options, suites, config.max_positions)
         asyncio.run(sitting.answer(subnet, device, asked))
         counts = count(config, subnet or config.full())

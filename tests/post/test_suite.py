@@ -330,6 +330,12 @@ def test_few_failures_are_told(
     assert found.num_infra == 3
     assert found.values == [*judged.values[:-1], None]
     assert found.score.value == pytest.approx(np.mean(judged.values[:-1]))
+    asked: list[Any] = []
+    role = suite_module.EngineRole
+    monkeypatch.setattr(
+        suite_module, "EngineRole", lambda *given, **named: asked.append(given) or role(*given, **named)
+    )
+    assert run(model, suite(own, broken=39), tmp_path / "out").domains["even"].num_infra == 3 and asked  # again
 
 
 def test_all_turns_of_an_open_ended_answer_are_kept(model: Path, own: str, tmp_path: Path) -> None:
@@ -402,6 +408,7 @@ def test_a_recipe_is_a_suite(tmp_path: Path) -> None:
         ("math", "--suite math: needs its data: math=PATH, JSONL, CSV or Parquet in the layout of GSM8K"),
         ("nothing.toml", "nothing.toml: cannot be read"),
         ("gym,gym", None),
+        ("math=a.jsonl,math=b.jsonl", "two suites are called math; rename one"),
     ],
 )
 def test_suites_that_are_none(named: str, words: str | None) -> None:
@@ -418,6 +425,7 @@ def test_tables_that_are_no_suite(tmp_path: Path) -> None:
         ("a = 3\n", r"mine.toml: a: \(whole file\): Input should be a valid dictionary"),
         ('[a.sources.x]\nkind="strings"\n[b.sources.x]\nkind="strings"\n', "x: two sources have this name"),
         ("[", "not valid TOML"),
+        ("", "holds no suite"),
     ):
         (tmp_path / "mine.toml").write_text(text)
         with pytest.raises(UserError, match=words):
