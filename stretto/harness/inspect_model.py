@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import re
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import httpx2
@@ -32,6 +31,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import APIStatusError, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 
+from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import checkpoint_folder, sized
 from stretto.engine.async_engine import AsyncEngine
@@ -49,9 +49,18 @@ _URL = re.compile(r"(https?://[^/:]+(?::\d+)?)/?(?::(.+))?")
 _COME_BACK = (429, 503)
 
 
+class _Arguments(Config):
+    """Of a path, by ``-M``."""
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_len: int | None = None
+    max_batch: int = 32
+
+
 class StrettoAPI(OpenAICompatibleAPI):
-    """``model_name``: PATH, PATH:PRESET, or a server's address in place of the path. Arguments (``-M``) of a path: ``device``, ``dtype``,
-    ``max_len``, ``max_batch``. ``elastic`` of ``--extra-body`` is the server's field of that name."""
+    """``model_name``: PATH, PATH:PRESET, or a server's address in place of the path. Arguments (``-M``) of a path: those of
+    `_Arguments`. ``elastic`` of ``--extra-body`` is the server's field of that name."""
 
     def __init__(
         self,
@@ -75,7 +84,8 @@ class StrettoAPI(OpenAICompatibleAPI):
             url = "http://127.0.0.1"
             path, preset = sized(model_name)
             try:
-                self._app, names = _opened(path, **told)
+                told = validate(_Arguments, told, "-M").model_dump(exclude_unset=True)
+                self._app, names = _opened(str(path), **told)
             except UserError as error:
                 raise PrerequisiteError(str(error)) from None
             told = {}
@@ -151,7 +161,7 @@ async def _end_sample(error: Exception) -> None:
 
 @lru_cache
 def _opened(
-    path: Path, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
+    path: str, device: str = "cpu", dtype: str | None = None, max_len: int | None = None, max_batch: int = 32
 ) -> tuple[Starlette, list[str]]:
     """An application over the checkpoint, and the names it answers to. inspect makes a provider for each role and each
     configuration of a model: they share one engine, which lives as long as the process. Raises `UserError`."""

@@ -104,6 +104,10 @@ def test_what_cannot_be_opened_is_told_in_a_line(checkpoint: Path, tmp_path: Pat
         "http://127.0.0.1:9": "no server of models answers there",
         f"{written(tmp_path, None)}": "chat_template: the tokenizer has none",
         f"{tmp_path / 'nowhere'}:small": "nowhere",
+        f"{tmp_path / 'nowhere'}": "nowhere: config.json",
     }.items():
         with pytest.raises(PrerequisiteError, match=problem):
             StrettoAPI(name, config=GenerateConfig())
+    for told, problem in (({"dtype": "float33"}, "-M: dtype"), ({"max_bach": 3}, "max_bach: unknown key")):
+        with pytest.raises(PrerequisiteError, match=problem):
+            StrettoAPI(str(checkpoint), config=GenerateConfig(), **told)
