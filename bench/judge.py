@@ -34,7 +34,7 @@ from stretto.apps.judge import passage_states
 from stretto.base.paths import checkpoint_folder
 from stretto.evals import ranker
 from stretto.evals.ranker import LocalJudge, open_judge, open_reader, read_books, save_judge, train_head
-from stretto.post.calibrate import RankerJudge, calibrate
+from stretto.post.calibrate import calibrate
 from stretto.text.passages import DAMAGES, Passage
 from stretto.text.similar import compression, distinct, words
 
@@ -160,7 +160,7 @@ class Bench:
         )
         num = self.options.compared
         for part, judge in self.judges.items():
-            found = calibrate(RankerJudge(judge), self.found[:num], [{} for _ in self.found[:num]])
+            found = calibrate(judge.first_wins, self.found[:num], [{} for _ in self.found[:num]])
             shown.add_row(
                 part,
                 *(

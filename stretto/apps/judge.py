@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
@@ -33,17 +35,19 @@ from stretto.evals.ranker import (
 )
 from stretto.evals.scores import Interval
 from stretto.model.parallel import join
-from stretto.post.calibrate import RankerJudge, Trust, calibrate
+from stretto.post.calibrate import Trust, calibrate
 from stretto.report.page import Cell, Table
 from stretto.serve.judge import judge_server
 from stretto.serve.server import open_socket
 from stretto.tasks.judge import EndpointConfig, EndpointJudge
+from stretto.tasks.task import Problem
 from stretto.text.passages import Part, Passage, damaged, passages
 
 _CHUNK = {"cpu": 8, "cuda": 64}
 """Passages whose states are kept in one file: what a kill costs."""
 _FEWEST = 16
 """To learn from, or to be tried with."""
+_CRITERION = {"criterion": "It continues the text well, and is whole and well written.", "points": 1}
 
 
 def passage_states(
@@ -98,13 +102,15 @@ def calibrate_command(
         with tempfile.TemporaryDirectory() as folder:  # what is asked for here is not to be had from an earlier time
             told = {"url": judge, "model": name or served_name(judge), "cache": str(Path(folder) / "said")}
             config = validate(EndpointConfig, told, judge)
-            asked = EndpointJudge(config, "calibrate")
-            try:
-                trust = calibrate(asked, found, damages, config.at_once, config.verdict_s)
-            finally:
-                asked.close()
+            with closing(EndpointJudge(config, "calibrate")) as asked:
+
+                def prefer(prompt: str, first: str, second: str) -> float:
+                    problem = Problem(0, ({"role": "user", "content": prompt},), "", {"rubric": [_CRITERION]})
+                    return asked.prefer(problem, first, second, time.monotonic() + config.verdict_s)
+
+                trust = calibrate(prefer, found, damages, config.at_once)
     else:
-        trust = calibrate(RankerJudge(open_judge(Path(judge), join(device).device)), found, damages)
+        trust = calibrate(open_judge(Path(judge), join(device).device).first_wins, found, damages)
     rich.print(trust_table(trust, judge))
     return trust
 

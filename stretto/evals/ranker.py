@@ -366,17 +366,15 @@ class LocalJudge:
         return 0.5 if one == other or abs(one - other) <= TIE else float(one > other)
 
 
-def read_books(paths: Iterable[Path], author: str = "author") -> list[tuple[str, str]]:
-    """Author and text of the records that name an ``author``. Raises `UserError`: none does, or a file cannot be read."""
+def read_books(paths: Iterable[Path]) -> list[tuple[str, str]]:
+    """Author and text of the records that name one. Raises `UserError`: none does, or a file cannot be read."""
     rows = Rows()
     files = [file for path in paths for file in find_files(path).splits["train"]]
     for _ in read_files(files, rows):
         pass
-    books = [(str(each[author]), str(each["text"])) for each, _ in rows if each.get(author) and each.get("text")]
+    books = [(str(each["author"]), str(each["text"])) for each, _ in rows if each.get("author") and each.get("text")]
     if not books:
-        raise UserError(
-            f"--data: no record has the fields 'text' and {author!r}; name books in JSONL, with their authors"
-        )
+        raise UserError("--data: no record has the fields 'text' and 'author'; name books in JSONL, with their authors")
     return books
 
 

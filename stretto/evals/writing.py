@@ -26,6 +26,8 @@ _RUN = 4
 _MARK = re.compile(r"^[ \t]*(?:#|[-*+>] |---|\*\*\*|•|\d{1,3}[.)] )", re.MULTILINE)
 _PRIOR = 0.5
 """Occurrences that every n-gram is given on both sides before rates are compared."""
+_OVERUSED_N, _MOST_OVERUSED = 3, 12
+"""Words of an overused n-gram, and how many of these are told."""
 _OFTEN, _ANSWERS = 3, 0.02
 """An overused n-gram occurs so often at least, and in so many of the answers."""
 
@@ -74,22 +76,22 @@ def letters(texts: Sequence[str]) -> np.ndarray:
     return similarity_NN(texts, "characters")
 
 
-def distinct_k(alike_NN: np.ndarray, same_at: float = SAME_AT) -> int:
+def distinct_k(alike_NN: np.ndarray) -> int:
     """How many different answers there are: each is compared with the first of every class so far, and opens one of its own if it is
     like none of them (NoveltyBench, 2504.05228, whose likeness is a trained classifier's)."""
     firsts = list[int]()
     for at in range(len(alike_NN)):
-        if not any(alike_NN[at, first] >= same_at for first in firsts):
+        if not any(alike_NN[at, first] >= SAME_AT for first in firsts):
             firsts.append(at)
     return len(firsts)
 
 
-def group_measures(texts: Sequence[str], alike_NN: np.ndarray, same_at: float = SAME_AT) -> dict[str, float]:
+def group_measures(texts: Sequence[str], alike_NN: np.ndarray) -> dict[str, float]:
     """Of the answers to one prompt."""
     return {
-        "distinct_k": float(distinct_k(alike_NN, same_at)),
+        "distinct_k": float(distinct_k(alike_NN)),
         "vendi": vendi(alike_NN),
-        "clusters": float(clusters_N(alike_NN, same_at).max() + 1),
+        "clusters": float(clusters_N(alike_NN, SAME_AT).max() + 1),
         "distinct_2": distinct(*texts, n=2),
     }
 
@@ -127,14 +129,14 @@ def marked(text: str) -> int:
     return len(_MARK.findall(text)) + text.count("**") // 2
 
 
-def overused(texts: Sequence[str], people: Iterable[str], n: int = 3, most: int = 12) -> list[Overused]:
-    """The n-grams of words of ``texts`` whose rate is the most times that of ``people``, in several of the texts each. Raises
+def overused(texts: Sequence[str], people: Iterable[str]) -> list[Overused]:
+    """The n-grams of words of ``texts`` whose rates are the most times those of ``people``, in several of the texts each. Raises
     `UserError`: nobody has written anything."""
-    runs = [ngrams(words(text), n) for text in texts]
+    runs = [ngrams(words(text), _OVERUSED_N) for text in texts]
     here, among = Counter(run for own in runs for run in own), Counter(run for own in runs for run in set(own))
     there, num_there = Counter[tuple[str, ...]](), 0
     for text in people:
-        own = ngrams(words(text), n)
+        own = ngrams(words(text), _OVERUSED_N)
         num_there += len(own)
         there.update(run for run in own if run in here)  # nothing else is looked up: a corpus may be large
     if not num_there:
@@ -142,5 +144,5 @@ def overused(texts: Sequence[str], people: Iterable[str], n: int = 3, most: int 
     num_here, least = max(1, here.total()), max(2, math.ceil(_ANSWERS * len(texts)))
     often = [run for run, num in here.items() if num >= _OFTEN and among[run] >= least]
     rates = {run: (here[run] / num_here, (there[run] + _PRIOR) / (num_there + _PRIOR)) for run in often}
-    worst = sorted(rates, key=lambda run: -(here[run] + _PRIOR) / num_here / rates[run][1])[:most]
+    worst = sorted(rates, key=lambda run: -(here[run] + _PRIOR) / num_here / rates[run][1])[:_MOST_OVERUSED]
     return [Overused(" ".join(run), 1e4 * rates[run][0], 1e4 * there[run] / num_there) for run in worst]

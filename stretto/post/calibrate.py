@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,14 +11,10 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.evals.ranker import LocalJudge
 from stretto.evals.scores import Interval, mean_interval
 from stretto.post.suite import MOST_INFRA
-from stretto.tasks.judge import Judge, JudgeFailed
-from stretto.tasks.task import Problem
+from stretto.tasks.judge import JudgeFailed
 from stretto.text.passages import Passage, bulleted, sentences, spaced
-
-_CRITERION = {"criterion": "It continues the text well, and is whole and well written.", "points": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +37,17 @@ class Trust:
     """Comparisons that it did not make."""
 
 
-class RankerJudge:
-    """A `LocalJudge` as a `stretto.tasks.judge.Judge`."""
-
-    def __init__(self, judge: LocalJudge):
-        self._judge = judge
-
-    def rate(self, problem: Problem, text: str, stop_s: float) -> float:
-        return float(self._judge.shares([(problem.messages[-1]["content"], text)])[0])
-
-    def prefer(self, problem: Problem, first: str, second: str, stop_s: float) -> float:
-        return self._judge.first_wins(problem.messages[-1]["content"], first, second)
-
-    def close(self) -> None:
-        return
-
-
 def calibrate(
-    judge: Judge,
+    prefer: Callable[[str, str, str], float],
     found: Sequence[Passage],
     told: Sequence[Mapping[str, str]],
     at_once: int = 1,
-    verdict_s: float = math.inf,
 ) -> Trust:
-    """Ask ``judge`` for every pair, in both orders, ``at_once`` of them at a time. ``told``: of each passage its damages.
+    """Ask a judge for every pair, in both orders, ``at_once`` of them at a time.
+
+    Args:
+        prefer: of a prompt and two texts, 1 where the first is better, ½ where neither is. Raises `JudgeFailed`.
+        told: of each passage its damages.
 
     Raises:
         UserError: the judge refuses, or more than `MOST_INFRA` of what it was asked for has not come.
@@ -86,16 +68,9 @@ def calibrate(
 
         def ask(task: tuple[int, str, str, str, bool]) -> float:
             place, _, own, other, is_swapped = task
-            problem = Problem(
-                place,
-                ({"role": "user", "content": f"Continue this text:\n\n{found[place].prompt}"},),
-                "",
-                {"rubric": [_CRITERION]},
-            )
+            pair = (other, own) if is_swapped else (own, other)
             try:
-                return judge.prefer(
-                    problem, *((other, own) if is_swapped else (own, other)), time.monotonic() + verdict_s
-                )
+                return prefer(f"Continue this text:\n\n{found[place].prompt}", *pair)
             except JudgeFailed as failed:
                 failures.append(str(failed))
                 if len(failures) > MOST_INFRA * 2 * len(pairs):

@@ -7,7 +7,6 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.post.calibrate import Trust, calibrate
 from stretto.tasks.judge import JudgeFailed
-from stretto.tasks.task import Problem
 from stretto.text.passages import damaged, passages
 from tests.text.books import books
 
@@ -22,17 +21,12 @@ class Of:
     def __init__(self, value, equal: float = 0.5, fails: int = 0):  # type: ignore[no-untyped-def]
         self._value, self._equal, self._fails, self._num = value, equal, fails, 0
 
-    def rate(self, problem: Problem, text: str, stop_s: float) -> float:
-        return 0.5
-
-    def prefer(self, problem: Problem, first: str, second: str, stop_s: float) -> float:
+    def __call__(self, prompt: str, first: str, second: str) -> float:
         self._num += 1
         if self._fails and self._num % self._fails == 0:
             raise JudgeFailed("it wrote a poem")
         one, other = self._value(first), self._value(second)
         return self._equal if one == other else float(one > other)
-
-    def close(self) -> None: ...
 
 
 def trust(judge: Of) -> Trust:

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
+from stretto.base.trajectory import Outcome
 from stretto.tasks.shapes.draw import PALETTE, RELATIONS, draw, place, see, unmet
 from stretto.tasks.shapes.fields import ASPECTS, PLAIN, fields_of, joined, messages, spoken
 from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, read, unkept, with_number
@@ -83,5 +84,5 @@ class ShapesSource(TaskSource):
         added = len(spoken(fields)) / len(ASPECTS)
         right = not (lost or wrong)
         parts = {"kept": kept, "aspects": added, "marked": 1.0}
-        score = Score.of(right, parts, "; ".join(each.says for each in (*lost, *wrong))[:200])
-        return Score(0.5 + added / 2 if right else kept / 2.5, score.outcome, parts, score.detail)
+        told = "; ".join(each.says for each in (*lost, *wrong))[:200]
+        return Score(0.5 + added / 2 if right else kept / 2.5, Outcome.OK if right else Outcome.WRONG, parts, told)

@@ -87,6 +87,7 @@ def tell(conversation: Conversation, text: str) -> Told:
         after = replace(after, states=(*after.states, Ledger()), last=None)
         notes.append("a new picture")
     ledger = after.now
+    plain = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", plain, flags=re.I)
     for clause in filter(None, map(_bare, _CLAUSES.split(plain))):
         try:
             step = _clause(ledger, clause, after.last, after.next_id)
@@ -122,7 +123,7 @@ def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Ste
 def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
     """Anything else adds what it names, and says of known things where they are."""
     text = re.sub(rf"^{_PUT}\s+", "", clause, flags=re.I)
-    text = _named(ledger, re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", text, flags=re.I), last)
+    text = _named(ledger, text, last)
     if not re.search(r"\w", text):
         raise _Unclear(f"What is to be added by {clause!r}?")
     found = read(text, ledger, next_id)
@@ -193,8 +194,7 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
 
 def _slotted(ledger: Ledger, clause: str, last: int | None) -> _Step | None:
     """What becomes of known things by a colour, a number or a place that a clause names, in whatever words; None: it names none."""
-    text = re.sub(r"\bso (?:that )?(?:it|they) (?:is|are)\b", "", clause, flags=re.I)
-    spoken = list(_spoken(ledger, text))
+    text, spoken = clause, list(_spoken(ledger, clause))
     # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
     if not spoken or _PLACE.search(text):
         text = _named(ledger, text, last)
