@@ -18,7 +18,6 @@ from stretto.evals.writing import text_measures
 from stretto.post.suite import MOST_INFRA, SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.judge import JudgedSource, JudgeFailed
-from stretto.text.similar import spoken
 
 
 def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int = 0, seed: int = 0) -> Battles:
@@ -43,7 +42,7 @@ def battle(models: Sequence[Evaluation], folders: Sequence[Path], reference: int
         with progress("battles", len(work)) as advance:
             for name, item in work:
                 texts = [
-                    {key[2]: spoken(each.text) for key, each in own.items() if key[:2] == (name, item)}
+                    {key[2]: "\n\n".join(each.said) for key, each in own.items() if key[:2] == (name, item)}
                     for own in samples
                 ]
                 duels = list(_meetings(texts, reference))

@@ -19,7 +19,6 @@ from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.briefs import Constraints
 from stretto.tasks.judge import JudgedSource, JudgeFailed
-from stretto.text.similar import spoken
 
 PANEL_FILE = "panel.json"
 EVALUATES, REWARDS = "evaluation-", "reward-"
@@ -70,8 +69,7 @@ def panels(
             for name in (name for name, source in sources.items() if not source.is_verifiable):
                 source, long = sources[name], dict[int, list[list[str]]]()
                 for key in sorted(key for key in samples if key[0] == name):
-                    turns = samples[key].turns or (samples[key].text,)
-                    long.setdefault(key[1], []).append([spoken(turn) for turn in turns])
+                    long.setdefault(key[1], []).append(samples[key].said)
                 groups = {item: ["\n\n".join(turns) for turns in texts] for item, texts in long.items()}
                 told = {item: source.problem(item).payload.get("constraints") for item in groups}
                 panel = _panel(name, groups, told, similar, people)

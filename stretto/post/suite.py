@@ -56,7 +56,7 @@ from stretto.rl.rollout import EngineRole, open_rollout_engine
 from stretto.tasks.math import as_number
 from stretto.tasks.session import schemas
 from stretto.tasks.task import FIRST_REPORTED, Found, Problem, TaskSource
-from stretto.text.similar import similarity_NN
+from stretto.text.similar import similarity_NN, spoken
 from stretto.text.tokenizer import load_tokenizer
 
 ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"
@@ -134,6 +134,11 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that tools and others wrote between the turns."""
     turns: tuple[str, ...] = ()
     """Of an open-ended answer that has several: all."""
+
+    @property
+    def said(self) -> list[str]:
+        """What its reader gets, turn by turn."""
+        return [spoken(turn) for turn in self.turns or (self.text,)]
 
     @property
     def num_tokens(self) -> int:

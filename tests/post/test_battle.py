@@ -63,6 +63,19 @@ def test_the_better_one_wins_and_itself_is_a_draw(tmp_path: Path, prompts: Path)
     assert row[1].text.startswith("−") and row[2].text == "33 %" and row[3].text == "–"
 
 
+def test_all_chapters_of_an_answer_meet(tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = answered(tmp_path, prompts, "one", [20], 1)
+    line = Sample(
+        "stories", 0, 0, Outcome.OK, 0.5, "The end.", "stop", 5, 5, 2, 1.0, 0.1, turns=("A start.", "The end.")
+    )
+    (folder / SAMPLES_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
+    seen = set[str]()
+    monkeypatch.setattr(JudgedSource, "duels", lambda self, problem, texts, pairs: [seen.update(texts) or (0.5, 0.5)])
+    only = replace(model, domains={"stories": replace(model.domains["stories"], items=[0])})
+    battle([only, only], [folder, folder])
+    assert seen == {"A start.\n\nThe end."}
+
+
 def test_a_model_against_its_twin_is_an_even_match(tmp_path: Path, prompts: Path) -> None:
     one = answered(tmp_path, prompts, "one", [20, 8, 15])
     found = met(one, one)
