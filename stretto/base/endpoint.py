@@ -19,6 +19,7 @@ _PASSING: Final = (408, 409, 425, 429)
 """Refusals that another try may not meet: too late, too early, too many."""
 
 
+KEY_ENV: Final = "OPENAI_API_KEY"
 _NAME_S = 20.0
 """For a server to say what it serves."""
 _PAUSE_S = 0.5
@@ -31,7 +32,7 @@ class ChatConfig(Config):
     url: str = Field(pattern=r"^https?://")
     """Up to and with ``/v1``."""
     model: str
-    key_env: str = "OPENAI_API_KEY"
+    key_env: str = KEY_ENV
     """Environment variable that holds the key, if the server wants one."""
     at_once: int = Field(default=8, gt=0)
     """Requests in flight of one process and source."""
@@ -92,9 +93,7 @@ class Chat:
     def __init__(self, config: ChatConfig, where: str) -> None:
         """``where``: what messages about it begin with."""
         self._config, self._where = config, where
-        key = os.environ.get(config.key_env)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=config.url, headers=headers, timeout=config.timeout_s)
+        self._client = httpx.Client(base_url=config.url, headers=_key(config.key_env), timeout=config.timeout_s)
         self._slots = threading.Semaphore(config.at_once)
 
     def said(self, messages: Sequence[Mapping[str, Any]], stop_s: float = math.inf) -> str:
@@ -124,10 +123,16 @@ class Chat:
         self._client.close()
 
 
+def _key(key_env: str) -> dict[str, str]:
+    key = os.environ.get(key_env)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def served_name(url: str) -> str:
     """Of the first model at an address. Raises `UserError`: nobody answers there."""
     try:
-        return str(httpx.get(f"{url}/models", timeout=_NAME_S).json()["data"][0]["id"])
+        reply = httpx.get(f"{url.rstrip('/')}/models", headers=_key(KEY_ENV), timeout=_NAME_S)
+        return str(reply.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(
             f"{url}: says no name of a model: {type(error).__name__}; start the judge there, or give its name"

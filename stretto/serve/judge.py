@@ -4,7 +4,7 @@ So whatever asks a judge over HTTP asks this one too, and rewards know no networ
 
 from __future__ import annotations
 
-import threading
+import asyncio
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,20 +15,23 @@ from starlette.routing import Route
 
 from stretto.base.errors import UserError
 from stretto.evals.ranker import LocalJudge
-from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
+from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json, while_connected
 from stretto.tasks.judge import Question, read_question
 
 
 def judge_app(judge: LocalJudge) -> Starlette:
     """``/v1/models`` and ``/v1/chat/completions``. What it cannot judge is a 4xx that says why: never a score."""
-    one_at_a_time = threading.Lock()
+    one_at_a_time = asyncio.Lock()
     name = judge.record.name
 
     def answer(question: Question) -> str:
-        with one_at_a_time:
-            if len(question.texts) == 1:
-                return question.rating(float(judge.shares([(question.prompt, question.texts[0])])[0]))
-            return question.verdict(judge.first_wins(question.prompt, *question.texts))
+        if len(question.texts) == 1:
+            return question.rating(float(judge.shares([(question.prompt, question.texts[0])])[0]))
+        return question.verdict(judge.first_wins(question.prompt, *question.texts))
+
+    async def answered(question: Question) -> str:
+        async with one_at_a_time:
+            return await run_in_threadpool(answer, question)
 
     async def judged(request: Request) -> str:
         """Raises ApiError, GoneError: as `read_json`, or it is nothing to judge."""
@@ -41,8 +44,8 @@ def judge_app(judge: LocalJudge) -> Starlette:
             raise ApiError(404, f"no model {model!r} here: the judge is {name!r}; name it")
         if (question := read_question(asked)) is None:
             raise ApiError(400, "not a question of stretto's: this judge rates and compares, it does not chat")
-        try:
-            return await run_in_threadpool(answer, question)
+        try:  # of who has given up, nothing: he asks again, and would wait for both
+            return await while_connected(request.receive, answered(question))
         except UserError as error:
             raise ApiError(422, str(error)) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from stretto.base.endpoint import Unanswered, patiently
+from stretto.base.endpoint import Unanswered, patiently, served_name
 from stretto.base.errors import UserError
 
 
@@ -37,6 +37,21 @@ def test_a_refusal_is_not(status: int) -> None:
     error, left = asked(httpx.Response(status, text="not\nso"), httpx.Response(200, json=[1]))
     assert isinstance(error, UserError) and left == 1
     assert str(error) == f"judge: {status}: not so; check url"
+
+
+def test_a_server_is_asked_with_the_key_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(url: str, headers: dict[str, str], timeout: float) -> httpx.Response:
+        asked = httpx.Request("GET", url)
+        if (url, headers) != ("http://h/v1/models", {"authorization": "Bearer secret"}):
+            return httpx.Response(401, request=asked)
+        return httpx.Response(200, json={"data": [{"id": "m"}]}, request=asked)
+
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert served_name("http://h/v1") == served_name("http://h/v1/") == "m"
+    with pytest.raises(UserError, match="no name of a model: InvalidURL"):
+        monkeypatch.undo()
+        served_name("http://h:port/v1")
 
 
 def test_the_last_failure_is_told() -> None:

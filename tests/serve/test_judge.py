@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +23,9 @@ from stretto.evals.ranker import LocalJudge, open_judge
 from stretto.serve.elastic import ServedModel
 from stretto.serve.judge import judge_server
 from stretto.serve.server import ServeSettings
-from stretto.tasks.judge import JudgeFailed
+from stretto.tasks.judge import _RATE, JudgeFailed, _material
 from stretto.tasks.registry import open_source
-from stretto.tasks.task import Answer
+from stretto.tasks.task import Answer, Problem
 from tests.evals.judges import judge, network
 from tests.serve.live import live
 
@@ -85,6 +89,33 @@ def test_a_local_judge_rates_and_compares(tmp_path: Path, address: str, local: L
     comparing = _source(tmp_path, address, local.record.name, by="group")
     won = [each.reward for each in comparing.compare(comparing.problem(0), [Answer(text) for text in texts])]
     assert won[0] == won[1] and sum(won) == pytest.approx(1.5)  # layout is a tie, whichever is shown first
+
+
+def test_who_gave_up_waiting_is_not_answered() -> None:
+    begun, go_on, asked = threading.Event(), threading.Event(), list[str]()
+
+    def shares(told: list[tuple[str, str]]) -> list[float]:
+        asked.append(told[0][1])
+        begun.set()
+        go_on.wait(10)
+        return [0.5]
+
+    def body(text: str) -> dict[str, Any]:
+        problem = Problem(0, ({"role": "user", "content": "Write."},), "", {})
+        content = _material(problem, {"Answer": text}) + _RATE.format(criteria="1. [1] It is good.")
+        return {"model": "reward-x", "messages": [{"role": "user", "content": content}]}
+
+    stub: Any = SimpleNamespace(record=SimpleNamespace(name="reward-x"), shares=shares)
+    with in_thread(judge_server(stub)) as url, ThreadPoolExecutor() as pool:
+        post = partial(httpx.post, f"{url}/v1/chat/completions", timeout=10)
+        first = pool.submit(post, json=body("one"))
+        assert begun.wait(10)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/chat/completions", json=body("two"), timeout=0.3)
+        time.sleep(0.2)
+        go_on.set()
+        assert first.result().status_code == post(json=body("three")).status_code == 200
+    assert asked == ["one", "three"]
 
 
 def test_what_a_local_judge_refuses(tmp_path: Path, address: str, local: LocalJudge) -> None:
