@@ -4,7 +4,7 @@
 
 No model is asked. Of each source so many problems are taken, and judged for them: an empty answer (of a session: doing nothing),
 ``0``, the most frequent right answer of other problems, one drawn from those, a call of every tool without arguments, the source's
-own policies (every letter, always transferring, the first hit); and as the control its right answers, which must all be accepted.
+own policies (every letter, always transferring); and as the control its right answers, which must all be accepted.
 Exit code 1 where one is not, or where doing nothing scores more than ``--most`` on a suite whose answers are right or wrong. The mutant
 is a verifier that accepts everything: it must end so. Suites that need a file (math, aime, mcq, gpqa, mmlu_pro) are asked where one
 is named; ``--problems 1000`` is the long run.

@@ -76,17 +76,22 @@ def _value(node: ast.expr) -> _Number:
                 raise ValueError(f"the power has more than {MAX_BITS} bits")
             return _bounded(_OPERATORS[type(op)](first, second))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
+            values = [_value(each) for each in arguments]
+            if name == "round" and any(
+                abs(digits) > MAX_BITS for digits in values[1:]
+            ):  # Python makes that power of ten
+                raise ValueError(f"more than {MAX_BITS} digits")
+            return _bounded(_FUNCTIONS[name](*values))
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")
 
 
 def _bounded(value: _Number) -> _Number:
     if not isinstance(value, int | float):
         raise ValueError("the result is no real number")
-    if not math.isfinite(value):
-        raise ValueError("the result is not finite")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ValueError(f"a number has more than {MAX_BITS} bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("the result is not finite")
     return value
 
 

@@ -160,6 +160,12 @@ def _names(text: str, name: str) -> bool:
 # Documents of the user's
 
 
+def id_of(told: str) -> str:
+    """As it can be cited: on one line, without brackets."""
+    whole = _CITED.fullmatch(told.rstrip())
+    return " ".join((whole[1] if whole else told).replace("[", "(").replace("]", ")").split())
+
+
 def read_documents(path: Path) -> list[Document]:
     """Documents of a file or of a folder with its sub-folders, hidden ones left out: of text, whose id is its path, cut where it is
     long; of JSONL, with ``text`` or ``contents``, and perhaps ``id`` and ``title``.
@@ -189,14 +195,12 @@ def _is_read(file: Path) -> bool:
 def _records(file: Path) -> Iterator[Document]:
     for number, record in enumerate(read_records(file, Range(), [("text", "contents")]), start=1):
         told = str(record.get("id", number))
-        yield Document(
-            told.strip(" []"), str(record.get("title", told)), str(record.get("text", record.get("contents")))
-        )
+        text = str(record.get("text", record.get("contents")))
+        yield Document(id_of(told), str(record.get("title", told)), text)
 
 
 def _parts(file: Path, root: Path) -> Iterator[Document]:
-    name = (file.relative_to(root) if root.is_dir() else Path(file.name)).as_posix()
-    name = name.replace("[", "(").replace("]", ")")
+    name = id_of((file.relative_to(root) if root.is_dir() else Path(file.name)).as_posix())
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

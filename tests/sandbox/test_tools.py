@@ -28,6 +28,7 @@ def test_the_calculator_agrees_with_python(first: int, sign: str, second: int) -
     [
         ("2 ** 10 // 3", "341"), ("-7 % 3", "2"), ("sqrt(16) + abs(-1)", "5.0"), ("max(1, 2, 3)", "3"),
         ("round(pi, 3)", repr(round(math.pi, 3))), (" 1_000 * 2 ", "2000"), ("gcd(12, 18)", "6"),
+        ("10 ** 1000 // 10 ** 999", "10"), ("round(1234, -2)", "1200"),
     ],
 )  # fmt: skip
 def test_calculator(expression: str, value: str) -> None:
@@ -40,7 +41,7 @@ def test_calculator(expression: str, value: str) -> None:
     [
         "", "1 +", "1 / 0", "__import__('os')", "(1).__class__", "x", "'a' * 9", "[1] * 9", "True", "9 ** 9 ** 9", "2 ** 5000",
         "(" * 400, "1" * 501, "9 ** 0.5 ** -9999", "(-8) ** 0.5", "1 if 1 else 2", "lambda: 1", "1e308 * 10 // 1", "sqrt(-1)", "max()",
-        "abs(x=1)", "1 << 9999999",
+        "abs(x=1)", "1 << 9999999", "round(5, -10 ** 9)", "round(5.5, 10 ** 30)",
     ],
 )  # fmt: skip
 def test_calculator_refuses(expression: str) -> None:

@@ -20,7 +20,16 @@ from pydantic import Field, model_validator
 
 from stretto.base.errors import UserError
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting, without_citations
+from stretto.tasks.corpus import (
+    Corpus,
+    Document,
+    Reader,
+    citations,
+    id_of,
+    read_documents,
+    supporting,
+    without_citations,
+)
 from stretto.tasks.session import SessionSource, calling, recorded
 from stretto.tasks.task import (
     Answer,
@@ -122,7 +131,10 @@ class SearchSource(SessionSource):
             self._corpus = Corpus(read_documents(args.path))
             self._asked = read_records(args.questions, args, [("question",), ("answer",), ("documents",)])
             for place, each in enumerate(self._asked, start=args.first + 1):
-                if missing := [one for one in map(str, each["documents"]) if one not in self._corpus.documents]:
+                if not isinstance(each["documents"], list):
+                    raise UserError(f"{args.questions}: question {place}: documents: no list; write their ids, or []")
+                each["documents"] = [id_of(str(one)) for one in each["documents"]]
+                if missing := [one for one in each["documents"] if one not in self._corpus.documents]:
                     raise UserError(
                         f"{args.questions}: question {place}: no document {missing[0]!r} in {args.path}; correct it"
                     )
@@ -138,7 +150,7 @@ class SearchSource(SessionSource):
             question = _question(self._world(number), self.args, draw)
         else:
             told = self._asked[item]
-            documents = tuple(map(str, told["documents"]))
+            documents = tuple(told["documents"])
             asked = str(told["question"])
             calls = (("search", asked, ""), *(("open", each, "") for each in documents))
             question = _Question(asked, str(told["answer"] or UNKNOWN), documents, calls)

@@ -147,6 +147,15 @@ def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
     questions.write_text(json.dumps({**told[0], "documents": ["tower.md"]}))
     with pytest.raises(UserError, match=r"no document 'tower\.md'"):
         source(path=tmp_path / "corpus", questions=questions)
+    questions.write_text(json.dumps({**told[0], "documents": "bridge.md"}))
+    with pytest.raises(UserError, match="question 1: documents: no list"):
+        source(path=tmp_path / "corpus", questions=questions)
+    (tmp_path / "corpus/holm.txt").write_text("Ada Holm was a builder.")
+    (tmp_path / "corpus/few.jsonl").write_text(json.dumps({"id": "Holm [born]", "text": "Ada Holm was born in Vik."}))
+    questions.write_text(json.dumps({**told[0], "documents": ["bridge.md", "Holm [born]"]}))
+    asked = source(path=tmp_path / "corpus", questions=questions)
+    asked.validate()  # it can be cited
+    assert asked.problem(0).payload["documents"] == ["bridge.md", "Holm (born)"]
     with pytest.raises(UserError, match="go together"):
         validate(SearchArgs, {"path": str(tmp_path)}, "sources.s.args")
     with pytest.raises(UserError, match="nothing to search"):
