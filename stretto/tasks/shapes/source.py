@@ -8,11 +8,12 @@ light, composition and camera counts beside that, and only where everything was 
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import pairwise
-from typing import Final
+from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -23,6 +24,8 @@ from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, read, unkept, w
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
 NOUNS: Final = ("circle", "square", "triangle")
+_CELL = 12
+"""Pixels that a shape lies in, at least: in 8 a tenth of all requests cannot be met, for what is drawn is read as something else."""
 
 
 class ShapesArgs(Config):
@@ -37,6 +40,14 @@ class ShapesArgs(Config):
     pixels: int = Field(default=128, ge=32, le=1024)
     """Side of the picture that is drawn from an answer."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        least = _CELL * self.things * math.ceil(math.sqrt(self.count))
+        if self.pixels < least:
+            told = f"{self.things} kinds of {self.count} shapes need {least} pixels to be read back"
+            raise ValueError(f"pixels: {self.pixels}: {told}; draw larger pictures, or ask for less")
+        return self
 
 
 def sample_ledger(rng: random.Random, args: ShapesArgs) -> Ledger:

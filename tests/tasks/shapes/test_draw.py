@@ -20,7 +20,7 @@ def test_what_is_drawn_is_read_back_and_another_picture_is_not_it(
     things: int, count: int, pixels: int, blur: float
 ) -> None:
     rng = random.Random(0)
-    args = ShapesArgs(things=things, count=count)
+    args = ShapesArgs(things=things, count=count, pixels=256)
     ledgers = [sample_ledger(rng, args) for _ in range(40)]
     pictures = [
         draw(place(ledger, seed), pixels, pixels).filter(ImageFilter.GaussianBlur(blur))

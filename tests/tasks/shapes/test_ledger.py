@@ -88,7 +88,7 @@ def test_words_to_be_read_sizes_media_and_what_must_not_be_there() -> None:
 def test_what_is_described_is_read_back() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9))
+        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9, pixels=180))
         assert read(describe(ledger)) == ledger
 
 

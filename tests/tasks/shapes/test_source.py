@@ -13,12 +13,15 @@ from stretto.tasks.task import Answer, Score
 
 def test_its_own_answers_are_right_and_others_are_not() -> None:
     ShapesSource("shapes", ShapesArgs()).validate(16)
+    ShapesSource("shapes", ShapesArgs(things=3, count=4, pixels=72)).validate(100)
+    with pytest.raises(ValueError, match="3 kinds of 4 shapes need 72 pixels to be read back; draw larger"):
+        ShapesArgs(things=3, count=4, pixels=64)
 
 
 def test_a_request_in_one_sentence_is_read_back() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9))
+        ledger = sample_ledger(rng, ShapesArgs(things=5, count=9, pixels=180))
         assert read(request_of(ledger)) == ledger and "." not in request_of(ledger)
 
 
