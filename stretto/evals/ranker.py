@@ -340,8 +340,9 @@ class LocalJudge:
         pieces = [
             (place, prompt if before is None else before, part)
             for place, (prompt, text) in enumerate(asked)
+            if not self._unknown(text)
             for before, part in windows(text, self._reader.tokenizer)
-            if part and not self._unknown(text)
+            if part
         ]
         found_N = np.full(len(asked), -np.inf)
         if pieces:

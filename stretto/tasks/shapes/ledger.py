@@ -113,7 +113,7 @@ _QUOTED = re.compile(
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
 _LEAD = re.compile(
     r"^\s*(?:(?:please|kindly|(?:can|could|would|will) you|i(?:['’]d| would)? (?:want|need|like|love)(?: you)?(?: to(?: see)?)?|draw|create|generate|"
-    r"add|include|insert|show|give|(?:paint|make|render|design)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?\b[\s,:]*)+",
+    r"add|include|insert|give|(?:paint|make|render|design|show)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?(?=[\s,:]|$)[\s,:]*)+",
     re.I,
 )
 """How people begin, which names nothing: "please draw me"."""

@@ -72,6 +72,7 @@ def test_colours_counts_and_places_are_bound_to_their_objects(text: str) -> None
 )
 def test_how_a_request_begins_names_nothing(lead: str) -> None:
     assert said(f"{lead} a red cube") == said("a red cube")
+    assert [thing.noun for thing in read("Show dogs, add-on cards").things] == ["show dog", "add-on card"]
     assert [thing.noun for thing in read("paint buckets, a make-up mirror").things] == [
         "paint bucket",
         "make-up mirror",
