@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from stretto.base.errors import UserError
@@ -35,7 +36,12 @@ _POLITE = re.compile(
     r"i (?:think|feel|guess)(?: that)?|maybe|perhaps|let's)\b[, ]+",
     re.I,
 )
-_CLAUSES = re.compile(r";\s*|\.\s+|,? and then |, then ")
+_CLAUSES = re.compile(
+    r";\s*|\.\s+|,? and then |, then |,? and (?=(?:make|move|put|place|add|remove|delete|change|turn|replace)\b)"
+    rf"|(?:{'|'.join(f'(?<= {colour})' for colour in sorted(COLOURS))}),? and (?=the (?:[\w-]+ ){{1,4}}?{_COLOUR}(?:$|[,.;]))",
+    re.I,
+)
+"""The last: "make the cube red and the sphere blue"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,8 @@ class _Step:
 def _clause(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
     for pattern, change in _CHANGES:
         if found := pattern.fullmatch(clause):
-            return change(ledger, found, last)
-    return _slotted(ledger, clause, last) or _added(ledger, clause, last, next_id)
+            return change(ledger, found, last, next_id)
+    return _slotted(ledger, clause, last, next_id) or _added(ledger, clause, last, next_id)
 
 
 def _added(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step:
@@ -170,7 +176,8 @@ def _spoken(ledger: Ledger, text: str) -> Iterator[_Spoken]:
     nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
     words = {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS
     said = "|".join(sorted(words, key=len, reverse=True))
-    phrase = rf"\b(?:(?P<number>{_NUMBER})\s+)?(?P<other>(?:an?|another)\s+)?(?P<said>(?:(?:{said})\s+)*)(?P<noun>{nouns}|ones?)\b"
+    number = rf"(?:(?P<number>{_NUMBER})\s+(?:of (?:the|these|those)\s+)?)?"
+    phrase = rf"\b{number}(?P<other>(?:an?|another)\s+)?(?P<said>(?:(?:{said})\s+)*)(?P<noun>{nouns}|ones?)\b"
     for found in re.finditer(phrase, text, re.I):
         told = {*re.findall(said, found["said"].lower())} if found["said"] else set()
         noun = found["noun"].lower()
@@ -192,7 +199,20 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
     return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
 
 
-def _slotted(ledger: Ledger, clause: str, last: int | None) -> _Step | None:
+def _apart(ledger: Ledger, spoken: _Spoken, next_id: int) -> tuple[Ledger, Thing]:
+    """The thing that is spoken of; of "one of the three circles" that one, which is a thing of its own now."""
+    thing, number = spoken.thing, None if spoken.number is None else _number(spoken.number)
+    if number is None or thing.count is None or not 0 < number < thing.count:
+        return ledger, thing
+    part = replace(thing, id=next_id, count=number)
+    rest = replace(thing, count=thing.count - number)
+    things = tuple(rest if each.id == thing.id else each for each in ledger.things)
+    ends = [(each, end) for each in ledger.relations for end in ("subject", "other") if getattr(each, end) == thing.id]
+    copies = [replace(each, **{end: next_id}) for each, end in ends]
+    return replace(ledger, things=(*things, part), relations=(*ledger.relations, *copies)), part
+
+
+def _slotted(ledger: Ledger, clause: str, last: int | None, next_id: int) -> _Step | None:
     """What becomes of known things by a colour, a number or a place that a clause names, in whatever words; None: it names none."""
     text, spoken = clause, list(_spoken(ledger, clause))
     # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
@@ -221,16 +241,31 @@ def _slotted(ledger: Ledger, clause: str, last: int | None) -> _Step | None:
         return _without(ledger, thing)
     changed = replace(thing, count=count) if number is not None else thing
     if colours is not None:
-        changed = replace(changed, colours=read(f"a {colours[0]} thing").things[0].colours)
+        ledger, part = _apart(ledger, spoken[0], next_id)
+        thing = part if part.id == next_id else changed
+        changed = replace(thing, colours=read(f"a {colours[0]} thing").things[0].colours)
     return _changed(ledger, changed)
 
 
-def _removed(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
-    return _without(ledger, _found(ledger, found["what"], last))
+def _removed(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
+    text = _of_them(ledger, found["what"], last)
+    spoken = _found(ledger, text)
+    listed = spoken[:1]  # "the cube and the cone" are two to be removed, of "the cube left of the cone" it is one
+    for before, each in pairwise(spoken):
+        if not re.fullmatch(r"[\s,]*(?:and\s+)?(?:(?:the|all|both)\s+)*", text[before.end : each.start], re.I):
+            break
+        listed.append(each)
+    notes = list[str]()
+    for place, each in enumerate({each.thing.id: each for each in listed}.values()):
+        ledger, gone = _apart(ledger, each, next_id + place)
+        step = _without(ledger, gone)
+        ledger = step.ledger
+        notes.append(step.note)
+    return _Step(ledger, "; ".join(notes), None)
 
 
-def _replaced(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
-    thing = _found(ledger, found["what"], last)
+def _replaced(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
+    ledger, thing = _apart(ledger, _found(ledger, _of_them(ledger, found["what"], last))[0], next_id)
     new = read(found["other"]).things
     if len(new) != 1:
         raise _Unclear(f"What is to stand for the {thing.name}?")
@@ -238,12 +273,12 @@ def _replaced(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
     return _changed(ledger, replace(given, id=thing.id, colours=given.colours or thing.colours))
 
 
-def _resized(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+def _resized(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
     size = int(found["width"]), int(found["height"])
     return _Step(replace(ledger, size=size), f"{size[0]}x{size[1]}", last)
 
 
-def _reworded(ledger: Ledger, found: re.Match[str], last: int | None) -> _Step:
+def _reworded(ledger: Ledger, found: re.Match[str], last: int | None, next_id: int) -> _Step:
     return _Step(replace(ledger, texts=(found["text"],)), f"the words {found['text']!r}", last)
 
 
@@ -258,13 +293,18 @@ def _without(ledger: Ledger, thing: Thing) -> _Step:
     return _Step(replace(ledger, things=things, relations=relations), f"removed {thing.name}", None)
 
 
-def _found(ledger: Ledger, phrase: str, last: int | None) -> Thing:
-    """The thing of the ledger that a phrase speaks of."""
-    spoken = list(_spoken(ledger, _named(ledger, phrase, last)))
+def _of_them(ledger: Ledger, phrase: str, last: int | None) -> str:
+    """A phrase in which "it" has a name, and "a cube" is one of those that there are."""
+    return re.sub(r"\ban?\s+", "one ", _named(ledger, phrase, last), flags=re.I)
+
+
+def _found(ledger: Ledger, phrase: str) -> list[_Spoken]:
+    """The things of the ledger that a phrase speaks of, one at least."""
+    spoken = list(_spoken(ledger, phrase))
     if not spoken:
-        bare = re.sub(r"^(?:the|an?|that|this|those|these|all)\s+(?:the\s+)?", "", phrase.strip(), flags=re.I)
+        bare = re.sub(r"^(?:the|an?|one|that|this|those|these|all)\s+(?:the\s+)?", "", phrase.strip(), flags=re.I)
         raise _Unclear(f"There is no {bare}; is one to be added?")
-    return spoken[0].thing
+    return spoken
 
 
 def _named(ledger: Ledger, text: str, last: int | None) -> str:
@@ -298,7 +338,7 @@ _UNDO = re.compile(
     r"\b(?:undo|revert|cancel|never mind|as it was|as before)\b|\b(?:go|take|step) (?:\w+ ){0,3}?back\b", re.I
 )
 _ANEW = re.compile(r"(?:start over|start again|new picture|forget (?:it|everything|all that))(?:\s*[:,;.]\s*|$)", re.I)
-_Change = Callable[[Ledger, re.Match[str], int | None], _Step]
+_Change = Callable[[Ledger, re.Match[str], int | None, int], _Step]
 _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
     (re.compile(pattern, re.I), change)
     for pattern, change in (

@@ -66,6 +66,39 @@ def test_a_turn_changes_what_it_speaks_of_and_nothing_else(turn: str, expected: 
     assert describe(after(START, turn).now) == expected
 
 
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("remove one cube", "Two red cubes and a blue sphere. The red cubes are left of the blue sphere."),
+        ("take away two of the cubes", "A red cube and a blue sphere. The red cube is left of the blue sphere."),
+        ("delete a cube", "Two red cubes and a blue sphere. The red cubes are left of the blue sphere."),
+        ("remove all cubes", "A blue sphere."),
+        ("remove the cubes and the sphere", ""),
+        ("remove the cubes left of the sphere", "A blue sphere."),
+        (
+            "make one of the cubes green",
+            "Two red cubes, a blue sphere and a green cube. The red cubes are left of the blue sphere. "
+            "The green cube is left of the blue sphere.",
+        ),
+        (
+            "replace one cube with a yellow cone",
+            "Two red cubes, a blue sphere and a yellow cone. The red cubes are left of the blue sphere. "
+            "The yellow cone is left of the blue sphere.",
+        ),
+        (
+            "make the red cubes blue and the blue sphere red",
+            "Three blue cubes and a red sphere. The blue cubes are left of the red sphere.",
+        ),
+        (
+            "move the sphere left of the cubes and make it green",
+            "Three red cubes and a green sphere. The green sphere is left of the red cubes.",
+        ),
+    ],
+)
+def test_one_of_several_and_several_at_once(turn: str, expected: str) -> None:
+    assert describe(after("three red cubes left of a blue sphere", turn).now) == expected
+
+
 def test_changes_are_undone_one_by_one_or_several() -> None:
     turns = (START, "make the cube yellow", "add a cone", "make the image 512x256")
     assert after(*turns).now.size == (512, 256)
