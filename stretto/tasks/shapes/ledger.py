@@ -107,7 +107,7 @@ INVERSE: Final = {
     "left of": "right of", "right of": "left of", "above": "below", "below": "above", "in front of": "behind",
     "behind": "in front of", "next to": "next to",
 }  # fmt: skip
-_QUOTED = re.compile(
+QUOTED = re.compile(
     r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|「([^」]+)」|『([^』]+)』|(?<!\w)'([^']+)'(?!\w)|(?<!\w)‘([^’]+)’"
 )
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
@@ -216,7 +216,7 @@ def check_language(text: str) -> None:
         raise UserError("prompt: it is empty; say what is to be painted")
     if len(text) > MOST_CHARS:
         raise UserError(f"prompt: {len(text):,} characters are more than {MOST_CHARS:,}; say it in fewer")
-    bare = _QUOTED.sub(" ", text)
+    bare = QUOTED.sub(" ", text)
     letters = [letter for letter in bare if letter.isalpha()]
     words = [word.lower().replace("’", "'") for word in _WORD.findall(bare)]
     foreign = sum(
@@ -250,8 +250,8 @@ class _Reader:
 
     def __init__(self, text: str, known: Ledger, first_id: int) -> None:
         self.known, self.next_id = known, first_id
-        self.texts = tuple(next(filter(None, found.groups())) for found in _QUOTED.finditer(text))
-        bare = _LEAD.sub("", _QUOTED.sub(f" {_MARK} ", text))
+        self.texts = tuple(next(filter(None, found.groups())) for found in QUOTED.finditer(text))
+        bare = _LEAD.sub("", QUOTED.sub(f" {_MARK} ", text))
         found = _SIZE.search(bare)
         self.size = (int(found[1]), int(found[2])) if found else None
         self.words = [word.lower().replace("’", "'") for word in _WORD.findall(_SIZE.sub(" ", bare))]

@@ -17,6 +17,7 @@ from stretto.base.errors import UserError
 from stretto.tasks.shapes.ledger import (
     COLOURS,
     NUMBER_WORDS,
+    QUOTED,
     RELATIONS,
     Ledger,
     Relation,
@@ -30,6 +31,8 @@ from stretto.tasks.shapes.ledger import (
 _NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
 _COLOUR = rf"(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})"
 _COLOURS = rf"{_COLOUR}(?: (?:and )?{_COLOUR})*"
+_FIRST_SIGN = 0x13000
+"""Egyptian hieroglyphs, for words in quotation marks: letters that nobody asks for."""
 _VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
 _POLITE = re.compile(
     r"^(?:now|then|ok(?:ay)?|no|well|hm+|please|also|and|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
@@ -82,6 +85,21 @@ def tell(conversation: Conversation, text: str) -> Told:
         UserError: it is empty, in another language, or undoes more than there is.
     """
     check_language(text)
+    hidden = {_FIRST_SIGN + at: next(filter(None, each.groups())) for at, each in enumerate(QUOTED.finditer(text))}
+    if not hidden:
+        return _told(conversation, text)
+    signs = map(chr, hidden)
+    told = _told(conversation, QUOTED.sub(lambda _: f'"{next(signs)}"', text))
+    if told.questions:
+        return replace(told, questions=tuple(each.translate(hidden) for each in told.questions))
+    now = told.conversation.now
+    now = replace(now, texts=tuple(dict.fromkeys(each.translate(hidden) for each in now.texts)))
+    after = replace(told.conversation, states=(*told.conversation.states[:-1], now))
+    return Told(after, tuple(each.translate(hidden) for each in told.notes))
+
+
+def _told(conversation: Conversation, text: str) -> Told:
+    """`tell`, of a turn whose words in quotation marks are a sign each: nothing is read in them."""
     plain = _bare(text.strip())
     if _UNDO.search(plain) and not list(_spoken(conversation.now, plain)):
         found = re.search(rf"\b{_NUMBER}\b", plain, re.I)
@@ -207,8 +225,8 @@ def _apart(ledger: Ledger, spoken: _Spoken, next_id: int) -> tuple[Ledger, Thing
     part = replace(thing, id=next_id, count=number)
     rest = replace(thing, count=thing.count - number)
     things = tuple(rest if each.id == thing.id else each for each in ledger.things)
-    ends = [(each, end) for each in ledger.relations for end in ("subject", "other") if getattr(each, end) == thing.id]
-    copies = [replace(each, **{end: next_id}) for each, end in ends]
+    copies = [replace(each, subject=next_id) for each in ledger.relations if each.subject == thing.id]
+    copies += [replace(each, other=next_id) for each in ledger.relations if each.other == thing.id]
     return replace(ledger, things=(*things, part), relations=(*ledger.relations, *copies)), part
 
 

@@ -164,3 +164,12 @@ def test_a_circle_of_places_is_asked_about() -> None:
 def test_words_to_be_read_are_kept_letter_by_letter() -> None:
     conversation = after('a door with a sign that says "Open 24h"', 'the sign should say "CLOSED, sorry"')
     assert conversation.now.texts == ("CLOSED, sorry",)
+
+
+@pytest.mark.parametrize("words", ["Stop. Go now", "never mind", "two red cubes", "Come in; make it blue", "It's open"])
+def test_nothing_is_read_in_words_to_be_shown(words: str) -> None:
+    told = tell(after(START), f'add a sign that says "{words}"')
+    assert told.conversation.now.texts == (words,) and words in told.notes[0]
+    assert told.conversation.now.things[:2] == after(START).now.things
+    assert tell(told.conversation, f'change the text to "{words}!"').conversation.now.texts == (f"{words}!",)
+    assert words in tell(after(START), f"what about “{words}” on the dog").questions[0]
