@@ -32,8 +32,8 @@ from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder
 from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books
 from stretto.model.checkpoint import read_config
 from stretto.post.battle import battle
-from stretto.post.panel import PANEL_FILE, suites_of
-from stretto.post.suite import read_evaluation
+from stretto.post.panel import PANEL_FILE
+from stretto.post.suite import read_evaluation, suites_of
 from stretto.rl.recipe import RlRecipe
 from stretto.serve.judge import judge_server
 from stretto.text.passages import Part, passages

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import rich
 import torch
 
@@ -15,7 +14,7 @@ from stretto.apps.search import best_subnet
 from stretto.base.config import validate
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, sized, write_json, write_text
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, sized, write_json
 from stretto.base.track import say
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity, embeddings, letters
@@ -23,7 +22,7 @@ from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
 from stretto.post.battle import battle
-from stretto.post.panel import PANEL_FILE, judged_by, suites_of
+from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
 from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import (
@@ -34,6 +33,8 @@ from stretto.post.suite import (
     evaluate,
     parse_suites,
     read_evaluation,
+    suites_of,
+    write_result,
 )
 from stretto.report.evals import (
     Comparison,
@@ -163,7 +164,7 @@ def compare_command(
     done = compare(compared, guides, options.seed, place)
     if is_battle:
         done = replace(done, battles=battle(compared, [places[text] for text in models], place, options.seed))
-    write_text(out / COMPARISON_FILE, msgspec.json.format(msgspec.json.encode(asdict(done)), indent=1).decode() + "\n")
+    write_result(out / COMPARISON_FILE, asdict(done))
     console = rich.get_console()
     console.print(comparison_table(done))
     if done.battles is not None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from zlib import crc32
 
-import msgspec
 import numpy as np
 import rich
 
 from stretto.apps.search import best_subnet
 from stretto.apps.serve import BEST
 from stretto.base.errors import UserError
-from stretto.base.paths import checkpoint_folder, claimed, write_text
-from stretto.evals.scores import Interval, interval, mean_interval, pass_at_k, pass_hat_k, resampled
+from stretto.base.paths import checkpoint_folder, claimed
+from stretto.evals.scores import mean_interval, pass_at_k, pass_hat_k
 from stretto.harness.suites import Budget, Judged, ask, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
 from stretto.model.spec import Counts, count, parse_subnet
-from stretto.post.suite import RESULT_FILE, Cost, DomainResult, EvalOptions, Evaluation
+from stretto.post.suite import (
+    RESULT_FILE,
+    Cost,
+    DomainResult,
+    EvalOptions,
+    Evaluation,
+    mean_of,
+    problem_means,
+    write_result,
+)
 from stretto.report.evals import cost_table, evaluation_page, score_table
 from stretto.report.page import write_page
 
@@ -59,7 +67,7 @@ def harness_command(
                     suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites
                 }
             },
-            _mean(domains, options.seed),
+            mean_of(domains, options.seed),
             domains,
             _cost(
                 count(config, chosen),
@@ -67,7 +75,7 @@ def harness_command(
                 time.perf_counter() - start_s,
             ),
         )
-        write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(done), indent=1).decode() + "\n")
+        write_result(out / RESULT_FILE, done)
     console = rich.get_console()
     for table in (score_table(done), cost_table(done)):
         console.print(table)
@@ -82,7 +90,7 @@ def _result(suite: str, name: str, judged: Judged, options: EvalOptions) -> Doma
     for row, each in enumerate(ids):
         kept = [np.nan if value is None else value for value in judged.values[each]]
         value_PS[row, : len(kept)] = kept
-    means_P = np.ma.masked_invalid(value_PS).mean(1).filled(np.nan)
+    means_P = problem_means(value_PS)
     is_graded = bool((np.nan_to_num(value_PS) % 1).any())
 
     spread = partial(mean_interval, name, seed=options.seed)
@@ -103,11 +111,6 @@ def _result(suite: str, name: str, judged: Judged, options: EvalOptions) -> Doma
         finishes=dict(judged.finishes),
         num_infra=len(judged.failures),
     )
-
-
-def _mean(domains: Mapping[str, DomainResult], seed: int) -> Interval:
-    values = {name: np.array([result.values], np.float64) for name, result in domains.items()}
-    return interval(np.mean([mean[:, 0] for mean in resampled(values, seed=seed).values()], axis=0))
 
 
 def _cost(counts: Counts, asked: Sequence[Judged], seconds: float) -> Cost:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.records import LINEAGE_FILE, history, read_lineage
 from stretto.evals.scores import Interval, mean_interval
@@ -164,8 +163,3 @@ def rewarders(checkpoint: Path) -> Iterator[tuple[str, str]]:
                 judge = source.get("args", {}).get("judge") if isinstance(source, dict) else None
                 if isinstance(judge, dict):
                     yield str(judge.get("model")), str(judge.get("url")).rstrip("/")
-
-
-def suites_of(asked: Mapping[str, Any]) -> dict[str, SuiteConfig]:
-    """Of an evaluation's record."""
-    return {name: validate(SuiteConfig, told, name) for name, told in asked["suites"].items()}

@@ -292,8 +292,13 @@ def evaluate(
         domains, mean = results(sitting.domains, sitting.samples, options, counts)
         cost = _cost(counts, list(sitting.samples.values()))
         found = Evaluation(name, asked, mean, domains, cost)
-        write_text(out / RESULT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+        write_result(out / RESULT_FILE, found)
     return found
+
+
+def write_result(path: Path, found: Any) -> None:
+    """A record as JSON, in which a number that is not finite is null."""
+    write_text(path, msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
 
 
 def _told(suite: SuiteConfig, options: EvalOptions, most: int) -> SuiteConfig:
@@ -327,6 +332,11 @@ def read_evaluation(out: Path) -> Evaluation:
         raise UserError(f"{path}: not readable as an evaluation: {error}; evaluate again into another folder") from None
 
 
+def suites_of(asked: Mapping[str, Any]) -> dict[str, SuiteConfig]:
+    """Of an evaluation's record."""
+    return {name: validate(SuiteConfig, told, name) for name, told in asked["suites"].items()}
+
+
 def write_right_answers(out: Path, path: Path) -> int:
     """Write the right answers that the finished evaluation ``out`` holds to ``path``, as the conversations that SFT reads, a line of
     JSON each; returns how many. A text is one for its problem however often it was given; ``domain`` is the source.
@@ -336,7 +346,7 @@ def write_right_answers(out: Path, path: Path) -> int:
             or a source where nothing is right or wrong.
     """
     found = read_evaluation(out)
-    suites = {name: validate(SuiteConfig, told, str(out / ASKED_FILE)) for name, told in found.asked["suites"].items()}
+    suites = suites_of(found.asked)
     for name, suite in suites.items():
         if suite.max_turns > 1:
             raise UserError(
@@ -587,7 +597,7 @@ async def score_baselines(
         if np.isnan(values_PV).all():
             say(f"sources.{name}: baseline {kind}: could not be judged: {verdicts[0].detail}")
         else:
-            found[kind] = _means(values_PV)
+            found[kind] = problem_means(values_PV)
     return found
 
 
@@ -613,9 +623,13 @@ def results(
     """What ``samples`` come to by domain, and the mean of the domains' scores."""
     alike = _alike(domains, samples, options.embed)
     found = {name: _result(name, domain, samples, options, alike, counts) for name, domain in domains.items()}
-    values = {name: np.array([result.values], np.float64) for name, result in found.items()}
-    means = resampled(values, seed=options.seed)
-    return found, interval(np.mean([mean[:, 0] for mean in means.values()], axis=0))
+    return found, mean_of(found, options.seed)
+
+
+def mean_of(domains: Mapping[str, DomainResult], seed: int) -> Interval:
+    """Of the domains' scores."""
+    values = {name: np.array([result.values], np.float64) for name, result in domains.items()}
+    return interval(np.mean([mean[:, 0] for mean in resampled(values, seed=seed).values()], axis=0))
 
 
 Alike = Callable[[Sequence[Sample]], np.ndarray]
@@ -634,7 +648,7 @@ def _result(
     read = {(one.item, one.number): domain.source.read(domain.asked[one.item], one.text) for one in own}
     value_PS = np.array([[domain.value(one.outcome, one.reward) if one else math.nan for one in row] for row in table])
     votes_PS = [[_vote(read[one.item, one.number].text) if one else None for one in row] for row in table]
-    means_P = _means(value_PS)
+    means_P = problem_means(value_PS)
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
 
     spread = partial(mean_interval, name, seed=options.seed)
@@ -665,7 +679,7 @@ def _result(
     )
 
 
-def _means(value_PS: np.ndarray) -> np.ndarray:
+def problem_means(value_PS: np.ndarray) -> np.ndarray:
     """By problem, of what was judged; NaN where nothing was."""
     return np.ma.masked_invalid(value_PS).mean(1).filled(math.nan)
 

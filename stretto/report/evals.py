@@ -67,8 +67,9 @@ def _measured(result: DomainResult) -> dict[str, float]:
 
 
 def _ignorant(result: DomainResult) -> tuple[str, Interval] | None:
-    """The best of the answers that know nothing of the problem."""
-    return max(result.baselines.items(), key=lambda each: each[1].value, default=None)
+    """The best of the answers that know nothing of the problem, by the name it is printed under."""
+    best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default=None)
+    return None if best is None else (_WORDS.get(best, best), result.baselines[best])
 
 
 def score_table(found: Evaluation) -> Table:
@@ -82,7 +83,7 @@ def score_table(found: Evaluation) -> Table:
         for of in (result.pass_at, result.pass_hat, result.majority_at) if several else ():
             cells.append(_share(of.get(max(result.pass_at, default=0))))
         best = _ignorant(result)
-        cells.append(_share(best[1], _WORDS.get(best[0], best[0])) if best else NOTHING)
+        cells.append(_share(best[1], best[0]) if best else NOTHING)
         cells.append(Cell(f"{result.num_infra}", result.num_infra))
         rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
     columns = ("Domain", "Score", *several, "Knowing nothing", "Infra errors")
@@ -353,7 +354,7 @@ def compare(
         mean_differences=over_domains(lambda means_RM, place: means_RM[:, place] - means_RM[:, reference]),
         kept=over_domains(lambda means_RM, place: _ratio(means_RM, place, reference)),
         answers={measure: _answers(measure, models, names) for measure in _MEASURES},
-        baselines={name: best for name in names if (best := _best_baseline(models[reference].domains[name]))},
+        baselines={name: best for name in names if (best := _ignorant(models[reference].domains[name]))},
         teachers={name: (teachers[name].name, scores[name][-1]) for name in teachers},
         norms=norms,
         refusal=refusal,
@@ -388,11 +389,6 @@ def read_comparison(out: Path) -> Comparison | None:
 def _ratio(means_RM: np.ndarray, place: int, reference: int) -> np.ndarray:
     whole_R = means_RM[:, reference]
     return np.divide(means_RM[:, place], whole_R, out=np.full_like(whole_R, np.nan), where=whole_R > 0)
-
-
-def _best_baseline(result: DomainResult) -> tuple[str, Interval] | None:
-    best = max(result.baselines, key=lambda kind: result.baselines[kind].value, default=None)
-    return None if best is None else (_WORDS.get(best, best), result.baselines[best])
 
 
 def _answers(measure: str, models: Sequence[Evaluation], names: Sequence[str]) -> list[float | None]:
