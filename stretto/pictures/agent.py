@@ -126,7 +126,7 @@ def painted(
     before: Picture | None = None,
 ) -> Version:
     """The first picture of an ``order`` that shows what is asked for, or of so many, with a seed each, the one with the fewest faults.
-    Raises as `respond`.
+    Where a backend fails behind the first, so many were all, and that is told. Raises as `respond`.
 
     Args:
         before: what was shown until now. It, and then the best so far, is changed where it is wrong, if the backend can and
@@ -143,7 +143,13 @@ def painted(
         mask = None
         if base is not None and backend.edits and (mask := _wrong_part(*base, backend.multiple)) is not None:
             request = replace(request, base=base[0].image, mask=mask)
-        picture = backend.paint(request, _part(progress, attempt, images))
+        try:
+            picture = backend.paint(request, _part(progress, attempt, images))
+        except RuntimeError as error:
+            if best is None:
+                raise
+            troubles = (*best.verdict.troubles, f"no further picture could be painted: {error}")
+            return replace(best, num_images=attempt, verdict=replace(best.verdict, troubles=troubles))
         verdict = verifier.judge(ledger, picture)
         is_mended = base is None or len(verdict.faults) < len(base[1].faults)
         if best is None or len(verdict.faults) < len(best.verdict.faults):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +130,21 @@ def test_what_is_wrong_is_changed_within_the_budget_and_after_a_vain_change_all_
     assert (False, True) in runs  # mended by one change
     vain = [run for run in runs if len(run) > 2 and run[1]]
     assert any(not each for run in vain for each in run[2:])
+
+
+def test_a_painter_that_fails_on_the_way_leaves_what_it_has_painted() -> None:
+    class Tiring(Noting):
+        def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+            if len(self.were_edits) == 2:
+                raise RuntimeError("no memory")
+            return super().paint(replace(request, prompt="a blue circle", base=None, mask=None), tell)
+
+    made = painted(read("a red circle"), PaintRequest("a red circle", 64, 64, 0), Tiring(0.0), ShapesVerifier(), 4)
+    assert made.num_images == 2 and made.verdict.faults and made.verdict.unchecked.endswith("painted: no memory")
+    tired = Tiring(0.0)
+    tired.were_edits = [False, False]
+    with pytest.raises(RuntimeError, match="no memory"):
+        painted(read("a red circle"), PaintRequest("a red circle", 64, 64, 0), tired, ShapesVerifier(), 4)
 
 
 class Coarse(Renderer):
