@@ -110,14 +110,14 @@ INVERSE: Final = {
 QUOTED = re.compile(
     r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|「([^」]+)」|『([^』]+)』|(?<!\w)'([^']+)'(?!\w)|(?<!\w)‘([^’]+)’"
 )
-_SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\b(?:\s*(?:px|pixels))?")
+_SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\s*(?:px|pixels)?\b")
 _LEAD = re.compile(
     r"^\s*(?:(?:please|kindly|(?:can|could|would|will) you|i(?:['’]d| would)? (?:want|need|like|love)(?: you)?(?: to(?: see)?)?|draw|create|generate|"
     r"add|include|insert|give|(?:paint|make|render|design|show)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?(?=[\s,:]|$)[\s,:]*)+",
     re.I,
 )
 """How people begin, which names nothing: "please draw me"."""
-_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+|\S")
+_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+[^\W\d_]*|\S")
 _DIGITS = 6
 """Of a number that is read."""
 MOST_CHARS = 8000
@@ -356,7 +356,7 @@ class _Reader:
 
     def _begins_noun(self) -> bool:
         after = self._peek(1)
-        return bool(after) and after.isalpha() and not self._ends(after) and not self._at_relation(1)
+        return bool(after) and not self._ends(after) and not self._at_relation(1)
 
     def _colour(self) -> str:
         """A colour here, stepped over, its shade and what "and" joins to it included; empty: none."""
@@ -372,7 +372,7 @@ class _Reader:
 
     def _ends(self, word: str) -> bool:
         """Whether a noun phrase ends before this word."""
-        return word in _STOPS or (not word.isalpha() and "-" not in word)
+        return word in _STOPS or not word[-1].isalpha()  # "1960s" is a word
 
     def _phrase(self) -> _Mention | None:
         """A noun phrase here, stepped over."""

@@ -362,7 +362,7 @@ _CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
     for pattern, change in (
         (
             r"(?:make|let|set|render|resize)?(?: it| the (?:picture|image|size))*(?: be)?(?: to)?\s*"
-            r"(?P<width>\d{1,5})\s*[x×]\s*(?P<height>\d{1,5})(?: (?:px|pixels))?", _resized,
+            r"(?P<width>\d{1,5})\s*[x×]\s*(?P<height>\d{1,5})\s*(?:px|pixels)?", _resized,
         ),
         (
             r"(?:change|let|make|set)?\s*(?:the (?:text|words?|sign|caption|title))(?: (?:should|must|to|so that it))*\s*"

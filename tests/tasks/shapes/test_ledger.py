@@ -17,6 +17,7 @@ from stretto.tasks.shapes.ledger import (
     unkept,
 )
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
+from stretto.tasks.shapes.turns import Conversation, tell
 
 
 def said(
@@ -49,6 +50,10 @@ READINGS = {
     "a cube left of a sphere and above a triangle": (
         [("cube", 1, (), ()), ("sphere", 1, (), ()), ("triangle", 1, (), ())],
         [("cube", "left of", "sphere"), ("cube", "above", "triangle")],
+    ),
+    "a red 1960s car, a 3d render in 4k": (
+        [("1960s car", 1, ("red",), ()), ("3d render", 1, (), ()), ("4k", 1, (), ())],
+        [("3d render", "in", "4k")],
     ),
     "a cup of tea next to a bowl of fruit": (
         [("cup of tea", 1, (), ()), ("bowl of fruit", 1, (), ())],
@@ -84,6 +89,12 @@ def test_words_to_be_read_sizes_media_and_what_must_not_be_there() -> None:
     assert ledger.texts == ("OPEN two red days",)
     assert (ledger.medium, ledger.absent, ledger.size) == (("oil painting",), ("person",), (640, 480))
     assert [thing.noun for thing in ledger.things] == ["shop", "sign"]  # nothing is read inside of quotation marks
+
+
+@pytest.mark.parametrize("size", ["640x480", "640 × 480 pixels", "640x480px"])
+def test_a_size_is_read_in_every_spelling(size: str) -> None:
+    assert read(f"a cat, {size}").size == (640, 480) and len(read(f"a cat, {size}, a dog").things) == 2
+    assert tell(Conversation(), f"make it {size}").conversation.now.size == (640, 480)
 
 
 def test_what_is_described_is_read_back() -> None:
