@@ -279,9 +279,11 @@ class AgentRole:
             check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
             sample.append(Part(context(group.prompt, now_s, now_s)))
         last, left = sample.parts[-1], self._room(sample)
-        calls = self._dialogue.calls(sample.turns()[-1]) if last.ended == "stop" and group.schemas else ()
+        calls = (
+            self._dialogue.calls(sample.turns()[-1], group.schemas) if last.ended == "stop" and group.schemas else ()
+        )
         if not len(last.segment.tokens):
-            await self._reach(sample, own)
+            await self._reach(group, sample, own)
             await self._finish(group, sample, "tool" if own.is_over else "length")
         elif last.ended == "stop" and not calls:
             await self._reply(group, sample, own)
@@ -292,7 +294,7 @@ class AgentRole:
         elif calls:
             await self._use(group, sample, own, calls)
         else:
-            await self._reach(sample, own)
+            await self._reach(group, sample, own)
             await self._generate(group, sample, min(rollout.chunk_tokens, left))
 
     def _room(self, sample: Sample) -> int:
@@ -361,7 +363,7 @@ class AgentRole:
         told: list[Mapping[str, Any]] = []
         for call in calls:
             if not own.is_over:
-                told.append(await self._call(sample, own, call, lambda: (*self._messages(sample), *told)))
+                told.append(await self._call(sample, own, call, lambda: (*self._messages(group, sample), *told)))
         tokens = np.zeros(0, np.int32)
         if not own.is_over:
             texts = [str(message["content"]) for message in told]
@@ -373,7 +375,7 @@ class AgentRole:
     async def _reply(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """The environment's turn after one of the model's that called no tool; the sample's end where it has none."""
         started_s, what = time.time(), "reply()"
-        messages = self._messages(sample)
+        messages = self._messages(group, sample)
 
         async def ask() -> str | None:
             async with self._reply_slots:
@@ -398,12 +400,12 @@ class AgentRole:
         """The model can go on behind them."""
         return sample.num_tokens + len(tokens) < self._recipe.train.seq_len
 
-    def _messages(self, sample: Sample) -> tuple[Mapping[str, Any], ...]:
+    def _messages(self, group: _InFlight, sample: Sample) -> tuple[Mapping[str, Any], ...]:
         """All that followed the prompt, as verifiers and environments read it."""
         told = [part.messages for part in sample.parts if part.messages]
         messages: list[Mapping[str, Any]] = []
         for number, turn in enumerate(sample.turns()):
-            messages += [self._dialogue.message(turn), *(told[number] if number < len(told) else ())]
+            messages += [self._dialogue.message(turn, group.schemas), *(told[number] if number < len(told) else ())]
         return tuple(messages)
 
     async def _call(self, sample: Sample, own: OwnSession, call: ToolCall, said: SoFar) -> Mapping[str, Any]:
@@ -421,7 +423,7 @@ class AgentRole:
 
         return await self._patiently(what, ask)
 
-    async def _reach(self, sample: Sample, own: OwnSession) -> None:
+    async def _reach(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """Its session, before the model goes on: a state that is lost shows before more is written."""
         if own.is_reached:
             return
@@ -429,7 +431,7 @@ class AgentRole:
         async def ask() -> None:
             async with self._tool_slots:
                 _wait(sample, "its session")
-                await own.reach(lambda: self._messages(sample))
+                await own.reach(lambda: self._messages(group, sample))
 
         await self._patiently("session", ask)
 
@@ -445,7 +447,7 @@ class AgentRole:
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
         _wait(sample, "a verdict")
-        task, messages = sample.task, self._messages(sample)
+        task, messages = sample.task, self._messages(group, sample)
         request = RewardRequest(task.source, task.item, self._text(sample), messages, _seed(sample))
 
         async def ask() -> Verdict:
@@ -464,7 +466,7 @@ class AgentRole:
         trajectories, texts = [each.trajectory() for each in samples], [self._text(each) for each in samples]
         if _is_compared(group, samples[0]):
             requests = [
-                RewardRequest(task.source, task.item, text, self._messages(each), _seed(each))
+                RewardRequest(task.source, task.item, text, self._messages(group, each), _seed(each))
                 for each, text in zip(samples, texts, strict=True)
             ]
 
@@ -690,21 +692,23 @@ class Dialogue:
         """Leading tokens of a turn that write so many characters of its `text`."""
         return 1 + bisect_left(range(1, len(turn)), num_characters, key=lambda num: len(self.text(turn[:num])))
 
-    def calls(self, turn: np.ndarray) -> tuple[ToolCall, ...]:
-        """The tool calls in a turn, in order; one that cannot be read is text."""
-        return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in self._said(turn).calls)
+    def calls(self, turn: np.ndarray, tools: Trees = ()) -> tuple[ToolCall, ...]:
+        """The tool calls in a turn, in order; one that cannot be read is text. ``tools``, as of `prompt`, say of what kind the arguments
+        are where the dialect does not."""
+        return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in self._said(turn, tools).calls)
 
-    def message(self, turn: np.ndarray) -> dict[str, Any]:
+    def message(self, turn: np.ndarray, tools: Trees = ()) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._said(turn).content}
-        if calls := self.calls(turn):
+        message: dict[str, Any] = {"role": "assistant", "content": self._said(turn, tools).content}
+        if calls := self.calls(turn, tools):
             message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
         return message
 
-    def _said(self, turn: np.ndarray) -> Said:
+    def _said(self, turn: np.ndarray, tools: Trees) -> Said:
         """Reasoning stays in the content: a verifier looks for the answer in all that was written."""
         visible = [token for token in turn.tolist() if token not in self._hidden]
-        return read_answer(self._prompts.reader({}, reads_thoughts=False), self.tokenizer.decode(visible))
+        offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        return read_answer(self._prompts.reader(offered, reads_thoughts=False), self.tokenizer.decode(visible))
 
     def _encoded(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text), np.int32)
