@@ -63,6 +63,8 @@ _AT_ONCE: Final = 32
 _CLOSE: Final = 1e-9
 """Relative: files hold 15 digits of a number."""
 _MOST_DUMPED: Final = 16 << 20
+_SIZE: Final = 1 << 20, 1 << 14
+"""Rows and columns of a sheet, as Excel has them."""
 _MOST_COLUMNS: Final = 40
 """That a prompt shows."""
 _MOST_ANSWERS: Final = 1 << 20
@@ -378,6 +380,8 @@ def _dumped(book: Book, text: str) -> Book:
         for sheet, row, column, value, _ in told:
             if not (sheet in sheets and isinstance(value, Value) and type(row) is int and type(column) is int):
                 raise Refused(f"{value!r} is no value of a cell")
+            if not (0 < row <= _SIZE[0] and 0 < column <= _SIZE[1]):
+                raise Refused(f"there is no row {row} or no column {column}")
             cells[sheet, row, column] = value
         dates = frozenset((sheet, row, column) for sheet, row, column, _, is_date in told if is_date)
     except (ValueError, TypeError, RecursionError) as error:

@@ -22,7 +22,7 @@ from stretto.tasks.session import Diverged, recorded, replay, use
 from stretto.tasks.task import Answer, Problem
 from stretto.tasks.worlds import workbook
 from stretto.tasks.worlds.sheet_tasks import Kind, make_task
-from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource
+from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource, _dumped
 from stretto.tasks.worlds.workbook import Book, Recalculator, Refused, check_formula, filled, read_book, write_book
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -285,3 +285,11 @@ def test_what_was_read_is_written_back_whole(tmp_path: Path) -> None:
     sheet = load_workbook(tmp_path / "b.xlsx").active
     assert (sheet["A2"].value, sheet["B1"].value, sheet["A1"].number_format) == ("=A1+B1", None, "0.00")
     assert [str(each) for each in sheet.merged_cells.ranges] == ["A3:B3"]
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 0), (1, 10**9), (1 << 21, 1)])
+def test_what_a_program_says_it_saved_lies_in_a_sheet(place: tuple[int, int]) -> None:
+    """It may print what it likes: a column that has no name was no mistake of the model's, but a fault."""
+    told = json.dumps([["Data"], [["Data", *place, 3, False]]])
+    with pytest.raises(Refused, match="there is no row"):
+        _dumped(Book(("Data",), {}), told)
