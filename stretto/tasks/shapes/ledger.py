@@ -77,7 +77,8 @@ _STOPS = _ENDS | _COPULAS | _VERBS.keys() | _INDEFINITE | _DEFINITE | _ABSENT | 
 """Before which a noun phrase ends."""
 _NOUNS_IN_ING = _words(
     "building painting drawing ring king wing string ceiling wedding thing spring morning evening clothing railing dining parking "
-    "living washing sewing swimming shopping"
+    "living washing sewing swimming shopping lighting lettering earring duckling pudding dumpling sapling stocking icing frosting awning "
+    "viking bedding"
 )
 _NAMES = frozenset((("hot", "dog"), ("round", "table"), ("open", "air"), ("stone", "wall"), ("glass", "house")))
 """Of objects, though their first word is a quality elsewhere."""
@@ -393,7 +394,7 @@ class _Reader:
                 continue
             if self._ends(word) or (nouns and self._at_relation()):
                 break
-            if word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4 and not (nouns and self._is_last()):
+            if word.endswith("ing") and word not in _NOUNS_IN_ING and len(word) > 4:
                 if nouns:
                     break
                 found.qualities.append(word)
@@ -460,10 +461,6 @@ class _Reader:
 
     def _is_name(self) -> bool:
         return (self._peek(), singular(self._peek(1))) in _NAMES
-
-    def _is_last(self) -> bool:
-        after = self._peek(1)
-        return not after or after in ".,;!?"
 
 
 def singular(word: str) -> str:

@@ -55,6 +55,15 @@ READINGS = {
         [("1960s car", 1, ("red",), ()), ("3d render", 1, (), ()), ("4k", 1, (), ())],
         [("3d render", "in", "4k")],
     ),
+    "three people talking, a gold earring in soft lighting. A dog running": (
+        [
+            ("person", 3, (), ("talking",)),
+            ("earring", 1, ("gold",), ()),
+            ("lighting", 1, (), ("soft",)),
+            ("dog", 1, (), ("running",)),
+        ],
+        [("earring", "in", "lighting")],
+    ),
     "a cup of tea next to a bowl of fruit": (
         [("cup of tea", 1, (), ()), ("bowl of fruit", 1, (), ())],
         [("cup of tea", "next to", "bowl of fruit")],
