@@ -7,6 +7,12 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& echo $$python && break; done)
 
+# OpenMP's threads sleep after microseconds of waiting, as under `stretto`: spinning, they keep each other from a busy machine's cores.
+ifeq ($(OMP_WAIT_POLICY),)
+export GOMP_SPINCOUNT ?= 1000
+export KMP_BLOCKTIME ?= 1
+endif
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
@@ -33,7 +39,7 @@ demo: $(STAMP)
 demo-smol: smollm2
 	@$(BIN)/stretto demo --smol
 
-# A quarter of an hour on two quiet cores; goes on where it was stopped.
+# Ten minutes on two quiet cores; goes on where it was stopped.
 painter: $(STAMP)
 	@$(BIN)/python -m stretto.pictures.painter runs/painter
 

@@ -42,6 +42,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 from stretto.base.paths import claimed, remove, replacing, write_json
 from stretto.base.track import progress
+from stretto.ops.tuning import multiplies_bf16
 from stretto.optim.build import Muon
 from stretto.tasks.shapes.draw import PALETTE, draw, place
 from stretto.tasks.shapes.ledger import Ledger, describe, unkept
@@ -59,6 +60,9 @@ _FILLERS: Final = ("a", "the", "and", "with", "of", *PALETTE)
 """Words of a request that phrases have too."""
 _COMMON = 0.01
 """Share of the prompts a word must be in to be known: those of the phrases are not."""
+_ROPE_THETA = 16
+"""Of positions. The library's 256 is for pictures of hundreds of tokens: over four by four, half of its angles hardly turn, and who
+stands where is learnt late."""
 _PARTS = 2
 """Of a batch, each of prompts of about one length: padding would be half of it."""
 _WORTH_COMPILING = 1_000
@@ -78,7 +82,7 @@ class Recipe:
     autoencoder_steps: int = 800
     autoencoder_rows: int = 32
     autoencoder_rate: float = 3e-3
-    steps: int = 3_200
+    steps: int = 2_000
     rows: int = 64
     rate: float = 2e-3
     muon_rate: float = 2e-2
@@ -171,6 +175,7 @@ def build(recipe: Recipe, prompts: Sequence[str]) -> ErnieImagePipeline:
     transformer = ErnieImageTransformer2DModel(  # two by two latents are one token
         hidden_size=recipe.dim, num_attention_heads=recipe.dim // head, num_layers=recipe.layers, ffn_hidden_size=3 * recipe.dim,
         in_channels=4 * channels, out_channels=4 * channels, text_in_dim=text.hidden_size, rope_axes_dim=(8, 12, 12),
+        rope_theta=_ROPE_THETA,
     )  # fmt: skip
     # the gates of attention and feed-forward: the library begins with them shut, which costs hundreds of steps
     with torch.no_grad():
@@ -252,7 +257,7 @@ def _train_autoencoder(
         for step in range(recipe.autoencoder_steps):
             rows, generator = _rows(recipe, 1, step, recipe.autoencoder_rows)
             real_BCHW = pictures_BCHW[rows.to(device)] / 127.5 - 1
-            with torch.autocast(device.type, torch.bfloat16, enabled=_has_bf16(device)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bf16(device)):
                 latents_BCHW = autoencoder.encode(real_BCHW).latent_dist.mode()
                 # what the transformer makes will be a little off; so the decoder learns to bear it
                 noise_BCHW = torch.randn(latents_BCHW.shape, generator=generator).to(device)
@@ -296,7 +301,7 @@ def _train_painter(
 ) -> None:
     mean = _Network(pipeline).train()
     exact, fast = deepcopy(mean), deepcopy(mean)
-    if _has_bf16(taught.ids_BT.device):
+    if multiplies_bf16(taught.ids_BT.device):
         fast.bfloat16()
     worth = recipe.steps >= _WORTH_COMPILING and taught.ids_BT.device.type == "cpu"
     if compiled := worth and _can_compile():
@@ -361,12 +366,7 @@ def _optimizers(network: nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimiz
     adamw = torch.optim.AdamW([{"params": rest, "peak": recipe.rate}], weight_decay=0.0, betas=(0.9, 0.95))
     groups = [{"params": matrices, "peak": recipe.muon_rate, "weight_decay": 0.0}]
     # torch's own takes less than half of ours' time where bf16 is fast (33 to 81 ms of these), and many times as much elsewhere
-    return adamw, (torch.optim.Muon if _has_bf16(matrices[0].device) else Muon)(groups, lr=recipe.muon_rate)
-
-
-def _has_bf16(device: torch.device) -> bool:
-    """Whether bf16 is faster there: a CPU needs tiles for it (measured: 1.5 times float32 with them)."""
-    return device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    return adamw, (torch.optim.Muon if multiplies_bf16(matrices[0].device) else Muon)(groups, lr=recipe.muon_rate)
 
 
 def _can_compile() -> bool:
