@@ -25,13 +25,12 @@ from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
 from stretto.report.transcript import Call, Ending, Phase, Run, Source, Turn, phase_table, write_transcript
 from stretto.sandbox.isolate import Sandbox
-from stretto.sandbox.tools import PythonTool, calculate
 from stretto.serve.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import Offers, arguments_of, use
 from stretto.tasks.task import AnswerFormat, Tool, find_answer
-from stretto.tasks.tools import text_tool
+from stretto.tasks.tools import calculator_tool, python_tool
 from stretto.tasks.worlds.search import RULES
 
 TOOLS = ("search", "python", "calculator")
@@ -344,11 +343,9 @@ def _desks(named: str) -> Iterator[Callable[[], Desk]]:
                 corpus = Corpus(read_documents(Path(place)))
             elif name == "python":
                 sandbox = Sandbox()
-                text = "Runs a Python program and gives what it prints."
-                plain.append(text_tool(name, text, "code", "the whole program", PythonTool(sandbox)))
+                plain.append(python_tool(sandbox))
             else:
-                text = "Evaluates an arithmetic expression."
-                plain.append(text_tool(name, text, "expression", "for example 12 * (3 + 4)", calculate))
+                plain.append(calculator_tool())
 
         def desk() -> Desk:
             reader = None if corpus is None else Reader(corpus, _HITS, _SNIPPET)

@@ -111,22 +111,27 @@ class ToolsSource(TaskSource):
         return _counting(draw) if kind == "python" else _lookup(draw, self._cities)
 
     def _tool(self, kind: ToolKind) -> Tool:
-        run: Callable[[str], ToolResult]
-        match kind:
-            case "calculator":
-                run = calculate
-                text, what = "Evaluates an arithmetic expression.", "for example 12 * (3 + 4)"
-            case "python":
-                if self.sandbox is None:
-                    raise UserError(f"sources.{self.name}: tools: python runs programs; open it with a sandbox")
-                run = PythonTool(self.sandbox)
-                text, what = "Runs a Python program and gives what it prints.", "the whole program"
-            case "database":
-                rows = ", ".join(str(tuple(city)) for city in self._cities)
-                table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
-                run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
-                text, what = "Reads the table cities(name, country, population, area) with SQL.", "one SELECT"
-        return text_tool(kind, text, _FIELDS[kind], what, run)
+        if kind == "calculator":
+            return calculator_tool()
+        if kind == "python":
+            if self.sandbox is None:
+                raise UserError(f"sources.{self.name}: tools: python runs programs; open it with a sandbox")
+            return python_tool(self.sandbox)
+        rows = ", ".join(str(tuple(city)) for city in self._cities)
+        table = "cities (name TEXT PRIMARY KEY, country TEXT, population INTEGER, area INTEGER)"
+        text = "Reads the table cities(name, country, population, area) with SQL."
+        run = TableTool(f"CREATE TABLE {table}; INSERT INTO cities VALUES {rows};")
+        return text_tool(kind, text, _FIELDS[kind], "one SELECT", run)
+
+
+def calculator_tool() -> Tool:
+    what = "for example 12 * (3 + 4)"
+    return text_tool("calculator", "Evaluates an arithmetic expression.", _FIELDS["calculator"], what, calculate)
+
+
+def python_tool(sandbox: Sandbox) -> Tool:
+    text = "Runs a Python program and gives what it prints."
+    return text_tool("python", text, _FIELDS["python"], "the whole program", PythonTool(sandbox))
 
 
 def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:
