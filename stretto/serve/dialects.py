@@ -810,7 +810,7 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
     arguments = f"arguments{number}"
     yield f"call{number}: {spell(dialect.call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
     if not dialect.argument:
-        yield f"{arguments}: {_json_rule(schema or {'type': 'object'})}"
+        yield f"{arguments}: {_json_rule({'type': 'object', **schema})}"
         return
     lists = []
     for at, way in enumerate(ways(schema, schema)):

@@ -345,9 +345,10 @@ class ToolUse:
 
     def grammars(self) -> dict[str, dict[str, Any]]:
         """What arguments follow where a grammar sees to it, by the tools' names: a strict tool takes nothing that its schema does not
-        name."""
-        specs = [tool.function for tool in self.offered]
-        return {spec.name: (closed if spec.strict else dict)(spec.parameters or {}) for spec in specs}
+        name, and another one that stands beside it, and need not be called, whatever that allows."""
+        others: dict[str, Any] = {} if self.forced else {"additionalProperties": True}
+        specs = [(tool.function, tool.function.parameters or {}) for tool in self.offered]
+        return {spec.name: closed(schema) if spec.strict else others | schema for spec, schema in specs}
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolUse:

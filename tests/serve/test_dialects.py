@@ -244,6 +244,32 @@ def test_a_strict_schema_holds_whatever_it_is_made_of(name: str, held: str) -> N
             assert told(read_answer(prompts.reader({"get.it-now": tree}, True), text)) == [("get.it-now", arguments)]
 
 
+@pytest.mark.parametrize("name", ["hermes", "glm", "lfm2"])
+def test_a_function_beside_a_strict_one_takes_what_its_schema_allows(name: str) -> None:
+    trees = {"f": (A, True), "g": ({"properties": {"b": NUMBER}}, None)}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": tree, "strict": is_strict}})
+        for name, (tree, is_strict) in trees.items()
+    ]
+    tokenizer = tokenizer_of(TEMPLATES[name], True)
+    grammar = Prompts(tokenizer).grammar(tool_use(tools, "auto"), None, parallel=True)
+    assert grammar is not None
+    compiler = compiler_of(TEMPLATES[name], True)
+    for calls, is_right in (
+        ([("f", {"a": 1}), ("g", {"b": 1, "more": "x"})], True),
+        ([("g", {"b": "x"})], False),
+        ([("f", {"a": 1, "more": "x"})], False),
+    ):
+        state = compiler.compile(grammar)
+        ids = [*tokenizer.encode_rendered(written(TEMPLATES[name], calls)), tokenizer.eos_id]
+        assert all(state.accept(token) for token in ids) is is_right, calls
+    wrong = compiler_of(TEMPLATES["hermes"], True).compile(
+        Prompts(tokenizer_of(TEMPLATES["hermes"], True)).grammar(tool_use(tools, "auto"), None, True)
+    )
+    text = '<tool_call>{"name": "g", "arguments": 5}</tool_call>'
+    assert not all(wrong.accept(token) for token in tokenizer_of(TEMPLATES["hermes"], True).encode_rendered(text))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_text_beside_strict_calls_is_read_as_one(name: str) -> None:
     """Whatever part of a call a model begins with; here no mark is a token."""
