@@ -158,7 +158,7 @@ async def plain(asked: Endpoint, prompt: str, size: str | None, seed: int) -> tu
         "seed": seed,
         "max_tokens": 120,
     }
-    told = await asked.client.post("/v1/chat/completions", body | ({"elastic": size} if size else {}))
+    told = await asked.client.chat(body | ({"elastic": size} if size else {}))
     return told["choices"][0]["message"]["content"] or "", 0.0
 
 
@@ -172,7 +172,7 @@ async def all_rows(
     async with endpoint(model, None, ServeOptions(max_batch=1, dtype=dtype)) as asked:
 
         async def ask(body: Mapping[str, Any]) -> Any:
-            return await asked.client.post("/v1/chat/completions", {"model": asked.model, **body})
+            return await asked.client.chat({"model": asked.model, **body})
 
         with progress("enhance", len(requests) * len(sizes)) as advance:
             for size in sizes:

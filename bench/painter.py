@@ -107,7 +107,7 @@ async def _written(model: Path, requests: Sequence[str]) -> list[str]:
     async with endpoint(model, None, ServeOptions(max_batch=1)) as asked:
 
         async def ask(body: Mapping[str, Any]) -> Any:
-            return await asked.client.post("/v1/chat/completions", {"model": asked.model, **body})
+            return await asked.client.chat({"model": asked.model, **body})
 
         written = []
         with progress("enhancer", len(requests)) as advance:

@@ -158,7 +158,7 @@ async def _asked(client: Client, body: Mapping[str, Any], max_tokens: int) -> An
     attempt = 1
     while True:
         try:
-            return await client.post("/v1/chat/completions", {**body, "max_tokens": max_tokens})
+            return await client.chat({**body, "max_tokens": max_tokens})
         except ApiFailure as failure:
             if failure.status == 400 and max_tokens >= 2 * _LEAST:
                 max_tokens //= 2

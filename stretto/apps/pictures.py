@@ -79,7 +79,7 @@ class Writer:
         async with endpoint(self.model, self.server, self.serving) as asked:
 
             async def ask(body: Mapping[str, Any]) -> Any:
-                return await asked.client.post("/v1/chat/completions", {"model": asked.model, **body})
+                return await asked.client.chat({"model": asked.model, **body})
 
             return await enhance(ask, prompt, *size, size=self.subnet, temperature=self.temperature, seed=self.seed)
 

@@ -66,7 +66,7 @@ class Door:
         async with Client("http://localhost", transport=httpx.ASGITransport(self._app)) as client:
 
             async def ask(body: Mapping[str, Any]) -> Any:
-                return await client.post("/v1/chat/completions", {**body, **fields})
+                return await client.chat({**body, **fields})
 
             try:
                 made = await enhance(ask, request["prompt"], request["width"], request["height"])

@@ -70,6 +70,17 @@ class Client:
         """The JSON answer to ``body``; raises as `get` does."""
         return _check(await self._http.post(path, json=body)).json()
 
+    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The chat API's answer to ``body``, which has a message; raises as `get` does, and `ApiFailure` where there is none."""
+        try:
+            told = await self.post("/v1/chat/completions", body)
+            message = told["choices"][0]["message"]
+        except (ValueError, KeyError, TypeError, IndexError):
+            message = None
+        if not isinstance(message, dict):
+            raise ApiFailure(502, "what answers is no chat API: there is no message in its answer")
+        return told
+
     def stream_completion(self, prompt: str | Sequence[int], **fields: Any) -> AsyncIterator[Piece]:
         """A completion as it comes; the last piece carries the usage."""
         return self.stream("/v1/completions", {"prompt": prompt, **fields})

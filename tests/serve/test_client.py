@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from stretto.serve.client import PERCENTILES, Client, Load, LoadResult, Seen, run_load
+from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, Seen, run_load
 
 
 def loaded(connect: Any, load: Load) -> LoadResult:
@@ -72,3 +72,14 @@ def test_errors_are_counted_by_what_they_say(connect: Any) -> None:
     assert len(result.seen) == 3
     (reason,) = result.errors
     assert result.errors[reason] == 2 and reason.startswith("400") and "9999" in reason
+
+
+@pytest.mark.parametrize("answer", ["<p>hello</p>", "[]", '{"choices": []}', '{"choices": [{"message": "hello"}]}'])
+def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
+    async def ask() -> Any:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
+        async with Client("http://test", transport=transport) as client:
+            return await client.chat({"messages": []})
+
+    with pytest.raises(ApiFailure, match="502: what answers is no chat API"):
+        asyncio.run(ask())
