@@ -160,6 +160,8 @@ def _choice(record: Mapping[str, Any], where: str) -> Choice:
         raise UserError(
             f"{where}: a question and 2 to {len(LETTERS)} options are wanted, it has {len(options)}; correct it"
         )
+    if None in options:
+        raise UserError(f"{where}: option {options.index(None) + 1} is missing; write it")
     return Choice(question, tuple(str(option).strip() for option in options), right, is_ordered)
 
 
