@@ -136,10 +136,9 @@ def spoken(text: str, asked: str) -> dict[str, str]:
 
 async def ungrammatical(asked: Endpoint, prompt: str, size: str | None) -> str:
     """The fields, asked for as the enhancer does, without grammar and repair: what `recipes/enhancer.toml` trains."""
-    told = await asked.client.post(
-        "/v1/chat/completions",
+    told = await asked.client.chat(
         {"model": asked.model, "messages": messages(prompt, 1024, 1024), "temperature": 0.0, "max_tokens": 200}
-        | ({"elastic": size} if size else {}),
+        | ({"elastic": size} if size else {})
     )
     return joined(fields_of(told["choices"][0]["message"]["content"] or ""))
 

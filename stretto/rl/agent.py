@@ -621,6 +621,10 @@ class ToolCall:
     """None where they are no JSON object."""
 
 
+def _calls(said: Said) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in said.calls)
+
+
 class Dialogue:
     """One tokenizer's way to write and read turns."""
 
@@ -695,12 +699,13 @@ class Dialogue:
     def calls(self, turn: np.ndarray, tools: Trees = ()) -> tuple[ToolCall, ...]:
         """The tool calls in a turn, in order; one that cannot be read is text. ``tools``, as of `prompt`, say of what kind the arguments
         are where the dialect does not."""
-        return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in self._said(turn, tools).calls)
+        return _calls(self._said(turn, tools))
 
     def message(self, turn: np.ndarray, tools: Trees = ()) -> dict[str, Any]:
         """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._said(turn, tools).content}
-        if calls := self.calls(turn, tools):
+        said = self._said(turn, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if calls := _calls(said):
             message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
         return message
 
