@@ -357,13 +357,26 @@ class LocalJudge:
         known = self.record.scripts
         return [name for name, share in scripts(text).items() if share > _MOST_FOREIGN and name not in known]
 
+    @property
+    def at_once(self) -> int:
+        """Texts that are best read together: a GPU waits for launches with one, a CPU gains nothing by more."""
+        return 1 if self._reader.device.type == "cpu" else 64
+
     def shares(self, asked: Sequence[Asked]) -> np.ndarray:
         """[N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""
-        return expit((self.scores(asked) - self.record.median) / self.record.spread)
+        return self.shares_of(self.scores(asked))
+
+    def shares_of(self, scores_N: np.ndarray) -> np.ndarray:
+        """The same of texts with these scores."""
+        return expit((scores_N - self.record.median) / self.record.spread)
 
     def first_wins(self, prompt: str, first: str, second: str) -> float:
         """1, ½ or 0; the same whichever is called the first."""
-        one, other = self.scores([(prompt, first), (prompt, second)])
+        return self.first_of(*self.scores([(prompt, first), (prompt, second)]).tolist())
+
+    @staticmethod
+    def first_of(one: float, other: float) -> float:
+        """Of two texts' scores, the same."""
         return 0.5 if one == other or abs(one - other) <= TIE else float(one > other)
 
 

@@ -5,7 +5,9 @@ So whatever asks a judge over HTTP asks this one too, and rewards know no networ
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,17 +23,34 @@ from stretto.tasks.judge import Question, read_question
 
 def judge_app(judge: LocalJudge) -> Starlette:
     """``/v1/models`` and ``/v1/chat/completions``. What it cannot judge is a 4xx that says why: never a score."""
-    one_at_a_time = asyncio.Lock()
+    reading = asyncio.Lock()
+    waiting = dict[asyncio.Future[str], Question]()
     name = judge.record.name
 
-    def answer(question: Question) -> str:
-        if len(question.texts) == 1:
-            return question.rating(float(judge.shares([(question.prompt, question.texts[0])])[0]))
-        return question.verdict(judge.first_wins(question.prompt, *question.texts))
+    def answers(questions: Sequence[Question]) -> list[str]:
+        scores = iter(judge.scores([(each.prompt, text) for each in questions for text in each.texts]).tolist())
+        return [_said(judge, each, [next(scores) for _ in each.texts]) for each in questions]
 
     async def answered(question: Question) -> str:
-        async with one_at_a_time:
-            return await run_in_threadpool(answer, question)
+        """One network reads for all: who is next takes along those that have come meanwhile."""
+        own = asyncio.get_running_loop().create_future()
+        waiting[own] = question
+        try:
+            async with reading:
+                if not own.done():
+                    some = [own, *(each for each in waiting if each is not own)][: judge.at_once]
+                    try:
+                        found = await run_in_threadpool(answers, [waiting[each] for each in some])
+                    except UserError:  # of one of them: the others are not to pay for it
+                        if len(some) > 1:
+                            some = [own]
+                        found = await run_in_threadpool(answers, [question])
+                    for each, said in zip(some, found, strict=True):
+                        if not each.done():
+                            each.set_result(said)
+            return own.result()
+        finally:
+            del waiting[own]
 
     async def judged(request: Request) -> str:
         """Raises ApiError, GoneError: as `read_json`, or it is nothing to judge."""
@@ -61,6 +80,12 @@ def judge_app(judge: LocalJudge) -> Starlette:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
 
     return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
+
+
+def _said(judge: LocalJudge, question: Question, scores: Sequence[float]) -> str:
+    if len(scores) == 1:
+        return question.rating(float(judge.shares_of(np.array(scores))[0]))
+    return question.verdict(judge.first_of(*scores))
 
 
 def judge_server(judge: LocalJudge) -> uvicorn.Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from bench.common.server import in_thread
@@ -91,31 +93,61 @@ def test_a_local_judge_rates_and_compares(tmp_path: Path, address: str, local: L
     assert won[0] == won[1] and sum(won) == pytest.approx(1.5)  # layout is a tie, whichever is shown first
 
 
+class Slow:
+    """Stands for a judge whose network reads when it is told to."""
+
+    record = SimpleNamespace(name="reward-x")
+    first_of, shares_of = staticmethod(LocalJudge.first_of), staticmethod(np.asarray)
+
+    def __init__(self, at_once: int):
+        self.at_once, self.asked = at_once, list[list[str]]()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def scores(self, told: list[tuple[str, str]]) -> np.ndarray:
+        self.asked.append([text for _, text in told])
+        self.begun.set()
+        self.go_on.wait(10)
+        if any(text == "strange" for _, text in told):
+            raise UserError("a prompt in no language")
+        return np.array([len(text) / 10 for _, text in told])
+
+
+def _rate(text: str) -> dict[str, Any]:
+    problem = Problem(0, ({"role": "user", "content": "Write."},), "", {})
+    content = _material(problem, {"Answer": text}) + _RATE.format(criteria="1. [1] It is good.")
+    return {"model": "reward-x", "messages": [{"role": "user", "content": content}]}
+
+
 def test_who_gave_up_waiting_is_not_answered() -> None:
-    begun, go_on, asked = threading.Event(), threading.Event(), list[str]()
-
-    def shares(told: list[tuple[str, str]]) -> list[float]:
-        asked.append(told[0][1])
-        begun.set()
-        go_on.wait(10)
-        return [0.5]
-
-    def body(text: str) -> dict[str, Any]:
-        problem = Problem(0, ({"role": "user", "content": "Write."},), "", {})
-        content = _material(problem, {"Answer": text}) + _RATE.format(criteria="1. [1] It is good.")
-        return {"model": "reward-x", "messages": [{"role": "user", "content": content}]}
-
-    stub: Any = SimpleNamespace(record=SimpleNamespace(name="reward-x"), shares=shares)
-    with in_thread(judge_server(stub)) as url, ThreadPoolExecutor() as pool:
+    judge: Any = Slow(at_once=8)
+    with in_thread(judge_server(judge)) as url, ThreadPoolExecutor() as pool:
         post = partial(httpx.post, f"{url}/v1/chat/completions", timeout=10)
-        first = pool.submit(post, json=body("one"))
-        assert begun.wait(10)
+        first = pool.submit(post, json=_rate("one"))
+        assert judge.begun.wait(10)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=body("two"), timeout=0.3)
+            httpx.post(f"{url}/v1/chat/completions", json=_rate("two"), timeout=0.3)
         time.sleep(0.2)
-        go_on.set()
-        assert first.result().status_code == post(json=body("three")).status_code == 200
-    assert asked == ["one", "three"]
+        judge.go_on.set()
+        assert first.result().status_code == post(json=_rate("three")).status_code == 200
+    assert judge.asked == [["one"], ["three"]]
+
+
+def test_those_who_wait_are_read_together_and_one_that_cannot_be_read_spoils_no_other() -> None:
+    judge: Any = Slow(at_once=3)
+    with in_thread(judge_server(judge)) as url, ThreadPoolExecutor(8) as pool:
+        post = partial(httpx.post, f"{url}/v1/chat/completions", timeout=10)
+        first = pool.submit(post, json=_rate("one"))
+        assert judge.begun.wait(10)
+        texts = ["four", "sixsix", "strange", "seven77"]
+        others = {text: pool.submit(post, json=_rate(text)) for text in texts}
+        time.sleep(0.5)
+        judge.go_on.set()
+        assert first.result().status_code == 200
+        said = {text: each.result() for text, each in others.items()}
+    assert [said[text].status_code for text in texts] == [200, 200, 422, 200]
+    points = {text: re.findall(r"[\d.]+", said[text].json()["choices"][0]["message"]["content"]) for text in texts[:2]}
+    assert points["four"] != points["sixsix"] and any("0.6" in each for each in points["sixsix"])
+    assert judge.asked[0] == ["one"] and max(map(len, judge.asked)) == 3
 
 
 def test_what_a_local_judge_refuses(tmp_path: Path, address: str, local: LocalJudge) -> None:
