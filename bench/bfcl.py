@@ -71,6 +71,7 @@ MOST_TRIES = 300
 """Of a question: a server that is busy says so, and when to ask again."""
 QUESTIONS = "questions.jsonl"
 STAGES = ("questions", "answers", "scores")
+ASKED = ("before", "trained", "strict", "forced")
 
 Questions = list[dict[str, Any]]
 
@@ -384,7 +385,11 @@ def answered(
                 return {"id": question["id"], "calls": calls, "said": message["content"]}
 
             path.parent.mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor(AT_ONCE) as pool, path.open("a") as file, progress(name, len(missing)) as advance:
+            with (
+                ThreadPoolExecutor(AT_ONCE) as pool,
+                path.open("a", buffering=1) as file,
+                progress(name, len(missing)) as advance,
+            ):
                 for each in pool.map(ask, missing):
                     file.write(json.dumps(each) + "\n")
                     kept[each["id"]] = each
@@ -434,6 +439,13 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[4e-4], help="learning rates; the best of several")
     parser.add_argument("--held-out", type=int, default=80, help="questions of each kind that a rate is chosen on")
     parser.add_argument("--problems", type=int, default=60, help="of each kind; 0: all")
+    parser.add_argument(
+        "--ask",
+        nargs="+",
+        choices=ASKED,
+        default=ASKED,
+        help="of these alone; the others' answers are taken where they are",
+    )
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="end there; called again, it goes on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -456,14 +468,20 @@ def main() -> None:
             needed("model", "dialogues", "schemas", "glaive")
         return chosen(options, taken)
 
+    wanted = {
+        "before": ("as it was, auto", before, {}),
+        "trained": ("trained, auto", after, {}),
+        "strict": ("trained, auto, strict", after, {"is_strict": True}),
+        "forced": ("as it was, forced", before, {"choice": "required"}),
+    }
     rows = {
         "no call": [{**each, "calls": []} for each in questions],
         "empty call": [{**each, "calls": [(each["tools"][0]["function"]["name"], {})]} for each in questions],
         "regex filler": [{**each, "calls": [filled(each)]} for each in questions],
-        "as it was, auto": answered(options, "before", before, questions),
-        "trained, auto": answered(options, "trained", after, questions),
-        "trained, auto, strict": answered(options, "strict", after, questions, is_strict=True),
-        "as it was, forced": answered(options, "forced", before, questions, "required"),
+    } | {
+        told: answered(options, name, source, questions, **how)
+        for name, (told, source, how) in wanted.items()
+        if name in options.ask or (options.out / "answers" / f"{name}.jsonl").is_file()
     }
     if options.until == "answers":
         return

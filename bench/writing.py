@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from bench.common.measure import table, wide_console
 from bench.common.server import in_thread
 from stretto.apps.evaluate import eval_command, options
@@ -29,7 +31,7 @@ from stretto.apps.judge import train_command
 from stretto.apps.rl import online_command
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder
-from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books
+from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books, read_judge
 from stretto.model.checkpoint import read_config
 from stretto.post.battle import battle
 from stretto.post.panel import PANEL_FILE
@@ -54,11 +56,22 @@ SETTINGS = {
 
 
 @contextmanager
-def serving(judge: Path, device: str) -> Iterator[dict[str, Any]]:
-    """The table of a recipe for the judge in that folder."""
-    local = open_judge(judge, device)
-    with in_thread(judge_server(local)) as url:
-        yield {"url": f"{url}/v1", "model": local.record.name, "cache": str(judge.with_suffix(".said"))}
+def serving(judge: Path, port: int, device: str) -> Iterator[dict[str, Any]]:
+    """The table of a recipe for the judge in that folder; who answers at this port by its name already is asked instead."""
+    url, name = f"http://127.0.0.1:{port}/v1", read_judge(judge).name
+    told = {"url": url, "model": name, "cache": str(judge.with_suffix(".said"))}
+    if _served_there(url) == name:
+        yield told
+        return
+    with in_thread(judge_server(open_judge(judge, device)), port):
+        yield told
+
+
+def _served_there(url: str) -> str:
+    try:
+        return str(httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"])
+    except (httpx.TransportError, ValueError, LookupError):
+        return ""
 
 
 def write_prompts(path: Path, books: Sequence[tuple[str, str]], part: Part, num: int) -> Path:
@@ -84,7 +97,7 @@ def evaluated(told: argparse.Namespace, model: Path, name: str, judge: dict[str,
         model,
         suites_of({"suites": {"panel": suite}}),
         out,
-        options(samples=told.samples, baselines=False, max_batch=256 if told.device != "cpu" else 64),
+        options(samples=told.samples, baselines=False, max_batch=512 if told.device != "cpu" else 64),
         device=told.device,
     )
     return out
@@ -102,6 +115,13 @@ def main() -> None:
     parser.add_argument("--problems", type=int, help="held-out prompts, and problems of each skill (24, on a GPU 60)")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument(
+        "--run", default="run", metavar="NAME", help="another way beside the first, with the same judges"
+    )
+    parser.add_argument("--start-only", action="store_true", help="evaluate the start, beside a run, say")
+    parser.add_argument(
+        "--ports", type=int, nargs=2, default=(8100, 8101), help="of the judges; served there already, they are asked"
+    )
     parser.add_argument("--set", action="append", default=[], dest="settings", help="override a key of the recipe")
     parser.add_argument("--device", default="cpu")
     told = parser.parse_args()
@@ -110,14 +130,14 @@ def main() -> None:
         setattr(told, name, getattr(told, name) or size)
     dense = () if read_config(checkpoint_folder(told.model)).moe_layers else ("replay=off",)  # it has no routes
     told.out.mkdir(parents=True, exist_ok=True)
-    books, run = read_books(told.data), told.out / "run"
+    books, run = read_books(told.data), told.out / told.run
     parts: tuple[Part, Part] = ("reward", "evaluation")
     for part in parts:
         if not (told.out / part / JUDGE_FILE).is_file():
             train_command(told.model, told.data, told.out / part, part, told.passages, device=told.device)
-    if not (run / CHECKPOINT).is_dir():
-        prompts = write_prompts(told.out / "prompts.jsonl", books, "reward", told.prompts)
-        with serving(told.out / "reward", told.device) as judge:
+    if not (told.start_only or (run / CHECKPOINT).is_dir()):
+        prompts = write_prompts(told.out / f"prompts-{told.run}.jsonl", books, "reward", told.prompts)
+        with serving(told.out / "reward", told.ports[0], told.device) as judge:
             recipe = read_recipe(RECIPES / "writing.toml", RlRecipe, [*SETTINGS[kind], *dense, *told.settings])
             source = recipe.sources["writing"]
             mixed = {
@@ -126,10 +146,12 @@ def main() -> None:
             }
             online_command(recipe.replace(sources=mixed), run, told.model, self_teacher=True, device=told.device)
     tried = write_prompts(told.out / "tried.jsonl", books, "held_out", told.problems)
-    with serving(told.out / "evaluation", told.device) as judge:
-        pair = (("start", checkpoint_folder(told.model)), ("result", run / CHECKPOINT))
-        folders = [evaluated(told, model, name, judge, tried) for name, model in pair]
-        sys.exit(report(folders))
+    with serving(told.out / "evaluation", told.ports[1], told.device) as judge:
+        pair = (("start", checkpoint_folder(told.model)), (told.run, run / CHECKPOINT))
+        folders = [
+            evaluated(told, model, name, judge, tried) for name, model in (pair[:1] if told.start_only else pair)
+        ]
+        sys.exit(0 if told.start_only else report(folders))
 
 
 def report(folders: Sequence[Path]) -> bool:

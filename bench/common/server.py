@@ -60,9 +60,9 @@ def serving(source: Path, *flags: str, **told: Any) -> Iterator[Server]:
 
 
 @contextmanager
-def in_thread(server: uvicorn.Server) -> Iterator[str]:
-    """The address of ``server`` on a free port of this machine; stopped in the end."""
-    listening = open_socket("127.0.0.1", 0)
+def in_thread(server: uvicorn.Server, port: int = 0) -> Iterator[str]:
+    """The address of ``server`` on this port, 0 being a free one, of this machine; stopped in the end."""
+    listening = open_socket("127.0.0.1", port)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

@@ -425,15 +425,20 @@ def save_judge(
     return record
 
 
+def read_judge(folder: Path) -> JudgeRecord:
+    """Of the judge in ``folder``. Raises `UserError`: there is none, or of another version."""
+    path = folder / JUDGE_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; `stretto judge train … -o {folder}` makes a judge")
+    record = validate(JudgeRecord, read_json(path), str(path))
+    if record.features != FEATURES:
+        raise UserError(f"{path}: features: {record.features}, of another version; train the judge again")
+    return record
+
+
 def open_judge(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LocalJudge:
     """What `save_judge` wrote. Raises `UserError`: it is not there or damaged, or its network is another one now."""
-    if not (folder / JUDGE_FILE).is_file():
-        raise UserError(f"{folder / JUDGE_FILE}: no such file; `stretto judge train … -o {folder}` makes a judge")
-    record = validate(JudgeRecord, read_json(folder / JUDGE_FILE), str(folder / JUDGE_FILE))
-    if record.features != FEATURES:
-        raise UserError(
-            f"{folder / JUDGE_FILE}: features: {record.features}, of another version; train the judge again"
-        )
+    record = read_judge(folder)
     reader = open_reader(record.network, device, dtype)
     if reader.weights != record.weights:
         raise UserError(
