@@ -24,7 +24,6 @@ REMEDIES = {
     "compiler": "install g++",
     "mergekit": "pip install mergekit",
     "package verifiers": "pip install 'stretto[verifiers]'",
-    "package wordllama": "pip install 'stretto[writing]'",
     "package inspect_ai": "pip install 'stretto[eval]'",
 }
 """What makes a test that was skipped run, by a word of the reason."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, sized, write_json
 from stretto.base.track import say
 from stretto.data.sources import open_source
-from stretto.evals.writing import Similarity, embeddings, letters
+from stretto.evals.writing import Similarity
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
 from stretto.model.spec import parse_subnet
@@ -52,6 +53,7 @@ from stretto.report.evals import (
     score_table,
 )
 from stretto.report.page import write_page
+from stretto.text.similar import embeddings, similarity_NN
 
 
 def options(**told: Any) -> EvalOptions:
@@ -102,10 +104,11 @@ def eval_command(
 def _similar() -> Similarity:
     """By words' vectors where the extra is installed, else by letters, which is said."""
     try:
-        return embeddings()
+        embeddings()
     except UserError as error:
         say(f"answers are alike by their letters: {error}")
-        return letters
+        return partial(similarity_NN, kind="characters")
+    return partial(similarity_NN, kind="meaning")
 
 
 def presets_command(

@@ -5,19 +5,17 @@ Shape letters: N texts, D of an embedding.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.evals.diversity import vendi
-from stretto.text.similar import clusters_N, compression, distinct, ngrams, similarity_NN, words
+from stretto.text.similar import clusters_N, compression, distinct, ngrams, words
 
 SAME_AT = 0.8
 """Cosine of embeddings from which two answers are one (ours: 0.9 between paraphrases, 0.5 between two stories to one prompt)."""
@@ -44,36 +42,6 @@ class Overused:
     """Times in ten thousand words of the answers."""
     people: float
     """The same of the human corpus."""
-
-
-def embeddings() -> Similarity:
-    """Cosines of wordllama's embeddings: a table of words' vectors and their mean, which knows topics, and no order of words.
-    Raises `UserError`: the extra is not installed."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    try:
-        import wordllama  # optional
-    except ImportError:
-        raise UserError("likeness by words' vectors needs a package: pip install 'stretto[writing]'") from None
-    finally:  # it sets the whole process's logging to INFO
-        root.setLevel(level)
-        root.handlers[:] = handlers
-    # its own search misses the tokenizer that its wheel has, and would download one
-    model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
-
-    def alike_NN(texts: Sequence[str]) -> np.ndarray:
-        found_ND = np.nan_to_num(np.asarray(model.embed(list(texts)), np.float64))
-        found_ND /= np.maximum(np.linalg.norm(found_ND, axis=1, keepdims=True), 1e-9)
-        alike = np.clip(found_ND @ found_ND.T, -1.0, 1.0)
-        np.fill_diagonal(alike, 1.0)
-        return alike
-
-    return alike_NN
-
-
-def letters(texts: Sequence[str]) -> np.ndarray:
-    """Three letters in a row: what is there without the extra."""
-    return similarity_NN(texts, "characters")
 
 
 def distinct_k(alike_NN: np.ndarray) -> int:

@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.recipe import RewardConfig
-from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, spoken
+from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, spoken, words
+
+_MOST_CONTRAST = 4.0
+"""What one answer that has nothing to do with the others gains at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,19 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
     if config.length_control:
         earned_G = parts_G["controlled"] = length_controlled(quality_G, lengths_G, ~is_refused_G)
     factor_G = np.ones(len(answers))
+    if config.enough_words is not None:
+        factor_G = np.array([min(1.0, len(words(text)) / config.enough_words) for text in texts])
     if config.length_budget is not None:
         parts_G["length"] = within_budget(lengths_G, is_right_G, config.length_budget)
         factor_G = factor_G * parts_G["length"]
     if config.diversity is not None:
-        clusters_G = clusters_N(similarity_NN(texts, config.diversity), config.same_at)
-        parts_G["cluster"] = clusters_G.astype(np.float64)
-        parts_G["diversity"] = diversity(clusters_G)
+        alike_GG = similarity_NN(texts, config.diversity)
+        if config.contrast is not None:
+            parts_G["diversity"] = contrast(alike_GG, config.contrast)
+        else:
+            clusters_G = clusters_N(alike_GG, config.same_at)
+            parts_G["cluster"] = clusters_G.astype(np.float64)
+            parts_G["diversity"] = diversity(clusters_G)
         factor_G = factor_G * np.maximum(config.floor, parts_G["diversity"])
     earned_G = np.minimum(earned_G, 0.0) + np.maximum(earned_G, 0.0) * factor_G
     earned_G = np.where(is_refused_G, np.minimum(earned_G, 0.0), earned_G)
@@ -112,6 +121,17 @@ def within_budget(lengths_G: NDArray[np.float64], is_right_G: NDArray[np.bool_],
     if not is_right_G.any():
         return np.ones(len(lengths_G))
     return np.clip(2.0 - lengths_G / (share * float(np.median(lengths_G[is_right_G]))), 0.0, 1.0)
+
+
+def contrast(alike_GG: NDArray[np.float64], power: float) -> NDArray[np.float64]:
+    """How unlike the others an answer is on average, over the mean of that, to ``power``, bounded; 1 where all are the same, and
+    for an answer alone."""
+    num = len(alike_GG)
+    unlike_G = (num - alike_GG.sum(1)) / max(1, num - 1)
+    mean = unlike_G.mean()
+    if mean <= 1e-9:
+        return np.ones(num)
+    return np.minimum(np.maximum(unlike_G / mean, 0.0) ** power, _MOST_CONTRAST)
 
 
 def diversity(clusters_G: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -36,6 +36,7 @@ from stretto.tasks.registry import open_source
 from stretto.tasks.session import schemas
 from stretto.tasks.task import TaskSource
 from stretto.text.chat import tool_form
+from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
 
 _NEED_SANDBOX = ("code", "sheets", "tools")
@@ -115,6 +116,8 @@ def check_sources(
     the run; and by source, how many answers one verifier judges at once.
     Raises UserError: naming the source, and the item where it is about one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
+    if any(each.diversity == "meaning" for each in recipe.rewards.values()):
+        embeddings()  # refuses where the extra is not there
     teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
     with tables.opened() as sources:
         for name, source in sources.items():

@@ -309,15 +309,20 @@ class RewardConfig(Config):
 
     diversity: Similarity | None = None
     """Times the share of the group's other answers that say something else (DARLING, 2509.02534), by their likeness in
-    ``words`` or ``characters`` (`stretto.text.similar`)."""
+    ``words``, ``characters`` or ``meaning`` (`stretto.text.similar`)."""
     same_at: float = Field(default=0.5, gt=0, le=1)
     """Likeness from which two answers say the same; a chain of such pairs is one cluster."""
     floor: float = Field(default=0.1, ge=0, le=1)
     """What diversity counts at least: where all answers say the same, the better ones still earn more. 1: it is only measured."""
+    contrast: float | None = Field(default=None, gt=0)
+    """Instead of counting clusters, which long answers are all alone in: how unlike the others an answer is, over what the group's
+    are on average, to this power."""
     length_budget: float | None = Field(default=None, gt=0)
     """Answers longer than this many times the median right one lose reward, all of it at twice that."""
     length_control: bool = False
     """Take off what the judge gave longer answers of the group for their length."""
+    enough_words: int | None = Field(default=None, gt=0)
+    """Answers of fewer words earn less, in proportion: who learns to end before ``max_tokens`` else learns to be short."""
     copy_at: float | None = Field(default=None, gt=0, le=1)
     """An answer earns nothing where this share of its words, in runs of four, is the prompt's or the reference's."""
     distinct_at: float | None = Field(default=None, gt=0, le=1)
@@ -332,6 +337,8 @@ class RewardConfig(Config):
                 re.compile(self.format)
             except re.error as error:
                 raise ValueError(f"format {self.format!r} is no regular expression: {error}") from None
+        if self.contrast is not None and (self.diversity is None or "same_at" in self.model_fields_set):
+            raise ValueError("contrast is of diversity, which has no same_at then; give diversity, leave out same_at")
         if self.model_fields_set <= {"same_at", "floor"}:
             raise ValueError("the table changes nothing; give diversity, a length or a guard, or leave it out")
         return self

@@ -1,25 +1,31 @@
-"""How alike texts are, and how much they repeat: by their words and letters alone, with no network.
+"""How alike texts are, and how much they repeat: by their words, letters or words' vectors, with no network.
 
 What rewards go by and what reports measure is the same here. Letters are folded to lower case; a Chinese or Japanese
 character is a word. Two texts of one meaning in other words count as different: where that matters, ask a judge.
 
-Shape letters: N texts, G different n-grams of all of them.
+Shape letters: N texts, G different n-grams of all of them, D of an embedding.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-Similarity = Literal["words", "characters"]
+from stretto.base.errors import UserError
+
+Similarity = Literal["words", "characters", "meaning"]
 """``words``: Jaccard of the sets of words and word pairs. ``characters``: cosine of the counts of three letters in a row,
-white space as one blank: for short answers, and for small differences in many words."""
+white space as one blank: for short answers, and for small differences in many words. ``meaning``: cosine of the means of words'
+vectors, which knows topics and no order of words; needs the extra ``writing``."""
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
@@ -70,7 +76,13 @@ def copied(text: str, of: str, n: int = 4) -> float:
 
 
 def similarity_NN(texts: Sequence[str], kind: Similarity = "words") -> NDArray[np.float64]:
-    """How alike each two are: 1 for texts with the same n-grams, 0 where they have none in common. Symmetric."""
+    """How alike each two are: 1 for texts with the same n-grams, 0 where they have none in common, by their meaning down to -1.
+    Symmetric. Raises `UserError`: as `embeddings`."""
+    if kind == "meaning":
+        found_ND = embeddings()(texts)
+        alike_NN = np.clip(found_ND @ found_ND.T, -1.0, 1.0)
+        np.fill_diagonal(alike_NN, 1.0)
+        return alike_NN
     if kind == "words":
         found = [words(text) for text in texts]
         counts = [Counter({run: 1 for n in (1, 2) for run in ngrams(each, n)}) for each in found]
@@ -97,6 +109,29 @@ def similarity_NN(texts: Sequence[str], kind: Similarity = "words") -> NDArray[n
     alike_NN[(sizes_N[:, None] == 0) & (sizes_N == 0)] = 1.0
     np.fill_diagonal(alike_NN, 1.0)
     return np.minimum(alike_NN, 1.0)
+
+
+@cache
+def embeddings() -> Callable[[Sequence[str]], NDArray[np.float64]]:
+    """From texts to unit vectors [N, D]: the means of wordllama's table of words' vectors, which is in its wheel. Raises `UserError`: the
+    extra is not installed."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        import wordllama  # optional
+    except ImportError:
+        raise UserError("likeness by words' vectors needs a package: pip install 'stretto[writing]'") from None
+    finally:  # it sets the whole process's logging to INFO
+        root.setLevel(level)
+        root.handlers[:] = handlers
+    # its own search misses the tokenizer that its wheel has, and would download one
+    model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+
+    def units_ND(texts: Sequence[str]) -> NDArray[np.float64]:
+        found_ND = np.nan_to_num(np.asarray(model.embed(list(texts)), np.float64))
+        return found_ND / np.maximum(np.linalg.norm(found_ND, axis=1, keepdims=True), 1e-9)
+
+    return units_ND
 
 
 def clusters_N(alike_NN: NDArray[np.float64], same_at: float) -> NDArray[np.int32]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 import numpy as np
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.evals.writing import distinct_k, embeddings, group_measures, letters, marked, overused, text_measures
+from stretto.evals.writing import distinct_k, group_measures, marked, overused, text_measures
+from stretto.text.similar import similarity_NN
 
 
 def test_distinct_k_compares_with_the_first_of_each_class() -> None:
@@ -17,7 +17,7 @@ def test_distinct_k_compares_with_the_first_of_each_class() -> None:
     alike[0, 1] = alike[1, 0] = alike[1, 2] = alike[2, 1] = 0.9
     # 2 is like 1, which is like 0, which opened the class; 2 is not like 0
     assert distinct_k(alike) == 3 and distinct_k(np.ones((5, 5))) == 1 and distinct_k(np.eye(5)) == 5
-    assert group_measures(["a b"] * 3, letters(["a b"] * 3))["distinct_k"] == 1
+    assert group_measures(["a b"] * 3, similarity_NN(["a b"] * 3, "characters"))["distinct_k"] == 1
 
 
 def test_one_answer() -> None:
@@ -42,10 +42,10 @@ def test_what_is_overused() -> None:
 
 
 def test_embeddings_know_meaning_and_stay_offline() -> None:
-    if importlib.util.find_spec("wordllama") is None:
-        pytest.skip("package wordllama is not installed")
     level = logging.getLogger().level
-    alike = embeddings()(["A dog runs in the park.", "A hound is running in a garden.", "Shares fell on Monday.", ""])
+    alike = similarity_NN(
+        ["A dog runs in the park.", "A hound is running in a garden.", "Shares fell on Monday.", ""], "meaning"
+    )
     assert alike[0, 1] > 0.3 > alike[0, 2] and (alike.diagonal() == 1).all() and np.isfinite(alike).all()
     assert np.linalg.eigvalsh(alike).min() > -1e-6  # Vendi takes its eigenvalues
     assert logging.getLogger().level == level

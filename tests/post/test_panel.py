@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,16 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.trajectory import Outcome
-from stretto.evals.writing import letters
 from stretto.post.panel import judged_by, panels
 from stretto.post.suite import SAMPLES_FILE, SuiteConfig, read_samples, suites_of
 from stretto.report.evals import chapters_table, overused_table, panel_table
 from stretto.tasks.judge import JudgeFailed, ScriptedJudge
 from stretto.tasks.task import Problem
+from stretto.text.similar import similarity_NN
 
 URL = "http://127.0.0.1:9/v1"
+
+letters = partial(similarity_NN, kind="characters")
 
 
 def suites(path: Path) -> dict[str, SuiteConfig]:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.algorithms import advantages
-from stretto.rl.group_reward import Written, diversity, group_rewards, length_controlled, refusal, within_budget
+from stretto.rl.group_reward import (
+    Written,
+    contrast,
+    diversity,
+    group_rewards,
+    length_controlled,
+    refusal,
+    within_budget,
+)
 from stretto.rl.recipe import RewardConfig
 from stretto.text.similar import words
 
@@ -38,6 +47,26 @@ def test_diversity_is_the_share_of_others_outside() -> None:
     assert diversity(np.array([0, 0, 1, 2], np.int32)).tolist() == [2 / 3, 2 / 3, 1.0, 1.0]
     assert diversity(np.zeros(5, np.int32)).tolist() == [0.0] * 5
     assert diversity(np.zeros(1, np.int32)).tolist() == [1.0]
+
+
+def test_contrast_is_how_unlike_the_others_one_is() -> None:
+    alike = np.array([[1.0, 0.8, 0.2], [0.8, 1.0, 0.2], [0.2, 0.2, 1.0]])
+    unlike = np.array([0.5, 0.5, 0.8])
+    np.testing.assert_allclose(contrast(alike, 2.0), (unlike / 0.6) ** 2)
+    assert contrast(np.ones((3, 3)), 2.0).tolist() == [1.0] * 3 and contrast(np.eye(1), 2.0).tolist() == [1.0]
+    assert contrast(np.array([[1.0] * 9 + [-1.0]] * 9 + [[-1.0] * 9 + [1.0]]), 9.0).max() == 4.0  # bounded
+    config = RewardConfig(diversity="characters", contrast=4.0)
+    found = group_rewards(config, PROMPT, "", [written(HONEST, 0.5), written(HONEST, 0.5), written(OTHERS[0], 0.5)])
+    assert found[0].reward == found[1].reward < 0.5 < found[2].reward and "cluster" not in found[0].parts
+    for told in ({"contrast": 4.0}, {"diversity": "words", "contrast": 4.0, "same_at": 0.4}):
+        with pytest.raises(ValidationError, match="contrast is of diversity, which has no same_at then"):
+            RewardConfig.model_validate(told)
+
+
+def test_short_answers_earn_less_in_proportion() -> None:
+    config = RewardConfig(enough_words=4)
+    answers = [written(text, 0.8) for text in ("one, two", "one two three four", "one two three four five", "")]
+    assert rewards(config, *answers) == pytest.approx([0.4, 0.8, 0.8, 0.0])
 
 
 def test_where_all_say_the_same_the_floor_counts() -> None:
