@@ -337,8 +337,8 @@ class RewardConfig(Config):
                 re.compile(self.format)
             except re.error as error:
                 raise ValueError(f"format {self.format!r} is no regular expression: {error}") from None
-        if self.contrast is not None and (self.diversity is None or "same_at" in self.model_fields_set):
-            raise ValueError("contrast is of diversity, which has no same_at then; give diversity, leave out same_at")
+        if self.contrast is not None and self.diversity is None:
+            raise ValueError("contrast is a power of diversity, and there is none; give diversity")
         if self.model_fields_set <= {"same_at", "floor"}:
             raise ValueError("the table changes nothing; give diversity, a length or a guard, or leave it out")
         return self

@@ -58,9 +58,9 @@ def test_contrast_is_how_unlike_the_others_one_is() -> None:
     config = RewardConfig(diversity="characters", contrast=4.0)
     found = group_rewards(config, PROMPT, "", [written(HONEST, 0.5), written(HONEST, 0.5), written(OTHERS[0], 0.5)])
     assert found[0].reward == found[1].reward < 0.5 < found[2].reward and "cluster" not in found[0].parts
-    for told in ({"contrast": 4.0}, {"diversity": "words", "contrast": 4.0, "same_at": 0.4}):
-        with pytest.raises(ValidationError, match="contrast is of diversity, which has no same_at then"):
-            RewardConfig.model_validate(told)
+    with pytest.raises(ValidationError, match="contrast is a power of diversity, and there is none"):
+        RewardConfig.model_validate({"contrast": 4.0})
+    assert RewardConfig.model_validate_json(config.model_dump_json()) == config  # a run keeps its recipe
 
 
 def test_short_answers_earn_less_in_proportion() -> None:
