@@ -510,8 +510,10 @@ class _Sitting:
 
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for key in missing:
-                        tasks.create_task(one(key))
+                    watch = tasks.create_task(_fails_with(engine))
+                    if drawn := [tasks.create_task(one(key)) for key in missing]:
+                        await asyncio.wait(drawn)
+                    watch.cancel()
                 for domain in sources if options.baselines else ():
                     own = self.domains[domain]
                     own.baselines = await score_baselines(domain, own, judging[domain], rewards, options.seed)
@@ -559,6 +561,15 @@ class _Sitting:
         with writing(self._path), self._path.open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(sample) + b"\n")
         self.samples[sample.domain, sample.item, sample.number] = sample
+
+
+async def _fails_with(engine: EngineRole) -> None:
+    """Wait for the end of an engine that nobody starts again: agents would wait for it until their lease ends. Raises `UserError`."""
+    while not (why := await engine.failure()):
+        await asyncio.sleep(1.0)
+    raise UserError(
+        f"{why.splitlines()[0]}; what was answered is kept: call again, with a lower --max-batch if memory ran out"
+    )
 
 
 async def score_baselines(

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import write_json
 from stretto.base.trajectory import Outcome
 from stretto.data.conversations import ConversationForm
+from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
@@ -273,6 +275,26 @@ def test_an_evaluation_that_was_killed_goes_on(
     assert before <= set(read_lines(out))
     assert read(out) == read(whole)
     assert untimed(found) == untimed(read_evaluation(whole))
+
+
+@pytest.mark.timeout(60)
+def test_an_evaluation_whose_engine_dies_ends_and_goes_on(
+    model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, left = Engine.step, iter(range(9))
+
+    def dying(self: Engine) -> Any:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96 MiB.")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", dying)
+    with pytest.raises(UserError, match=r"out of memory.*; what was answered is kept: call again, with a lower --max-"):
+        run(model, suite(own), tmp_path / "out")
+    monkeypatch.undo()
+    assert 0 < len(read(tmp_path / "out")) < len(read(whole))
+    run(model, suite(own), tmp_path / "out")
+    assert read(tmp_path / "out") == read(whole)
 
 
 def read_lines(out: Path) -> list[bytes]:
