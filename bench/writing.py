@@ -1,7 +1,7 @@
 """What `recipes/writing.toml` does to a network that writes: quality by another judge, diversity, skills, length (figure 3 of writing).
 
     python -m bench.writing OUT --model CHECKPOINT --data BOOKS        again: goes on; books are JSONL with text and author
-    python -m bench.writing OUT --model SMOLLM2 --data BOOKS --device cuda --set runtime.stop_s=240     long
+    python -m bench.writing OUT --model SMOLLM2 --data BOOKS --device cuda --set runtime.stop_s=260     long
 
 Two local judges learn from other authors each (those of `bench.judge OUT` are taken where they are), one rewards, the other compares
 the result with the start, which is to be a network that follows requests (SFT), on beginnings of books that neither judge nor run has
@@ -48,11 +48,11 @@ SIZES = {
 SETTINGS = {
     "cpu": (),
     "cuda": (
-        "rollout.max_batch=128", "rollout.page_size=16", "rollout.cache_bytes=4000000000", "rollout.chunk_tokens=256", "train.prompts=16",
+        "rollout.max_batch=128", "rollout.page_size=16", "rollout.cache_bytes=4000000000", "rollout.chunk_tokens=256",
         "train.eval_every=1000", "train.snapshot_every=1000",
     ),
 }  # fmt: skip
-"""Of the recipe, by device; a step of 128 answers takes several seconds, and held-out ones are asked at the end."""
+"""Of the recipe, by device; a step of 64 answers takes several seconds, and held-out ones are asked at the end."""
 
 
 @contextmanager

@@ -116,8 +116,12 @@ def check_sources(
     the run; and by source, how many answers one verifier judges at once.
     Raises UserError: naming the source, and the item where it is about one."""
     train, dialogue = recipe.train, Dialogue(tokenizer)
-    if any(each.diversity == "meaning" for each in recipe.rewards.values()):
-        embeddings()  # refuses where the extra is not there
+    for name, reward in recipe.rewards.items():
+        if reward.diversity == "meaning":
+            try:
+                embeddings()
+            except UserError as error:
+                raise UserError(f"rewards.{name}.diversity: {error}") from error
     teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
     with tables.opened() as sources:
         for name, source in sources.items():

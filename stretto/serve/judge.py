@@ -42,8 +42,7 @@ def judge_app(judge: LocalJudge) -> Starlette:
                     try:
                         found = await run_in_threadpool(answers, [waiting[each] for each in some])
                     except UserError:  # of one of them: the others are not to pay for it
-                        if len(some) > 1:
-                            some = [own]
+                        some = [own]
                         found = await run_in_threadpool(answers, [question])
                     for each, said in zip(some, found, strict=True):
                         if not each.done():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from stretto.base.errors import UserError
 from stretto.text import similar
 from stretto.text.similar import clusters_N, compression, copied, distinct, similarity_NN, words
 
@@ -38,6 +41,13 @@ def test_copied_is_the_share_of_words_in_long_runs() -> None:
     assert copied("rain", prompt) == 0.0  # named, not copied
     assert copied("tell me", "Tell me!") == 1.0
     assert copied("", "") == copied("", prompt) == 0.0
+
+
+def test_meaning_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wordllama", None)
+    similar.embeddings.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'stretto\[writing\]'"):
+        similarity_NN(["a", "b"], "meaning")
 
 
 def test_words_are_compared_by_jaccard() -> None:
