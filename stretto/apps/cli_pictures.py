@@ -47,7 +47,12 @@ def enhance(
 def paint(
     prompt: Prompt,
     backend: Backend = "renderer",
-    size: Size = "512x512",
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Width and height in pixels: 1024x1024. Default: the prompt's, or 512x512.", show_default=False
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="PNG to write.")] = Path("picture.png"),
     images: Annotated[
         int, typer.Option(min=1, help="Pictures at most, until one shows what was asked and can be checked.")
@@ -80,7 +85,7 @@ def paint(
         raise UserError("--as-is: a prompt that is not read cannot be written out; leave --model and --server away")
     if as_is and verifier is not None:
         raise UserError("--as-is: a prompt that is not read cannot be checked; leave --verifier away")
-    width, height = parse_size(size)
+    width, height = parse_size(size or "512x512")
     request = PaintRequest(
         prompt,
         width,
@@ -93,7 +98,7 @@ def paint(
         tuple(map(parse_control, control)),
     )
     writer = Writer(model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1))
-    paint_command(request, backend, writer, images, out, device, verifier, as_is=as_is)
+    paint_command(request, backend, writer, images, out, device, verifier, as_is=as_is, is_sized=size is not None)
 
 
 def studio(

@@ -114,12 +114,14 @@ def paint_command(
     verifier: str | None = None,
     *,
     as_is: bool = False,
+    is_sized: bool = True,
 ) -> Version:
     """Paint ``request`` until the picture shows what it asks for, or ``images`` times; the best is written to ``out``.
 
     Args:
         verifier: as `open_verifier`.
         as_is: the prompt is not read, whatever language it is in, and the picture held against nothing.
+        is_sized: the request has a size of its own; else that of the prompt is taken, where it says one.
 
     Raises:
         UserError: bad input, or a backend that cannot do this.
@@ -128,6 +130,13 @@ def paint_command(
     ledger = Ledger() if as_is else readable(request.prompt)
     if out.is_dir():
         raise UserError(f"-o {out}: this is a folder; name a file in it")
+    if ledger.size is not None and ledger.size != (request.width, request.height):
+        if is_sized:
+            said = "x".join(map(str, ledger.size))
+            raise UserError(
+                f"--size {request.width}x{request.height}: the prompt asks for {said}; leave one of them away"
+            )
+        request = replace(request, width=ledger.size[0], height=ledger.size[1])
     with closing(open_verifier(verifier)) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))

@@ -78,13 +78,19 @@ def patiently(
             reply = send()
             if reply.is_success:
                 return reply.json()
-            problem = f"{reply.status_code}: {' '.join(reply.text[:200].split())}"
+            problem = f"{reply.status_code}: {excerpt(reply)}"
         except (httpx.HTTPError, ValueError) as error:
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             continue
         if reply.is_client_error and reply.status_code not in _PASSING:
             raise UserError(f"{where}: {problem}; {remedy}")
     raise Unanswered(problem)
+
+
+def excerpt(reply: httpx.Response) -> str:
+    """The beginning of what it says, on one line."""
+    text = " ".join(reply.text[:200].split())
+    return "a page of HTML, so no such API" if text.lower().startswith(("<!doctype html", "<html")) else text
 
 
 class Chat:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
+from stretto.base.endpoint import excerpt
 from stretto.base.track import progress
 
 PERCENTILES = (50, 95, 99)
@@ -127,7 +128,7 @@ def _check(response: httpx.Response) -> httpx.Response:
         error = response.json()["error"]
         message, code = str(error.get("message")), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, code = response.text[:200], None
+        message, code = excerpt(response), None
     wait = response.headers.get("retry-after", "")
     raise ApiFailure(response.status_code, message, code, float(wait) if wait.isdecimal() else None)
 

@@ -104,6 +104,9 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
     assert done.code == 0 and request in done.out, done
     with Image.open(out) as picture:
         assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
+    assert stretto("paint", f"{request}, 80x72 pixels", "-o", out).code == 0
+    with Image.open(out) as picture:
+        assert picture.size == (80, 72)
 
 
 def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
@@ -156,6 +159,7 @@ def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_r
         (("a red blue cube",), ("prompt", "red or blue")),
         (("a cat",), ("no shape that can be drawn",)),
         (("a cube", "--size", "0x4"), ("--size",)),
+        (("a cube, 80x72 pixels", "--size", "64x64"), ("--size 64x64", "the prompt asks for 80x72")),
         (("a cube", "--backend", "rendrer"), ("--backend", "did you mean 'renderer'")),
         (("a cube", "--backend", "renderer:x"), ("no such painter",)),
         (("a cube", "--lora", "x@much"), ("--lora", "NAME@0.8")),

@@ -39,6 +39,11 @@ def test_a_refusal_is_not(status: int) -> None:
     assert str(error) == f"judge: {status}: not so; check url"
 
 
+def test_a_page_of_html_is_not_shown_whole() -> None:
+    error, _ = asked(httpx.Response(404, text=" <!DOCTYPE html><html><body>Not found"))
+    assert str(error) == "judge: 404: a page of HTML, so no such API; check url"
+
+
 def test_a_server_is_asked_with_the_key_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(url: str, headers: dict[str, str], timeout: float) -> httpx.Response:
         asked = httpx.Request("GET", url)
