@@ -49,7 +49,7 @@ class AgentOptions(Config):
     """What an agent is allowed, and how it is asked."""
 
     turns: int = Field(default=16, gt=0)
-    """Of the model, the answer included."""
+    """Of the model, the answer included; with one alone it calls no tool."""
     tokens: int = Field(default=4096, ge=_ANSWER_PART)
     """That it may write in all of them."""
     votes: int = Field(default=1, gt=0, le=64)
@@ -116,7 +116,7 @@ async def run_agent(
 
     while True:
         left = options.tokens - kept - sum(turn.num_written for turn in turns)
-        if left <= 0 or len(turns) >= max(1, options.turns - 1):
+        if left <= 0 or len(turns) >= options.turns - 1:
             ended = Ending.TOKENS if left <= 0 else Ending.TURNS
             break
         try:
@@ -138,11 +138,12 @@ async def run_agent(
         tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
         turns.append(replace(turn, calls=await _used(desk, said, turn.calls, messages)))
     if ended in (Ending.TURNS, Ending.TOKENS):
-        messages.append({"role": "user", "content": _NOW})
+        if turns:
+            messages.append({"role": "user", "content": _NOW})
         try:
-            turn, said = await ask("answer", kept, ())
+            turn, said = await ask("answer", kept if turns else options.tokens, ())
         except ApiFailure as failure:
-            if failure.status != 400:
+            if failure.status != 400 or not turns:
                 raise
             ended = Ending.CONTEXT
         else:

@@ -107,7 +107,7 @@ def test_a_small_size_searches_and_another_answers() -> None:
 
 @pytest.mark.parametrize(
     ("options", "ended", "num"),
-    [({"turns": 3}, Ending.TURNS, 3), ({"tokens": 32}, Ending.TOKENS, 4), ({"turns": 1}, Ending.TURNS, 2)],
+    [({"turns": 3}, Ending.TURNS, 3), ({"tokens": 32}, Ending.TOKENS, 4), ({"turns": 1}, Ending.TURNS, 1)],
 )
 def test_out_of_budget_it_answers_with_what_it_has(options: dict[str, Any], ended: Ending, num: int) -> None:
     run, asked, _ = ran([*[SEARCHED[0]] * (num - 1), {"content": "Vik"}], **options)
@@ -123,8 +123,9 @@ def test_a_context_that_is_full_ends_the_run_and_a_busy_server_does_not() -> Non
     assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
     run, asked, _ = ran([*SEARCHED[:2], *[400] * 2], turns=3, tokens=128)  # nor has it room to answer at once
     assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
-    with pytest.raises(ApiFailure, match="too long"):
-        ran([400] * 3, tokens=64)
+    for options in ({"tokens": 64}, {"tokens": 64, "turns": 1}):
+        with pytest.raises(ApiFailure, match="too long"):
+            ran([400] * 3, **options)
 
 
 def test_the_most_frequent_answer_wins() -> None:
