@@ -220,7 +220,7 @@ def test_a_teacher_has_something_to_say_of_every_group() -> None:
         ({"digits": {}}, "the table changes nothing"),
         ({"digits": {"same_at": 0.3}}, "the table changes nothing"),
         ({"digits": {"format": "("}}, r"format '\(' is no regular expression"),
-        ({"digits": {"diversity": "meaning"}}, "'words' or 'characters'"),
+        ({"digits": {"diversity": "sound"}}, "'words', 'characters' or 'meaning'"),
     ],
 )
 def test_rewards_that_cannot_be_are_refused(rewards: dict[str, Any], says: str) -> None:
