@@ -18,11 +18,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from bench.common.measure import table, wide_console
 from bench.common.server import in_thread
@@ -30,6 +28,8 @@ from stretto.apps.evaluate import eval_command, options
 from stretto.apps.judge import train_command
 from stretto.apps.rl import online_command
 from stretto.base.config import read_recipe
+from stretto.base.endpoint import served_name
+from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder
 from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books, read_judge
 from stretto.model.checkpoint import read_config
@@ -60,18 +60,17 @@ def serving(judge: Path, port: int, device: str) -> Iterator[dict[str, Any]]:
     """The table of a recipe for the judge in that folder; who answers at this port by its name already is asked instead."""
     url, name = f"http://127.0.0.1:{port}/v1", read_judge(judge).name
     told = {"url": url, "model": name, "cache": str(judge.with_suffix(".said"))}
-    if _served_there(url) == name:
+    if _serves(url, name):
         yield told
         return
     with in_thread(judge_server(open_judge(judge, device)), port):
         yield told
 
 
-def _served_there(url: str) -> str:
-    try:
-        return str(httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"])
-    except (httpx.TransportError, ValueError, LookupError):
-        return ""
+def _serves(url: str, name: str) -> bool:
+    with suppress(UserError):
+        return served_name(url) == name
+    return False
 
 
 def write_prompts(path: Path, books: Sequence[tuple[str, str]], part: Part, num: int) -> Path:

@@ -1,6 +1,6 @@
 """What can be counted of open-ended answers without a judge: how many different ones there are, how they degenerate, what is overused.
 
-Shape letters: N texts, D of an embedding.
+Shape letter: N texts.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ def judge_app(judge: LocalJudge) -> Starlette:
     name = judge.record.name
 
     def answers(questions: Sequence[Question]) -> list[str]:
-        scores = iter(judge.scores([(each.prompt, text) for each in questions for text in each.texts]).tolist())
-        return [_said(judge, each, [next(scores) for _ in each.texts]) for each in questions]
+        scores_N = judge.scores([(each.prompt, text) for each in questions for text in each.texts])
+        ends = np.cumsum([len(each.texts) for each in questions])
+        return [_said(judge, *each) for each in zip(questions, np.split(scores_N, ends[:-1]), strict=True)]
 
     async def answered(question: Question) -> str:
         """One network reads for all: who is next takes along those that have come meanwhile."""
@@ -42,8 +43,9 @@ def judge_app(judge: LocalJudge) -> Starlette:
                     try:
                         found = await run_in_threadpool(answers, [waiting[each] for each in some])
                     except UserError:  # of one of them: the others are not to pay for it
-                        some = [own]
-                        found = await run_in_threadpool(answers, [question])
+                        if len(some) == 1:
+                            raise
+                        some, found = [own], await run_in_threadpool(answers, [question])
                     for each, said in zip(some, found, strict=True):
                         if not each.done():
                             each.set_result(said)
@@ -81,10 +83,10 @@ def judge_app(judge: LocalJudge) -> Starlette:
     return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
 
 
-def _said(judge: LocalJudge, question: Question, scores: Sequence[float]) -> str:
-    if len(scores) == 1:
-        return question.rating(float(judge.shares_of(np.array(scores))[0]))
-    return question.verdict(judge.first_of(*scores))
+def _said(judge: LocalJudge, question: Question, scores_N: np.ndarray) -> str:
+    if len(scores_N) == 1:
+        return question.rating(float(judge.shares_of(scores_N)[0]))
+    return question.verdict(judge.first_of(*scores_N.tolist()))
 
 
 def judge_server(judge: LocalJudge) -> uvicorn.Server:

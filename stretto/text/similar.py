@@ -1,7 +1,7 @@
 """How alike texts are, and how much they repeat: by their words, letters or words' vectors, with no network.
 
 What rewards go by and what reports measure is the same here. Letters are folded to lower case; a Chinese or Japanese
-character is a word. Two texts of one meaning in other words count as different: where that matters, ask a judge.
+character is a word. By words and letters two texts of one meaning in other words are different: where that matters, ask a judge.
 
 Shape letters: N texts, G different n-grams of all of them, D of an embedding.
 """
