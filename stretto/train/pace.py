@@ -7,6 +7,7 @@ computes as before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -21,6 +22,11 @@ from stretto.model.spec import ModelConfig, extracted_config, fixed_layers
 from stretto.model.transformer import build
 from stretto.ops.tuning import MARGIN, fastest_threads, multiplies_bf16, seconds_of, thread_counts
 from stretto.train.step import MicroBatch, forward_backward
+
+LONG_S = 2.0
+"""A micro-batch that takes longer than this is timed in part: a network of 135M parameters needs half a minute for 4,096 tokens."""
+FEW_TOKENS = 128
+"""At least, of which the time that all take is foretold."""
 
 
 class Pace(Config):
@@ -67,12 +73,22 @@ def find_pace(
         config = extracted_config(config, config.subnet(depth=len(fixed_layers(config.num_layers))))
     network = build(config, 0)
 
-    def seconds(dtype: str) -> float:
-        def work() -> None:
-            forward_backward(network, replace(next_batch(), subnet=config.full()), getattr(torch, dtype))
-            network.zero_grad(set_to_none=True)
+    def work(dtype: str, num_tokens: int) -> None:
+        batch = replace(_part(next_batch(), num_tokens), subnet=config.full())
+        forward_backward(network, batch, getattr(torch, dtype))
+        network.zero_grad(set_to_none=True)
 
-        return seconds_of(work)
+    work(first, FEW_TOKENS)
+    start = time.perf_counter()
+    work(first, FEW_TOKENS)
+    foretold = int(FEW_TOKENS * LONG_S / (time.perf_counter() - start))
+    batch = next_batch()
+    whole, num_tokens = batch.ids_BT.numel(), _part(batch, max(foretold, FEW_TOKENS)).ids_BT.numel()
+    if num_tokens < whole and ranks.is_first:
+        say(f"train.dtype {choice}: timing {num_tokens:,} of a micro-batch's {whole:,} tokens, some ten seconds")
+
+    def seconds(dtype: str) -> float:
+        return seconds_of(lambda: work(dtype, num_tokens))
 
     by_threads = fastest_threads(lambda: seconds(first))
     num_threads = torch.get_num_threads()
@@ -81,10 +97,22 @@ def find_pace(
     over_ranks = ranks.sum(torch.tensor(list(by_dtype.values()), dtype=torch.float64)).tolist()
     chosen = "bfloat16" if others and over_ranks[0] > MARGIN * over_ranks[1] else first
     if ranks.is_first:
-        num_tokens = next_batch().ids_BT.numel()
         rates = [f"{dtype} {short(num_tokens / each)}" for dtype, each in by_dtype.items()]
         if len(by_threads) > 1:
             rates += [f"{num} threads {short(num_tokens / each)}" for num, each in by_threads.items()]
         found = f"{', '.join(rates)} tokens/s forward and backward"
         say(f"train.dtype {choice}: {found}; taking {chosen}, {num_threads} threads")
     return Pace(dtype=chosen, num_threads=num_threads)
+
+
+def _part(batch: MicroBatch, most_tokens: int) -> MicroBatch:
+    """So many of its tokens at the most: whole rows, or the beginning of the first."""
+    length = batch.ids_BT.shape[1]
+    part = (slice(max(1, most_tokens // length)), slice(min(length, most_tokens)))
+    documents_BT = batch.ctx.documents_BT
+    ctx = replace(
+        batch.ctx,
+        positions_BT=batch.ctx.positions_BT[part],
+        documents_BT=None if documents_BT is None else documents_BT[part],
+    )
+    return replace(batch, ids_BT=batch.ids_BT[part], targets_BT=batch.targets_BT[part], ctx=ctx)

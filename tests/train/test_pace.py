@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,26 @@ def test_auto_takes_bf16_where_it_is_clearly_faster(bf16_s: float, monkeypatch: 
     found = find_pace("auto", CONFIG, next_batch, join("cpu"))
     assert found.dtype == ("bfloat16" if bf16_s == 0.5 else "float32")
     assert len(seen) == 2
+
+
+def test_of_a_batch_that_takes_long_a_part_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of a minute were timed whole, six times."""
+    sizes = []
+
+    def forward_backward(network: Any, batch: MicroBatch, dtype: torch.dtype) -> None:
+        sizes.append(tuple(batch.ids_BT.shape))
+        assert batch.targets_BT.shape == batch.ids_BT.shape
+        time.sleep(0.001 * batch.ids_BT.numel())
+
+    monkeypatch.setattr(pace, "forward_backward", forward_backward)
+    monkeypatch.setattr(pace, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(pace, "FEW_TOKENS", 3)
+    monkeypatch.setattr(pace, "LONG_S", 0.012)
+    find_pace("auto", CONFIG, next_batch, join("cpu"))
+    assert sizes[0] == (1, 3) and {width for _, width in sizes[2:]} <= set(range(3, 9)) and sizes[-1][0] == 1
+    assert "of a micro-batch's 16 tokens" in capsys.readouterr().out
 
 
 def test_what_the_recipe_says_stands(capsys: pytest.CaptureFixture[str]) -> None:
