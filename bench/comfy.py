@@ -96,7 +96,7 @@ def _painted(requests: Sequence[tuple[str, PaintRequest]]) -> tuple[int, int]:
             for template, request in requests:
                 painter = Comfy(f"{double.url}?template={template}", _PATIENCE)
                 with suppress(UserError, RuntimeError):
-                    came += painter.paint(request).image.size == (request.width, request.height)
+                    came += painter.paint(request).size == (request.width, request.height)
                 painter.close()
                 advance()
             return came, len(double.events("refused"))

@@ -138,7 +138,7 @@ def _paint(painter: Diffusers, prompts: Sequence[str]) -> list[Image.Image]:
     pictures = []
     with progress(painter.name, len(prompts)) as advance:
         for seed, prompt in enumerate(prompts):
-            pictures.append(painter.paint(PaintRequest(prompt, SIDE, SIDE, seed)).image)
+            pictures.append(painter.paint(PaintRequest(prompt, SIDE, SIDE, seed)))
             advance()
     return pictures
 

@@ -155,7 +155,7 @@ def by_agent(told: Script, renderer: Renderer, options: PaintOptions, is_patient
             if not reply.is_question:
                 break
     shown = dialogue.shown
-    return shown is not None and not unmet(told.truth, see(shown.picture.image)), dialogue.num_images
+    return shown is not None and not unmet(told.truth, see(shown.picture)), dialogue.num_images
 
 
 def by_prompt(told: Script, prompt: str, renderer: Renderer, options: PaintOptions, num: int) -> bool:
@@ -165,7 +165,7 @@ def by_prompt(told: Script, prompt: str, renderer: Renderer, options: PaintOptio
             picture = renderer.paint(PaintRequest(prompt, options.width, options.height, options.seed + seed))
         except UserError:
             return False
-        if not unmet(told.truth, see(picture.image)):
+        if not unmet(told.truth, see(picture)):
             return True
     return False
 

@@ -153,7 +153,7 @@ def paint_command(
             except RuntimeError as error:  # the painter's, on the way
                 raise UserError(f"it could not be painted: {' '.join(str(error).split())}") from error
     with replacing(out) as path:
-        version.picture.image.save(path, format="PNG")
+        version.picture.save(path, format="PNG")
     console = rich.get_console()
     console.print(escape(f"{out}: {version.prompt}"))
     if unchecked := "nobody has checked the picture" if as_is else version.verdict.unchecked:

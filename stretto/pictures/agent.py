@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.pictures.backend import Backend, PaintRequest, Picture
+from stretto.pictures.backend import Backend, PaintRequest
 from stretto.pictures.verify import Verdict, Verifier
 from stretto.tasks.shapes.ledger import Ledger, describe
 from stretto.tasks.shapes.turns import Conversation, tell
@@ -42,7 +42,7 @@ class Version:
 
     ledger: Ledger
     prompt: str
-    picture: Picture
+    picture: Image.Image
     verdict: Verdict
     num_images: int
     """Painted for it."""
@@ -123,7 +123,7 @@ def painted(
     verifier: Verifier,
     images: int,
     progress: Callable[[float], None] = lambda done: None,
-    before: Picture | None = None,
+    before: Image.Image | None = None,
 ) -> Version:
     """The first picture of an ``order`` that shows what is asked for, or of so many, with a seed each, the one with the fewest faults.
     Where a backend fails behind the first, so many were all, and that is told. Raises as `respond`.
@@ -133,8 +133,8 @@ def painted(
             something in it is right; after a change that mended nothing a new picture is painted.
     """
     best: Version | None = None
-    base: tuple[Picture, Verdict] | None = None
-    if before is not None and backend.edits and before.image.size == (order.width, order.height):
+    base: tuple[Image.Image, Verdict] | None = None
+    if before is not None and backend.edits and before.size == (order.width, order.height):
         base = before, verifier.judge(ledger, before)
         if not base[1].faults and not base[1].unchecked:
             return Version(ledger, order.prompt, before, base[1], 0)
@@ -142,7 +142,7 @@ def painted(
         request = replace(order, seed=order.seed + attempt)
         mask = None
         if base is not None and backend.edits and (mask := _wrong_part(*base, backend.multiple)) is not None:
-            request = replace(request, base=base[0].image, mask=mask)
+            request = replace(request, base=base[0], mask=mask)
         try:
             picture = backend.paint(request, _part(progress, attempt, images))
         except RuntimeError as error:
@@ -161,9 +161,9 @@ def painted(
     return replace(best, num_images=attempt + 1)
 
 
-def _wrong_part(picture: Picture, verdict: Verdict, multiple: int) -> Image.Image | None:
+def _wrong_part(picture: Image.Image, verdict: Verdict, multiple: int) -> Image.Image | None:
     """White but for what is right, whole squares of ``multiple`` pixels; None: nothing is right, or nowhere is room."""
-    width, height = picture.image.size
+    width, height = picture.size
     mask = Image.new("L", (width, height), 255)
     for left, top, right, bottom in verdict.right:
         low_x, low_y = (int(each - _MARGIN) // multiple * multiple for each in (left * width, top * height))

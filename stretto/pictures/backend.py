@@ -52,17 +52,6 @@ class PaintRequest:
     mask: Image.Image | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What came of it. Written by the backend."""
-
-    image: Image.Image
-    """RGB, of the size asked for."""
-    seed: int
-    """That it was really painted with."""
-    seconds: float
-
-
 class Backend(Protocol):
     """Paints, one request at a time. `closing` ends what it holds."""
 
@@ -81,8 +70,8 @@ class Backend(Protocol):
         """Whether a request may have a ``base`` and a ``mask``."""
         ...
 
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
-        """Blocks until it is painted.
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
+        """The picture, RGB and of the size asked for. Blocks until it is painted.
 
         Args:
             tell: how much of it is done, 0 to 1, now and then.

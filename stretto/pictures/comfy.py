@@ -25,7 +25,7 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from stretto.base.errors import UserError
-from stretto.pictures.backend import PaintRequest, Picture, check_request
+from stretto.pictures.backend import PaintRequest, check_request
 from stretto.pictures.comfy_graph import Graph, Kinds, choose, fit, read_kinds, refuse, repair
 
 _NAMESPACE: Final = uuid.UUID("8f6b1c9e-6f63-4f8e-9a57-0d3b6b6f5a11")
@@ -112,12 +112,10 @@ class Comfy:
         self._open.close()
         self._client.close()
 
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         """As `Backend.paint`. The same request to the same server is one picture, however often and by whom it is asked for."""
         check_request(self, request)
-        started = time.monotonic()
-        graph = self._patiently(lambda: self.graph(request))
-        return Picture(self.run(graph, tell), request.seed, time.monotonic() - started)
+        return self.run(self._patiently(lambda: self.graph(request)), tell)
 
     def graph(self, request: PaintRequest) -> Graph:
         """What is sent for ``request``, reference pictures uploaded; checked. Raises as `paint`."""

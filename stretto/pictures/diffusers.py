@@ -7,7 +7,6 @@ back to what they were, as noisy as that step leaves them. At the end pixels out
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import read_json
-from stretto.pictures.backend import Lora, PaintRequest, Picture, check_request
+from stretto.pictures.backend import Lora, PaintRequest, check_request
 
 RECIPE_FILE: Final = "painter.json"
 """In a folder that `stretto.pictures.painter` made: how many steps and how much guidance it is meant for."""
@@ -80,7 +79,7 @@ class Diffusers:
     def close(self) -> None:
         del self._pipeline
 
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         """As `Backend.paint`."""
         check_request(self, request)
         if request.controls:
@@ -95,7 +94,6 @@ class Diffusers:
         ):
             if given and name not in self._takes:
                 raise UserError(f"{self.name}: {what}: {type(self._pipeline).__name__} takes none; leave it out")
-        started = time.monotonic()
         steps = request.steps or self._recipe.get("sampling_steps") or self._takes["num_inference_steps"].default
         guidance = self._recipe.get("guidance") if request.guidance is None else request.guidance
         told: dict[str, Any] = {
@@ -119,11 +117,11 @@ class Diffusers:
                 callback_on_step_end=after,
                 **{name: value for name, value in told.items() if name in self._takes and value is not None},
             )
-        image = made.images[0].convert("RGB")
+        image: Image.Image = made.images[0].convert("RGB")
         if request.base is not None:
             assert request.mask is not None
             image = Image.composite(image, request.base.convert("RGB"), request.mask.convert("1"))
-        return Picture(image, request.seed, time.monotonic() - started)
+        return image
 
     @torch.no_grad()
     def _keeper(self, request: PaintRequest) -> Callable[[int, Tensor], Tensor]:

@@ -4,7 +4,6 @@ and no network; with planted faults, for everything that wants a painter who err
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from stretto.base.errors import UserError
-from stretto.pictures.backend import PaintRequest, Picture, check_request
+from stretto.pictures.backend import PaintRequest, check_request
 from stretto.tasks.shapes.draw import PALETTE, Body, draw, drawable, looks_like, place, placed, see, unmet
 from stretto.tasks.shapes.ledger import Ledger, Thing, read
 
@@ -30,14 +29,13 @@ class Renderer:
         assert 0 <= faults < 1, faults
         self._faults, self.edits = faults, edits
 
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         check_request(self, request)
         for what in ("loras", "controls", "negative", "steps", "guidance"):
             if getattr(request, what):
                 raise UserError(
                     f"renderer: {what.removesuffix('s')}: it has none; leave it out, or choose another backend"
                 )
-        started_s = time.perf_counter()
         ledger = drawable(read(request.prompt))
         meant = _misread(ledger, self._faults, random.Random(f"faults/{request.seed}")) if self._faults else ledger
         if request.base is not None and request.mask is not None:
@@ -45,7 +43,7 @@ class Renderer:
         else:
             image = draw(place(meant, request.seed), request.width, request.height)
         tell(1.0)
-        return Picture(image, request.seed, time.perf_counter() - started_s)
+        return image
 
     def close(self) -> None:
         pass

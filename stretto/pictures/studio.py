@@ -78,7 +78,7 @@ class Studio:
                 num_before = len(self._dialogue.versions)
                 for number, version in enumerate(reply.dialogue.versions[num_before:], num_before + 1):
                     with replacing(self._out / f"{number:03}.png") as path:
-                        version.picture.image.save(path, format="PNG")
+                        version.picture.save(path, format="PNG")
                 write_json(self._out / CONVERSATION_FILE, _told(reply.dialogue, said, None))
             self._dialogue, self._said = reply.dialogue, said
 
@@ -92,7 +92,7 @@ class Studio:
     def picture(self, number: int) -> bytes:
         """A version as PNG. Raises IndexError: there is none."""
         held = io.BytesIO()
-        self._dialogue.versions[number].picture.image.save(held, format="PNG")
+        self._dialogue.versions[number].picture.save(held, format="PNG")
         return held.getvalue()
 
 

@@ -24,7 +24,6 @@ from PIL import Image
 from stretto.base.config import validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
 from stretto.base.errors import UserError
-from stretto.pictures.backend import Picture
 from stretto.tasks.shapes.draw import FORMS, drawable, judged, see
 from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
 
@@ -53,7 +52,7 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         """What of ``ledger`` it can; what keeps it from more is among the troubles."""
         ...
 
@@ -66,7 +65,7 @@ class Verifiers:
     def __init__(self, *parts: Verifier) -> None:
         self._parts = parts
 
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         so_far = Verdict(left=ledger)
         for part in self._parts:
             if so_far.left.num_constraints:
@@ -84,10 +83,10 @@ class Verifiers:
 class ShapesVerifier:
     """Exact, for coloured shapes on white and nothing else."""
 
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         if not is_of_shapes(ledger):
             return Verdict(left=ledger)
-        faults, right = judged(ledger, see(picture.image))
+        faults, right = judged(ledger, see(picture))
         return Verdict(
             faults,
             right=tuple(
@@ -124,11 +123,11 @@ class TextVerifier:
         self._reader: Any = None
         self._lock = threading.Lock()
 
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         if not ledger.texts:
             return Verdict(left=ledger)
         try:
-            lines = self._read(picture.image)
+            lines = self._read(picture)
         except ImportError:
             return Verdict(left=ledger)
         spans = {text: lines_with(text, [line for line, _ in lines]) for text in ledger.texts}
@@ -224,10 +223,10 @@ class EndpointVerifier:
         self._plain = Chat(config, "refused")
         self._at_once = config.at_once
 
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         asked = [*statements(ledger)]
         held = io.BytesIO()
-        picture.image.save(held, format="PNG")
+        picture.save(held, format="PNG")
         image = f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
         stop_s = time.monotonic() + _PATIENCE_S
         with ThreadPoolExecutor(self._at_once) as pool:

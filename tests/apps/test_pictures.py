@@ -19,7 +19,6 @@ from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES, claimed
 from stretto.base.track import read_metrics
 from stretto.model.checkpoint import write_checkpoint
-from stretto.pictures.backend import Picture
 from stretto.pictures.door import PATH
 from stretto.pictures.renderer import Renderer
 from stretto.rl.recipe import RlRecipe
@@ -193,7 +192,7 @@ def test_what_cannot_be_painted(
 def test_a_picture_that_cannot_be_written_or_painted_is_told_in_a_line(
     stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> Picture:
+    def fails(*_: Any) -> None:
         raise RuntimeError("it failed at node 3:\nno memory")
 
     monkeypatch.setattr(Renderer, "paint", fails)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from stretto.base.errors import UserError
 from stretto.pictures.agent import Dialogue, PaintOptions, Reply, painted, respond
-from stretto.pictures.backend import PaintRequest, Picture, check_request
+from stretto.pictures.backend import PaintRequest, check_request
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.verify import ShapesVerifier
 from stretto.tasks.shapes.draw import see, unmet
@@ -31,7 +31,7 @@ def test_a_turn_paints_what_stands_and_undo_shows_the_picture_of_then() -> None:
     assert [version.num_images for version in third.dialogue.versions] == [1, 1]  # nothing is painted to take back
     assert third.dialogue.shown == third.dialogue.versions[0]
     assert first.dialogue.shown is not None and third.dialogue.shown is not None
-    assert first.dialogue.shown.picture.image.tobytes() == third.dialogue.shown.picture.image.tobytes()
+    assert first.dialogue.shown.picture.tobytes() == third.dialogue.shown.picture.tobytes()
 
 
 def test_what_is_painted_wrongly_is_painted_again_within_the_budget() -> None:
@@ -39,7 +39,7 @@ def test_what_is_painted_wrongly_is_painted_again_within_the_budget() -> None:
     seeds = range(0, 400, 8)
     replies = [talk(request, faults=0.3, options=OPTIONS.replace(seed=seed)) for seed in seeds]
     versions = [reply.dialogue.versions[0] for reply in replies]
-    assert all(not unmet(read(request), see(each.picture.image)) for each in versions if not each.verdict.faults)
+    assert all(not unmet(read(request), see(each.picture)) for each in versions if not each.verdict.faults)
     assert max(each.num_images for each in versions) > 1 and all(
         each.num_images == 8 for each in versions if each.verdict.faults
     )
@@ -59,7 +59,7 @@ def test_it_asks_only_where_the_ledger_contradicts_itself() -> None:
 
 def test_a_size_that_is_named_counts() -> None:
     shown = talk("a red circle", "make it 128x64").dialogue.shown
-    assert shown is not None and shown.picture.image.size == (128, 64)
+    assert shown is not None and shown.picture.size == (128, 64)
 
 
 def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
@@ -68,8 +68,8 @@ def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
 
 
 class Sign(Renderer):
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
-        return Picture(Image.new("RGB", (request.width, request.height)), request.seed, 0.0)
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
+        return Image.new("RGB", (request.width, request.height))
 
 
 def test_words_alone_can_be_painted() -> None:
@@ -81,8 +81,8 @@ def test_what_is_left_of_nothing_is_told() -> None:
     assert "nothing is asked for" in talk("a red circle", "remove the circle").said
 
 
-def pixels(picture: Picture) -> np.ndarray:
-    return np.asarray(picture.image, dtype=int)
+def pixels(picture: Image.Image) -> np.ndarray:
+    return np.asarray(picture, dtype=int)
 
 
 def test_a_turn_changes_what_it_speaks_of_and_leaves_the_rest_to_the_bit() -> None:
@@ -90,7 +90,7 @@ def test_a_turn_changes_what_it_speaks_of_and_leaves_the_rest_to_the_bit() -> No
     before, after = (version.picture for version in talk(*turns).dialogue.versions)
     is_red_HW = pixels(before)[:, :, 0] > pixels(before)[:, :, 2] + 40
     assert is_red_HW.any() and (pixels(before)[is_red_HW] == pixels(after)[is_red_HW]).all()
-    assert not unmet(read("two red circles left of a green square"), see(after.image))
+    assert not unmet(read("two red circles left of a green square"), see(after))
     anew = Reply(Dialogue(), "")
     for turn in turns:
         anew = respond(anew.dialogue, turn, Renderer(edits=False), ShapesVerifier(), OPTIONS)
@@ -101,7 +101,7 @@ def test_what_is_shown_already_is_not_painted_again() -> None:
     dialogue = talk("a red circle left of a blue square", "put the circle left of the square").dialogue
     assert dialogue.num_images == 1 and dialogue.conversation.states[-1] == dialogue.conversation.states[-2]
     gone = talk("a circle left of a blue square", "make the circle red", options=OPTIONS.replace(seed=0))
-    seen = see(gone.dialogue.versions[0].picture.image)
+    seen = see(gone.dialogue.versions[0].picture)
     was_red = any((body.form, body.colour) == ("circle", "red") for body in seen)
     assert gone.dialogue.versions[-1].num_images == (0 if was_red else 1)
 
@@ -113,7 +113,7 @@ class Noting(Renderer):
         super().__init__(faults)
         self.were_edits: list[bool] = []
 
-    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+    def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         self.were_edits.append(request.base is not None)
         return super().paint(request, tell)
 
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_changed_within_the_budget_and_after_a_vain_change_all_
 
 def test_a_painter_that_fails_on_the_way_leaves_what_it_has_painted() -> None:
     class Tiring(Noting):
-        def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Picture:
+        def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
             if len(self.were_edits) == 2:
                 raise RuntimeError("no memory")
             return super().paint(replace(request, prompt="a blue circle", base=None, mask=None), tell)

@@ -38,8 +38,8 @@ def test_one_request_is_one_picture_however_often_it_is_asked_for(double):
     first = comfy.paint(request(1), told.append)
     again = painter(double).paint(request(1))
     other = comfy.paint(request(2))
-    assert first.image.size == (64, 64) and first.image.mode == "RGB"
-    assert first.image.tobytes() == again.image.tobytes() != other.image.tobytes()
+    assert first.size == (64, 64) and first.mode == "RGB"
+    assert first.tobytes() == again.tobytes() != other.tobytes()
     saved = double.events("saved")
     assert saved.count(job_id(comfy.graph(request(1)))) == 1 and len(set(saved)) == len(saved)
     assert told and max(told) == 1.0

@@ -17,7 +17,7 @@ from peft.utils import get_peft_model_state_dict
 
 from stretto.base.errors import UserError
 from stretto.pictures.agent import painted
-from stretto.pictures.backend import Control, Lora, PaintRequest, Picture
+from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.diffusers import Diffusers
 from stretto.pictures.painter import Recipe, build
 from stretto.pictures.verify import Verdict
@@ -60,16 +60,16 @@ def asked(seed: int = 0, **more) -> PaintRequest:
 
 
 def pixels(backend: Diffusers, request: PaintRequest) -> np.ndarray:
-    return np.asarray(backend.paint(request).image, dtype=int)
+    return np.asarray(backend.paint(request), dtype=int)
 
 
 def test_a_request_is_a_picture_and_the_same_one_again(backend: Diffusers) -> None:
     told: list[float] = []
     picture = backend.paint(asked(), told.append)
-    assert picture.image.size == (32, 32) and picture.image.mode == "RGB" and told == [1 / 3, 2 / 3, 1.0]
-    assert (pixels(backend, asked()) == np.asarray(picture.image)).all()
+    assert picture.size == (32, 32) and picture.mode == "RGB" and told == [1 / 3, 2 / 3, 1.0]
+    assert (pixels(backend, asked()) == np.asarray(picture)).all()
     for other in (asked(1), asked(steps=4), asked(guidance=1.0), asked(negative="Two blue squares.")):
-        assert (pixels(backend, other) != np.asarray(picture.image)).any()
+        assert (pixels(backend, other) != np.asarray(picture)).any()
 
 
 def test_an_edit_changes_what_the_mask_says_and_nothing_else(backend: Diffusers) -> None:
@@ -85,7 +85,7 @@ class Half:
 
     num = 0
 
-    def judge(self, ledger: Ledger, picture: Picture) -> Verdict:
+    def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         self.num += 1
         return Verdict((Unkept("object", "no square"),) if self.num == 1 else (), right=((0.0, 0.0, 0.4, 1.0),))
 
@@ -96,7 +96,7 @@ def test_what_is_right_stays_and_the_rest_is_painted_again(backend: Diffusers) -
     ledger = read("a red circle")
     first = pixels(backend, asked())
     made = painted(ledger, asked(), backend, Half(), 4)
-    shown = np.asarray(made.picture.image, dtype=int)
+    shown = np.asarray(made.picture, dtype=int)
     assert made.num_images == 2 and (shown[:, :16] == first[:, :16]).all()  # whole tokens of 8 pixels
     assert (shown[:, 16:] != first[:, 16:]).any()
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused_in_a_line(backend: Diffusers, folder: Path, t
     ):
         with pytest.raises(UserError, match=problem):
             backend.paint(request)
-    assert backend.paint(asked()).image.size == (32, 32)
+    assert backend.paint(asked()).size == (32, 32)
     with pytest.raises(UserError, match=r"model_index.json: no such file; name the folder"):
         Diffusers(tmp_path)
     torn = tmp_path / "torn"

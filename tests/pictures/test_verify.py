@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from stretto.base.errors import UserError
 from stretto.pictures import verify
-from stretto.pictures.backend import PaintRequest, Picture
+from stretto.pictures.backend import PaintRequest
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.verify import (
     EndpointVerifier,
@@ -27,7 +27,7 @@ from stretto.pictures.verify import (
 from stretto.tasks.shapes.ledger import Ledger, read
 from tests.tasks.judges import judging
 
-BLANK = Picture(Image.new("RGB", (32, 32), "white"), 0, 0.0)
+BLANK = Image.new("RGB", (32, 32), "white")
 
 
 def test_only_shapes_are_judged_exactly() -> None:
@@ -44,15 +44,15 @@ def test_where_something_is_right() -> None:
     verdict = ShapesVerifier().judge(asked, picture)
     assert {fault.kind for fault in verdict.faults} >= {"object", "extra"} and len(verdict.right) == 1
     left, top, right, bottom = (round(128 * each) for each in verdict.right[0])
-    inside = picture.image.crop((left + 2, top + 2, right - 2, bottom - 2)).resize((1, 1)).getpixel((0, 0))
+    inside = picture.crop((left + 2, top + 2, right - 2, bottom - 2)).resize((1, 1)).getpixel((0, 0))
     assert isinstance(inside, tuple) and inside[0] > 200 > inside[1]
 
 
-def written(*lines: str) -> Picture:
+def written(*lines: str) -> Image.Image:
     image = Image.new("RGB", (256, 160), "white")
     for number, line in enumerate(lines):
         ImageDraw.Draw(image).text((16, 20 + 50 * number), line, "navy", ImageFont.load_default(32))
-    return Picture(image, 0, 0.0)
+    return image
 
 
 @pytest.fixture(scope="module")
