@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +51,13 @@ class PaintRequest:
     base: Image.Image | None = None
     """To be changed where ``mask`` is white, and nowhere else; of the same size. Only where `Backend.edits`."""
     mask: Image.Image | None = None
+
+
+def png(image: Image.Image) -> bytes:
+    """As a file of that format."""
+    held = io.BytesIO()
+    image.save(held, format="PNG")
+    return held.getvalue()
 
 
 class Backend(Protocol):

@@ -25,7 +25,7 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from stretto.base.errors import UserError
-from stretto.pictures.backend import PaintRequest, check_request
+from stretto.pictures.backend import PaintRequest, check_request, png
 from stretto.pictures.comfy_graph import Graph, Kinds, choose, fit, read_kinds, refuse, repair
 
 _NAMESPACE: Final = uuid.UUID("8f6b1c9e-6f63-4f8e-9a57-0d3b6b6f5a11")
@@ -252,10 +252,9 @@ class Comfy:
             return None
 
     def _upload(self, image: Image.Image) -> str:
-        buffer = io.BytesIO()
-        image.convert("RGB").save(buffer, "PNG")
-        name = f"stretto-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.png"
-        files = {"image": (name, buffer.getvalue(), "image/png")}
+        content = png(image.convert("RGB"))
+        name = f"stretto-{hashlib.sha256(content).hexdigest()[:16]}.png"
+        files = {"image": (name, content, "image/png")}
         reply = self._reply(lambda: self._client.post("/upload/image", files=files, data={"overwrite": "true"}))
         answer = _json(reply)
         return f"{answer['subfolder']}/{answer['name']}" if answer.get("subfolder") else str(answer["name"])

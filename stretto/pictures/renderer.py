@@ -69,9 +69,9 @@ def _edited(ledger: Ledger, meant: Ledger, base: Image.Image, mask: Image.Image,
 
 def _fits(body: Body, free_HW: np.ndarray) -> bool:
     height, width = free_HW.shape
-    rows = slice(int((body.y - body.height / 2) * height), int((body.y + body.height / 2) * height) + 2)
-    columns = slice(int((body.x - body.width / 2) * width), int((body.x + body.width / 2) * width) + 2)
-    return bool(free_HW[rows, columns].all())
+    left, top, right, bottom = body.box
+    part = slice(int(top * height), int(bottom * height) + 2), slice(int(left * width), int(right * width) + 2)
+    return bool(free_HW[part].all())
 
 
 def _misread(ledger: Ledger, faults: float, rng: random.Random) -> Ledger:

@@ -6,7 +6,6 @@ One conversation a process, kept by the server; the page shows what ``/state`` s
 from __future__ import annotations
 
 import asyncio
-import io
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing, write_json
 from stretto.pictures.agent import Dialogue, PaintOptions, respond
-from stretto.pictures.backend import Backend
+from stretto.pictures.backend import Backend, png
 from stretto.pictures.verify import Verifier
 from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
 from stretto.serve.server import CONTENT_POLICY
@@ -91,9 +90,7 @@ class Studio:
 
     def picture(self, number: int) -> bytes:
         """A version as PNG. Raises IndexError: there is none."""
-        held = io.BytesIO()
-        self._dialogue.versions[number].picture.save(held, format="PNG")
-        return held.getvalue()
+        return png(self._dialogue.versions[number].picture)
 
 
 def _told(dialogue: Dialogue, said: Sequence[Said], done: float | None) -> dict[str, Any]:
@@ -140,15 +137,12 @@ def create_studio(studio: Studio) -> Starlette:
     async def turn(request: Request) -> Response:
         try:
             told = await read_json(request, max_bytes=_MOST_BYTES)
-        except (ApiError, GoneError) as error:
+            if not isinstance(told, dict) or not isinstance(text := told.get("text"), str):
+                raise ApiError(400, 'send {"text": …}')
+            await asyncio.to_thread(studio.turn, text)
+        except (ApiError, GoneError, UserError) as error:
             refusal = as_api_error(error)
             return JSONResponse({"error": refusal.message}, refusal.status)
-        if not isinstance(told, dict) or not isinstance(text := told.get("text"), str):
-            return JSONResponse({"error": 'send {"text": …}'}, 400)
-        try:
-            await asyncio.to_thread(studio.turn, text)
-        except UserError as error:
-            return JSONResponse({"error": str(error)}, 400)
         except RuntimeError as error:  # the painter's, on the way
             return JSONResponse({"error": f"it could not be painted: {error}"}, 502)
         return JSONResponse(studio.state())

@@ -7,7 +7,6 @@ that is down, says no score or one that there is not has judged nothing.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 import threading
@@ -24,11 +23,9 @@ from PIL import Image
 from stretto.base.config import validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.draw import FORMS, drawable, judged, see
+from stretto.pictures.backend import png
+from stretto.tasks.shapes.draw import Box, drawable, judged, see
 from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
-
-Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, as shares of a picture's sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,7 @@ class ShapesVerifier:
         if not is_of_shapes(ledger):
             return Verdict(left=ledger)
         faults, right = judged(ledger, see(picture))
-        return Verdict(
-            faults,
-            right=tuple(
-                (each.x - each.width / 2, each.y - each.height / 2, each.x + each.width / 2, each.y + each.height / 2)
-                for each in right
-            ),
-        )
+        return Verdict(faults, right=tuple(body.box for body in right))
 
     def close(self) -> None:
         pass
@@ -102,9 +93,7 @@ class ShapesVerifier:
 def is_of_shapes(ledger: Ledger) -> bool:
     """Whether all that is asked for can be drawn and read back exactly."""
     try:
-        return drawable(ledger).num_constraints == ledger.num_constraints and all(
-            each.noun in FORMS for each in ledger.things
-        )
+        return drawable(ledger).num_constraints == ledger.num_constraints
     except UserError:
         return False
 
@@ -225,9 +214,7 @@ class EndpointVerifier:
 
     def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         asked = [*statements(ledger)]
-        held = io.BytesIO()
-        picture.save(held, format="PNG")
-        image = f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+        image = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
         stop_s = time.monotonic() + _PATIENCE_S
         with ThreadPoolExecutor(self._at_once) as pool:
             told = [*pool.map(lambda each: self._asked(each.says, image, stop_s), asked[: self._calls])]

@@ -7,6 +7,7 @@ Shape letters: H rows of pixels, W columns, C red, green and blue.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ _MOST = 9
 """Of one kind in a picture."""
 
 
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as shares of a picture's sides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """One shape in a picture; places and sizes are shares of the picture's sides."""
@@ -55,6 +60,10 @@ class Body:
     """From the top."""
     width: float
     height: float
+
+    @property
+    def box(self) -> Box:
+        return self.x - self.width / 2, self.y - self.height / 2, self.x + self.width / 2, self.y + self.height / 2
 
 
 Scene = tuple[Body, ...]
@@ -131,9 +140,7 @@ def _order(ids: Sequence[int], before: set[tuple[int, int]], rng: random.Random)
 
 def _bodies(thing: Thing, column: int, row: int, num_cells: int, rng: random.Random) -> list[Body]:
     count = thing.count or rng.randint(2, 3)
-    side = 1
-    while side * side < count:
-        side += 1
+    side = math.ceil(math.sqrt(count))
     cell = 1 / num_cells / side
     colour = thing.colours[0] if thing.colours else rng.choice(list(PALETTE))
     made = []
