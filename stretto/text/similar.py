@@ -137,12 +137,7 @@ def embeddings() -> Callable[[Sequence[str]], NDArray[np.float64]]:
 def clusters_N(alike_NN: NDArray[np.float64], same_at: float) -> NDArray[np.int32]:
     """The cluster of each text, numbered from 0 in order: two texts are in one if they are alike by at least ``same_at``, or
     if a chain of such pairs joins them (single linkage)."""
-    is_joined_NN, labels_N = alike_NN >= same_at, np.arange(len(alike_NN))
-    while len(labels_N):
-        least_N = np.where(is_joined_NN, labels_N, len(labels_N)).min(
-            1
-        )  # everybody takes the least label of its neighbours
-        if (least_N == labels_N).all():
-            break
-        labels_N = least_N
-    return np.unique(labels_N, return_inverse=True)[1].astype(np.int32)
+    from scipy.sparse.csgraph import connected_components  # half a second that few who import this need
+
+    labels_N: NDArray[np.int32] = connected_components(alike_NN >= same_at, directed=False)[1]
+    return labels_N
