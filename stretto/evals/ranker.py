@@ -362,12 +362,8 @@ class LocalJudge:
         """Texts that are best read together: a GPU waits for launches with one, a CPU gains nothing by more."""
         return 1 if self._reader.device.type == "cpu" else 64
 
-    def shares(self, asked: Sequence[Asked]) -> np.ndarray:
-        """[N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""
-        return self.shares_of(self.scores(asked))
-
     def shares_of(self, scores_N: np.ndarray) -> np.ndarray:
-        """The same of texts with these scores."""
+        """Of texts with these scores, [N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""
         return expit((scores_N - self.record.median) / self.record.spread)
 
     def first_wins(self, prompt: str, first: str, second: str) -> float:

@@ -76,7 +76,6 @@ class Field:
 class Kind:
     """One kind of node that a server has. Written by `read_kinds`."""
 
-    name: str
     fields: Mapping[str, Field]
     outputs: tuple[str, ...]
     is_output: bool
@@ -88,19 +87,19 @@ Kinds = Mapping[str, Kind]
 def read_kinds(info: Any, where: str) -> dict[str, Kind]:
     """Of the answer to ``/object_info``. Raises `UserError`: it is no such answer."""
     try:
-        return {name: _kind(name, entry) for name, entry in info.items()}
+        return {name: _kind(entry) for name, entry in info.items()}
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         problem = f"/object_info is not as ComfyUI documents it ({type(error).__name__}: {error})"
         raise UserError(f"{where}: {problem}; is this a ComfyUI server?") from None
 
 
-def _kind(name: str, entry: Mapping[str, Any]) -> Kind:
+def _kind(entry: Mapping[str, Any]) -> Kind:
     fields = {}
     for part in ("required", "optional"):
         for key, spec in entry["input"].get(part, {}).items():
             fields[key] = _field(key, spec[0], spec[1] if len(spec) > 1 else {}, part == "required")
     outputs = tuple("COMBO" if isinstance(output, list) else output for output in entry["output"])
-    return Kind(name, fields, outputs, bool(entry.get("output_node")))
+    return Kind(fields, outputs, bool(entry.get("output_node")))
 
 
 def _field(name: str, kind: Any, config: Mapping[str, Any], is_required: bool) -> Field:

@@ -44,11 +44,11 @@ from stretto.base.paths import claimed, remove, replacing, write_json
 from stretto.base.track import progress
 from stretto.ops.tuning import multiplies_bf16
 from stretto.optim.build import Muon
+from stretto.pictures.diffusers import RECIPE_FILE
 from stretto.tasks.shapes.draw import PALETTE, draw, place
 from stretto.tasks.shapes.ledger import Ledger, describe, unkept
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
 
-RECIPE_FILE: Final = "painter.json"
 SIDE: Final = 32
 """Pixels of its pictures."""
 ALONE, PAIRS = ShapesArgs(things=1, count=3), ShapesArgs(things=2, count=1, relations=0.8)

@@ -111,7 +111,8 @@ def test_layout_and_the_order_of_two_change_nothing(local: LocalJudge, made: Mad
     assert local.first_wins(one.prompt, one.text, bulleted(one.text)) == 0.5
     first, second = (local.first_wins(one.prompt, *pair) for pair in ((one.text, other.text), (other.text, one.text)))
     assert first == 1 - second
-    assert 0 <= local.shares([(one.prompt, one.text)])[0] <= 1 and local.shares([(one.prompt, " \n")])[0] == 0
+    share, empty = local.shares_of(local.scores([(one.prompt, one.text), (one.prompt, " \n")]))
+    assert 0 <= share <= 1 and empty == 0
 
 
 def test_a_long_answer_is_as_good_as_its_worst_window(local: LocalJudge, made: Made) -> None:

@@ -84,7 +84,7 @@ def test_a_local_judge_rates_and_compares(tmp_path: Path, address: str, local: L
     texts = ["The river watched the bread.", "- The river watched the bread.", "Clock clock, the."]
     rating = _source(tmp_path, address, local.record.name)
     found = [rating.score(rating.problem(0), Answer(text)).reward for text in texts]
-    want = local.shares([("The river rose.", text) for text in texts])
+    want = local.shares_of(local.scores([("The river rose.", text) for text in texts]))
     assert found == pytest.approx(
         want.tolist(), abs=2e-3
     )  # four digits of each criterion's points; bf16 where there is

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Final, Literal
 
 from stretto.base.errors import UserError
+from stretto.base.numbers import listed
 
 
 def _words(text: str) -> frozenset[str]:
@@ -523,7 +524,7 @@ def describe(ledger: Ledger) -> str:
     if ledger.medium and not shown:
         shown, words = words or ["it"], []
     medium = "".join(f"{_with_article(each)} of " for each in ledger.medium)
-    sentences = [medium + _joined(shown)] if shown else []
+    sentences = [medium + listed(shown)] if shown else []
     for relation in ledger.relations:
         subject, other = ledger.thing(relation.subject), ledger.thing(relation.other)
         verb = ("is", "has") if subject.count == 1 else ("are", "have")
@@ -537,19 +538,13 @@ def with_number(thing: Thing) -> str:
     """ "a red cube", "two red cubes", "some red cubes"."""
     if thing.count is None:
         return f"some {thing.name}"
-    return _with_article(thing.name) if thing.count == 1 else f"{_number_word(thing.count)} {thing.name}"
-
-
-def _number_word(number: int) -> str:
-    return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
+    if thing.count == 1:
+        return _with_article(thing.name)
+    return f"{NUMBER_WORDS[thing.count] if thing.count < len(NUMBER_WORDS) else thing.count} {thing.name}"
 
 
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 # Judging
