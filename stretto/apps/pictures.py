@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import rich
 import uvicorn
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from rich.markup import escape
 
 from stretto.apps.agent import endpoint
@@ -211,7 +211,7 @@ def parse_control(text: str) -> Control:
     try:
         with Image.open(file) as image:
             return Control(kind, image.convert("RGB"))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, Image.DecompressionBombError) as error:
         problem = getattr(error, "strerror", None) or "it cannot be read as a picture"
         raise UserError(f"--control {text}: {file}: {problem}; name a PNG or JPEG file") from None
 

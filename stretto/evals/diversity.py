@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stretto.model.transformer import Context, Transformer
-from stretto.text.similar import clusters_N, distinct, ngrams, similarity_NN, words
+from stretto.text.similar import clusters_N, distinct, ngrams, words
 
 MEASURES = ("distinct_1", "distinct_2", "self_bleu", "vendi", "clusters")
 """Of `diversity`, in the order of reports."""
@@ -27,9 +27,7 @@ _ORDERS, _SMOOTHING = 4, 0.1
 """Of BLEU: longest n-gram, and what counts for no match at all (nltk's method 1)."""
 
 
-def diversity(
-    texts: Sequence[str], alike_NN: np.ndarray | None = None, same_at: float | None = None
-) -> dict[str, float]:
+def diversity(texts: Sequence[str], alike_NN: np.ndarray, same_at: float) -> dict[str, float]:
     """By name of `MEASURES`, of ``texts`` that answer one problem.
 
     ``distinct_n``: different n-grams of words over all of them (1510.03055). ``self_bleu``: how much of a text the others say,
@@ -37,15 +35,15 @@ def diversity(
     ones with nothing in common. ``clusters``: their number.
 
     Args:
-        alike_NN: similarities, positive semi-definite, 1 on the diagonal; None: of letters.
+        alike_NN: similarities, positive semi-definite, 1 on the diagonal.
+        same_at: from which on two texts count as one cluster.
     """
-    alike_NN = similarity_NN(texts, "characters") if alike_NN is None else alike_NN
     return {
         "distinct_1": distinct(*texts, n=1),
         "distinct_2": distinct(*texts, n=2),
         "self_bleu": self_bleu([words(text) for text in texts]),
         "vendi": vendi(alike_NN),
-        "clusters": float(clusters_N(alike_NN, SAME_AT["characters"] if same_at is None else same_at).max() + 1),
+        "clusters": float(clusters_N(alike_NN, same_at).max() + 1),
     }
 
 

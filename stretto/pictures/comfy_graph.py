@@ -97,12 +97,13 @@ def _kind(entry: Mapping[str, Any]) -> Kind:
     fields = {}
     for part in ("required", "optional"):
         for key, spec in entry["input"].get(part, {}).items():
-            fields[key] = _field(key, spec[0], spec[1] if len(spec) > 1 else {}, part == "required")
+            fields[key] = _field(key, spec, part == "required")
     outputs = tuple("COMBO" if isinstance(output, list) else output for output in entry["output"])
     return Kind(fields, outputs, bool(entry.get("output_node")))
 
 
-def _field(name: str, kind: Any, config: Mapping[str, Any], is_required: bool) -> Field:
+def _field(name: str, spec: Sequence[Any], is_required: bool) -> Field:
+    kind, config = spec[0], spec[1] if len(spec) > 1 else {}
     options = kind if isinstance(kind, list) else config.get("options", []) if kind == "COMBO" else []
     return Field(
         name=name,
@@ -570,8 +571,7 @@ def repair(graph: Graph, node_errors: Mapping[str, Any]) -> tuple[Graph, list[st
             name = extra.get("input_name")
             if key not in graph or not isinstance(name, str) or name in ("width", "height", "text", *_SEEDS):
                 continue
-            spec = extra.get("input_config") or ["*"]
-            entry = _field(name, spec[0], spec[1] if len(spec) > 1 else {}, True)
+            entry = _field(name, extra.get("input_config") or ["*"], True)
             old = graph[key]["inputs"].get(name)
             new = _mended(str(error.get("type")), old, entry)
             if new is not None and new != old:

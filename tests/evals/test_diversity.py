@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.evals.diversity import MEASURES, cosines, diversity, embed, self_bleu, vendi
+from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed, self_bleu, vendi
 from stretto.model.transformer import Context
+from stretto.text.similar import similarity_NN
 from tests.engine.engines import network
 
 EQUAL = ["the cat sat on the mat today"] * 4
 APART = ["abcd efgh", "ijkl mnop", "qrst uvwx", "1234 5678"]
 
 
+def by_letters(texts: list[str]) -> dict[str, float]:
+    return diversity(texts, similarity_NN(texts, "characters"), SAME_AT["characters"])
+
+
 def test_equal_texts_are_one() -> None:
-    found = diversity(EQUAL)
+    found = by_letters(EQUAL)
     assert tuple(found) == MEASURES
     assert found == pytest.approx(
         {"distinct_1": 6 / 28, "distinct_2": 6 / 24, "self_bleu": 1.0, "vendi": 1.0, "clusters": 1.0}
@@ -25,7 +30,7 @@ def test_equal_texts_are_one() -> None:
 
 
 def test_texts_with_nothing_in_common_are_as_many_as_they_are() -> None:
-    found = diversity(APART)
+    found = by_letters(APART)
     assert found["self_bleu"] < 0.1  # not 0: it is smoothed
     assert {name: found[name] for name in MEASURES if name != "self_bleu"} == pytest.approx(
         {"distinct_1": 1.0, "distinct_2": 1.0, "vendi": 4.0, "clusters": 4.0}
@@ -33,7 +38,7 @@ def test_texts_with_nothing_in_common_are_as_many_as_they_are() -> None:
 
 
 def test_two_of_each_are_two() -> None:
-    found = diversity([APART[0], APART[0], APART[1], APART[1]])
+    found = by_letters([APART[0], APART[0], APART[1], APART[1]])
     assert (found["vendi"], found["clusters"], found["distinct_1"]) == pytest.approx((2, 2, 0.5))
 
 
@@ -45,12 +50,12 @@ def test_vendi_is_the_exponential_of_the_entropy_of_eigenvalues() -> None:
 
 
 def test_short_and_empty_answers() -> None:
-    assert diversity(["7", "7"])["self_bleu"] == 1.0
-    assert diversity(["", ""])["self_bleu"] == 1.0
-    assert diversity(["", "7"])["self_bleu"] < 0.1
-    assert diversity(["7", "8"])["distinct_2"] == 1.0
-    assert math.isnan(diversity(["7"])["self_bleu"])
-    assert diversity(["7"])["vendi"] == 1.0
+    assert by_letters(["7", "7"])["self_bleu"] == 1.0
+    assert by_letters(["", ""])["self_bleu"] == 1.0
+    assert by_letters(["", "7"])["self_bleu"] < 0.1
+    assert by_letters(["7", "8"])["distinct_2"] == 1.0
+    assert math.isnan(by_letters(["7"])["self_bleu"])
+    assert by_letters(["7"])["vendi"] == 1.0
 
 
 @pytest.mark.slow  # nltk takes seconds to import
