@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def paint_command(
                 f"--size {request.width}x{request.height}: the prompt asks for {said}; leave one of them away"
             )
         request = replace(request, width=ledger.size[0], height=ledger.size[1])
-    with closing(open_verifier(verifier)) as judge, closing(open_backend(backend, device)) as painter:
+    with open_verifier(verifier) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
         with progress("paint", 100) as advance:
@@ -167,10 +167,15 @@ def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
     return writer.enhanced(prompt, size).prompt if writer.is_there else prompt
 
 
-def open_verifier(named: str | None) -> Verifiers:
+@contextmanager
+def open_verifier(named: str | None) -> Iterator[Verifiers]:
     """Shapes and words are judged here, the rest by a model at ``URL`` or ``MODEL@URL``. Raises `UserError`: nobody is there."""
     here = ShapesVerifier(), TextVerifier()
-    return Verifiers(*here) if named is None else Verifiers(*here, EndpointVerifier(named))
+    if named is None:
+        yield Verifiers(*here)
+        return
+    with closing(EndpointVerifier(named)) as model:
+        yield Verifiers(*here, model)
 
 
 def open_backend(named: str, device: str) -> Backend:
@@ -236,7 +241,7 @@ def studio_command(
     writer = Writer(server=server)
     with (
         nullcontext() if out is None else claimed(out),
-        closing(open_verifier(verifier)) as judge,
+        open_verifier(verifier) as judge,
         closing(open_socket("127.0.0.1", port)) as listening,
         closing(open_backend(backend, device)) as painter,
     ):

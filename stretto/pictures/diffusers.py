@@ -136,9 +136,8 @@ class Diffusers:
         clean_BCHW = (latents_BCHW - mean) / torch.sqrt(var + 1e-5)
         noise_BCHW = torch.randn(clean_BCHW.shape, generator=torch.Generator().manual_seed(request.seed)).to(clean_BCHW)
         size = (request.width // self.multiple, request.height // self.multiple)
-        shrunk = request.mask.convert("L").resize(
-            size, Image.Resampling.BOX
-        )  # a token that is touched at all is repainted
+        # a token that is touched at all is repainted
+        shrunk = request.mask.convert("L").resize(size, Image.Resampling.BOX)
         free_HW = torch.from_numpy(np.asarray(shrunk) > 0).to(clean_BCHW.device)
 
         def keep(step: int, latents_BCHW: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing, write_json
-from stretto.pictures.agent import Dialogue, PaintOptions, respond
+from stretto.pictures.agent import Dialogue, PaintOptions, Reply, respond
 from stretto.pictures.backend import Backend, png
 from stretto.pictures.verify import Verifier
 from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
@@ -33,15 +32,6 @@ CONVERSATION_FILE = "conversation.json"
 """Beside the versions, in the folder that a studio writes to."""
 _PAGE = Path(__file__).parent / "page"
 _MOST_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A turn and what came of it."""
-
-    text: str
-    reply: str
-    is_question: bool
 
 
 class Studio:
@@ -59,7 +49,7 @@ class Studio:
         self._backend, self._verifier, self._options, self._write, self._out = backend, verifier, options, write, out
         self._lock = threading.Lock()
         self._dialogue = Dialogue()
-        self._said: tuple[Said, ...] = ()
+        self._said: tuple[tuple[str, Reply], ...] = ()
         self._done: float | None = None
 
     def turn(self, text: str) -> None:
@@ -72,7 +62,7 @@ class Studio:
                 )
             finally:
                 self._done = None
-            said = (*self._said, Said(text, reply.said, reply.is_question))
+            said = (*self._said, (text, reply))
             if self._out is not None:
                 num_before = len(self._dialogue.versions)
                 for number, version in enumerate(reply.dialogue.versions[num_before:], num_before + 1):
@@ -93,10 +83,10 @@ class Studio:
         return png(self._dialogue.versions[number].picture)
 
 
-def _told(dialogue: Dialogue, said: Sequence[Said], done: float | None) -> dict[str, Any]:
+def _told(dialogue: Dialogue, said: Sequence[tuple[str, Reply]], done: float | None) -> dict[str, Any]:
     shown = dialogue.shown
     return {
-        "turns": [{"text": each.text, "reply": each.reply, "question": each.is_question} for each in said],
+        "turns": [{"text": text, "reply": reply.said, "question": reply.is_question} for text, reply in said],
         "ledger": _lines(dialogue.conversation.now),
         "versions": [
             {

@@ -53,8 +53,6 @@ class Verifier(Protocol):
         """What of ``ledger`` it can; what keeps it from more is among the troubles."""
         ...
 
-    def close(self) -> None: ...
-
 
 class Verifiers:
     """One after the other: each has what those before it left."""
@@ -72,10 +70,6 @@ class Verifiers:
                 )
         return so_far
 
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
 
 class ShapesVerifier:
     """Exact, for coloured shapes on white and nothing else."""
@@ -85,9 +79,6 @@ class ShapesVerifier:
             return Verdict(left=ledger)
         faults, right = judged(ledger, see(picture))
         return Verdict(faults, right=tuple(body.box for body in right))
-
-    def close(self) -> None:
-        pass
 
 
 def is_of_shapes(ledger: Ledger) -> bool:
@@ -146,9 +137,6 @@ class TextVerifier:
             (text, (*map(float, each.min(0)), *map(float, each.max(0))))  # type: ignore[misc]
             for text, each in zip(made.txts, corners, strict=True)
         ]
-
-    def close(self) -> None:
-        self._reader = None
 
 
 _MARK: Final = r"[\s.,;:!?'\"`´‘’‚“”„«»‹›()\-‐‑–—−…·]"

@@ -89,8 +89,6 @@ class Half:
         self.num += 1
         return Verdict((Unkept("object", "no square"),) if self.num == 1 else (), right=((0.0, 0.0, 0.4, 1.0),))
 
-    def close(self) -> None: ...
-
 
 def test_what_is_right_stays_and_the_rest_is_painted_again(backend: Diffusers) -> None:
     ledger = read("a red circle")

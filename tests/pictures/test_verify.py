@@ -200,9 +200,10 @@ def test_who_is_no_address_or_not_there_is_refused() -> None:
 
 def test_each_has_its_part() -> None:
     with judging(lambda body: scored(0 if "door" in question(body) else 10)) as (url, asked):
-        parts = Verifiers(ShapesVerifier(), TextVerifier(), EndpointVerifier(url))
+        eyes = EndpointVerifier(url)
+        parts = Verifiers(ShapesVerifier(), TextVerifier(), eyes)
         verdict = parts.judge(read('a door and a sign that says "OPEN"'), written("OPEN"))
         shapes = parts.judge(read("a red cube"), BLANK)
-        parts.close()
+        eyes.close()
     assert [fault.kind for fault in verdict.faults] == ["count"] and not verdict.unchecked and verdict.right
     assert shapes.faults and len(asked) == 2  # shapes are nobody else's business

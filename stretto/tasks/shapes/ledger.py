@@ -300,9 +300,8 @@ class _Reader:
                         thing = Thing(self.next_id, mention.noun, mention.count)
                         things.append(thing)
                         self.next_id += 1
-                    _bind(
-                        things, thing.id, mention.colours, mention.qualities
-                    )  # "the quiet shop" of before is quiet now
+                    # "the quiet shop" of before is quiet now
+                    _bind(things, thing.id, mention.colours, mention.qualities)
                     if pending is not None and pending[0] != thing.id:
                         relations.append(Relation(pending[0], pending[1], thing.id))
                     elif pending is None:
