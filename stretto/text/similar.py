@@ -30,8 +30,6 @@ vectors, which knows topics and no order of words; needs the extra ``writing``."
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _LETTERS = 3
-_AT_ONCE = 4096
-"""N-grams that are counted at once, so that many long texts need little memory."""
 
 
 def spoken(text: str) -> str:
@@ -83,6 +81,8 @@ def similarity_NN(texts: Sequence[str], kind: Similarity = "words") -> NDArray[n
         alike_NN = np.clip(found_ND @ found_ND.T, -1.0, 1.0)
         np.fill_diagonal(alike_NN, 1.0)
         return alike_NN
+    from scipy.sparse import csr_array  # late, as below: half a second that few who import this need
+
     if kind == "words":
         found = [words(text) for text in texts]
         counts = [Counter({run: 1 for n in (1, 2) for run in ngrams(each, n)}) for each in found]
@@ -93,12 +93,8 @@ def similarity_NN(texts: Sequence[str], kind: Similarity = "words") -> NDArray[n
     rows = np.repeat(np.arange(len(texts)), [len(each) for each in counts])
     columns = np.array([numbers[run] for each in counts for run in each], np.int64)
     values = np.array([num for each in counts for num in each.values()], np.float64)
-    common_NN = np.zeros((len(texts), len(texts)))
-    for start in range(0, len(numbers), _AT_ONCE):
-        part = (start <= columns) & (columns < start + _AT_ONCE)
-        counts_NG = np.zeros((len(texts), _AT_ONCE))
-        counts_NG[rows[part], columns[part] - start] = values[part]
-        common_NN += counts_NG @ counts_NG.T
+    counts_NG = csr_array((values, (rows, columns)), shape=(len(texts), len(numbers)))
+    common_NN = (counts_NG @ counts_NG.T).toarray()
     sizes_N = common_NN.diagonal()
     if kind == "words":
         whole_NN = sizes_N[:, None] + sizes_N - common_NN
@@ -137,7 +133,7 @@ def embeddings() -> Callable[[Sequence[str]], NDArray[np.float64]]:
 def clusters_N(alike_NN: NDArray[np.float64], same_at: float) -> NDArray[np.int32]:
     """The cluster of each text, numbered from 0 in order: two texts are in one if they are alike by at least ``same_at``, or
     if a chain of such pairs joins them (single linkage)."""
-    from scipy.sparse.csgraph import connected_components  # half a second that few who import this need
+    from scipy.sparse.csgraph import connected_components
 
     labels_N: NDArray[np.int32] = connected_components(alike_NN >= same_at, directed=False)[1]
     return labels_N

@@ -76,14 +76,6 @@ def test_likeness_is_symmetric_and_one_for_the_same(kind: str) -> None:
     assert alike_NN.min() >= 0.0 and alike_NN.max() <= 1.0
 
 
-def test_likeness_does_not_depend_on_how_many_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["the cat sat on the mat", "the cat sat on a log", "a dog", ""]
-    whole = [similarity_NN(texts, kind) for kind in ("words", "characters")]
-    monkeypatch.setattr(similar, "_AT_ONCE", 3)
-    for alike_NN, kind in zip(whole, ("words", "characters"), strict=True):
-        np.testing.assert_array_equal(similarity_NN(texts, kind), alike_NN)  # sums of small whole numbers
-
-
 def test_clusters_are_joined_by_chains() -> None:
     alike_NN = np.eye(4)
     alike_NN[0, 2] = alike_NN[2, 0] = alike_NN[2, 3] = alike_NN[3, 2] = 0.5
