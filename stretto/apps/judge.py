@@ -25,7 +25,6 @@ from stretto.evals.ranker import (
     JUDGE_FILE,
     JudgeRecord,
     Reader,
-    check_enough,
     features,
     open_judge,
     open_reader,
@@ -50,15 +49,26 @@ _FEWEST = 16
 _CRITERION = {"criterion": "It continues the text well, and is whole and well written.", "points": 1}
 
 
+def damaged_passages(
+    books: Sequence[tuple[str, str]], part: Part, num: int, seed: int
+) -> tuple[list[Passage], list[dict[str, str]]]:
+    """Passages of ``part`` and their damages. Raises `UserError`: too few of them, or of one author alone."""
+    found, least = passages(books, part, num, seed), min(num, _FEWEST)
+    authors = {each.author for each in found}
+    if len(found) < least or len(authors) < 2:
+        raise UserError(
+            f"--data: {len(found)} passages by {len(authors)} authors of the part {part!r}, of {least} and two at least; name more books"
+        )
+    return found, damaged(found, part, seed)
+
+
 def passage_states(
     reader: Reader, books: Sequence[tuple[str, str]], part: Part, num: int, kept: Path, seed: int = 0
 ) -> tuple[list[Passage], list[dict[str, str]], Tensor]:
     """Passages of ``part``, their damages, and the features of all [1 + damages, N, S, F]; what the folder ``kept`` holds is not
-    computed again. Raises `UserError`: too few of them."""
-    found = passages(books, part, num, seed)
-    check_enough(found, part, min(num, _FEWEST))
-    told, parts = damaged(found, part, seed), []
-    size = _CHUNK[reader.device.type]
+    computed again. Raises `UserError`: as `damaged_passages`."""
+    found, told = damaged_passages(books, part, num, seed)
+    size, parts = _CHUNK[reader.device.type], []
     kept.mkdir(parents=True, exist_ok=True)
     with progress(f"states of passages, {part}", len(found)) as advance:
         for start in range(0, len(found), size):
@@ -95,9 +105,7 @@ def calibrate_command(
 ) -> Trust:
     """Print how far to trust ``judge``, a folder or an address, where it is asked about authors that no local judge has learnt from.
     Raises `UserError`: bad input, or a judge that does not answer."""
-    found = passages(read_books(data), "held_out", num, seed)
-    check_enough(found, "held_out", min(num, _FEWEST))
-    damages = damaged(found, "held_out", seed)
+    found, damages = damaged_passages(read_books(data), "held_out", num, seed)
     if judge.startswith(("http://", "https://")):
         with tempfile.TemporaryDirectory() as folder:  # what is asked for here is not to be had from an earlier time
             told = {"url": judge, "model": name or served_name(judge), "cache": str(Path(folder) / "said")}

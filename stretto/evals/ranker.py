@@ -388,15 +388,6 @@ def read_books(paths: Iterable[Path]) -> list[tuple[str, str]]:
     return books
 
 
-def check_enough(found: Sequence[Passage], part: Part, least: int) -> None:
-    """Raises `UserError`: fewer than ``least`` passages, or of one author alone."""
-    authors = {each.author for each in found}
-    if len(found) < least or len(authors) < 2:
-        raise UserError(
-            f"--data: {len(found)} passages by {len(authors)} authors of the part {part!r}, of {least} and two at least; name more books"
-        )
-
-
 def save_judge(
     out: Path, reader: Reader, head: Head, part: Part, seed: int, found: Sequence[Passage], read_KNSF: Tensor
 ) -> JudgeRecord:

@@ -339,11 +339,8 @@ class JudgedSource(TaskSource):
     def problem(self, item: int) -> Problem:
         prompt = self._prompts[item]
         messages = prompt.messages or (Turn(role="user", content=prompt.prompt or ""),)
-        rubric = [each.model_dump() for each in prompt.rubric]
-        payload: dict[str, Any] = {"rubric": rubric}
-        if prompt.constraints is not None:
-            payload["constraints"] = prompt.constraints.model_dump()
         told = [each.model_dump() for each in messages]
+        payload = prompt.model_dump(include={"rubric", "constraints"}, exclude_none=True)
         if self.args.chapters == 1:
             return Problem(item, tuple(told), prompt.reference, payload)
         told[-1]["content"] += _CHAPTERS.format(num=self.args.chapters)
