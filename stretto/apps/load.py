@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import rich
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from stretto.apps.serve import SERVING, environment_keys
+from stretto.apps.serve import environment_keys
 from stretto.base.errors import UserError
+from stretto.harness.suites import serving
 from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
 
 
@@ -42,24 +39,9 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
-    with _server(source, subnet) if source is not None else nullcontext(str(url)) as started:
+    flags = ["--subnet", subnet] if subnet else []
+    with serving(source, *flags) if source is not None else nullcontext((str(url), None)) as (started, _):
         _show(asyncio.run(_load(started, options)))
-
-
-@contextmanager
-def _server(source: Path, subnet: str | None) -> Iterator[str]:
-    """The address of a server of ``source`` in a process of its own, on any free port."""
-    chosen = ["--subnet", subnet] if subnet else []
-    command = [sys.executable, "-m", "stretto.apps.cli", "serve", str(source), "--port", "0", *chosen]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = next((line.split()[-1] for line in process.stdout if line.startswith(SERVING)), None)
-            if url is None:
-                raise typer.Exit(process.wait())  # it has said why
-            yield url
-        finally:
-            process.terminate()
 
 
 async def _load(url: str, options: LoadOptions) -> LoadResult:

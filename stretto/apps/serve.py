@@ -28,6 +28,7 @@ from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
+from stretto.harness.suites import SERVING
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
@@ -54,8 +55,6 @@ from stretto.serve.server import ServeSettings, create_app, make_server, open_so
 from stretto.text.chat import tool_form
 
 AUTO, BEST = "auto", "best"
-SERVING = "serving at"
-"""Begins the line that tells the address."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
 """Stages that train on running text, or not at all."""
@@ -308,7 +307,7 @@ def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
         _say(note)
     limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
     _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
-    _say(f"{SERVING} {url}")
+    _say(f"{SERVING}{url}")
 
 
 def _warn(text: str) -> None:

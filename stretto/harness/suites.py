@@ -30,6 +30,7 @@ from stretto.base.track import progress
 MOST_INFRA: Final = 0.05
 """Share of a domain's samples that may be infrastructure errors, as of our own suites."""
 SERVING: Final = "serving at "
+"""Begins the line in which `stretto serve` tells its address."""
 BFCL: Final = "bfcl-eval==2026.3.23"
 # fmt: off
 _BFCL_NEEDS: Final = (

@@ -20,11 +20,12 @@ import httpx
 import pytest
 
 from bench.common.server import serving
-from stretto.apps.serve import SERVING, is_chat_tuned
+from stretto.apps.serve import is_chat_tuned
 from stretto.base.records import Lineage, Receipt, new_lineage, write_lineage
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
+from stretto.harness.suites import SERVING
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import Subnet, SubnetChoice
 from stretto.serve.elastic import Least, ServedModel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.apps.serve import SERVING
+from stretto.harness.suites import SERVING
 from stretto.serve.server import open_socket
 from tests.apps.conftest import Run, refused
 
