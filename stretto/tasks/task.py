@@ -120,9 +120,9 @@ class Session(ABC):
     def tools(self) -> tuple[Tool, ...]:
         """The same from beginning to end, and in every session of the problem."""
 
-    @abstractmethod
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """As `TaskSource.reply`. It may look at the state and changes nothing."""
+        return None
 
     @abstractmethod
     def score(self, answer: Answer) -> Score:

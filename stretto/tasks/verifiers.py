@@ -142,9 +142,6 @@ class _VerifiersSession(Session):
     def digest(self) -> str:
         return hashlib.sha256(self._state.model_dump_json().encode()).hexdigest() if self._tools else ""
 
-    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        return None
-
     def score(self, answer: Answer) -> Score:
         args, trace = self._args, self._trace(answer)
         self._loop.run(self._task.score(trace))

@@ -193,9 +193,6 @@ class SearchSession(Session):
     def tools(self) -> tuple[Tool, ...]:
         return () if self._args.closed_book else self.reader.tools
 
-    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        return None
-
     def digest(self) -> str:
         return " ".join(self.reader.opened)
 

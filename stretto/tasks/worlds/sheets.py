@@ -264,9 +264,6 @@ class SheetsSession(Session):
         }  # fmt: skip
         return tuple(offered[name] for name in self._source.args.tools)
 
-    def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        return None
-
     def digest(self) -> str:
         told = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
         return blake2b(told.encode(errors="replace"), digest_size=8).hexdigest()
