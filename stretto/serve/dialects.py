@@ -28,8 +28,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of the tools on offer, by their names."""
 Found = Sequence[tuple[str, Any]]
 """Calls that were read: names and arguments."""
-Read = Callable[[str, Mapping[str, str], Schemas], Found | None]
-"""From what stands between the marks, and the groups that the opening one captured, to calls; None: it is none."""
+Read = Callable[[str, Mapping[str, str], Schemas], Found]
+"""From what stands between the marks, and the groups that the opening one captured, to calls. Raises ValueError: it is none."""
 Pattern = Any
 """Of the ``regex`` package, whose matches may be partial: `re` cannot say that more text could complete a mark."""
 # Spacing of json.dumps, which is what templates render and models have seen.
@@ -170,46 +170,35 @@ def strict_json(text: str) -> Any:
     return tree
 
 
-def _tree_calls(tree: Any) -> Found | None:
+def _tree_calls(tree: Any) -> Found:
     """Of ``{"name": …, "arguments": {…}}``, a list of such, or OpenAI's nesting of it; Llama says ``parameters``."""
-    if isinstance(tree, list):
-        several = [_tree_calls(each) for each in tree]
-        return None if None in several or not several else [call for found in several for call in found or ()]
+    if isinstance(tree, list) and tree:
+        return [call for each in tree for call in _tree_calls(each)]
     tree = tree.get("function", tree) if isinstance(tree, dict) else None
     if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
-        return None
+        raise ValueError("no call")
     return [(tree["name"], tree.get("arguments", tree.get("parameters", {})))]
 
 
-def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
-    try:
-        return _tree_calls(parse_json(groups.get("lead", "") + body))
-    except ValueError:
-        return None
+def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
+    return _tree_calls(parse_json(groups.get("lead", "") + body))
 
 
-def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Calls one after the other, by semicolons."""
     parts = regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)
-    found = [_json_calls(part, {}, schemas) for part in parts]
-    return None if None in found else [call for each in found for call in each or ()]
+    return [call for part in parts for call in _json_calls(part, {}, schemas)]
 
 
 def _named(head: str, tail: str = "", between: str | None = None) -> Read:
     """Calls of which ``head`` captures the name, followed by the arguments as JSON and by ``tail``."""
     form = regex.compile(rf"\s*{head}(?P<arguments>.*?){tail}\s*", regex.DOTALL)
 
-    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
-        found = []
-        for part in [body] if between is None else body.split(between):
-            match = form.fullmatch(part)
-            if match is None:
-                return None
-            try:
-                found.append((match["name"], parse_json(match["arguments"])))
-            except ValueError:
-                return None
-        return found
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
+        matches = [form.fullmatch(part) for part in ([body] if between is None else body.split(between))]
+        if None in matches:
+            raise ValueError("no call")
+        return [(match["name"], parse_json(match["arguments"])) for match in matches]
 
     return read
 
@@ -218,17 +207,19 @@ def _tagged(head: str, pair: str) -> Read:
     """Calls of which ``head`` captures the name, and ``pair`` the ``key`` and the ``value`` of each argument."""
     form, pairs = regex.compile(rf"\s*{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
 
-    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
         match = form.match(body)
         if match is None:
-            return None
+            raise ValueError("no call")
         at, arguments, name = match.end(), {}, match["name"].strip()
         schema = schemas.get(name, {})
         while (each := pairs.match(body, at)) is not None:
             key = each["key"].strip()
             arguments[key] = _typed(each["value"], argument(schema, key))
             at = each.end()
-        return [(name, arguments)] if not body[at:].strip() else None
+        if body[at:].strip():
+            raise ValueError("no argument")
+        return [(name, arguments)]
 
     return read
 
@@ -252,7 +243,7 @@ _STRING_OR_NAME = regex.compile(
 )
 
 
-def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Of ``[name(key=value, …), …]``: Python's literals, and JSON's names for three of them. What is called and the keys may be no
     names in Python: ``from``, ``max-results``."""
     names: list[str] = []
@@ -272,8 +263,8 @@ def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Fou
         tree = ast.parse(_STRING_OR_NAME.sub(numbered, groups.get("lead", "") + body.strip()), mode="eval").body
         assert isinstance(tree, ast.List) and tree.elts
         return [read(node) for node in tree.elts]
-    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
-        return None
+    except (SyntaxError, TypeError, AssertionError, RecursionError, MemoryError) as error:
+        raise ValueError from error
 
 
 def _literal_value(node: ast.expr) -> Any:
@@ -287,24 +278,20 @@ def _literal_value(node: ast.expr) -> Any:
     return ast.literal_eval(Named().visit(node))
 
 
-def _channel_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+def _channel_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Of the arguments as JSON; the name stands in the mark."""
-    try:
-        return [(groups["name"], parse_json(body.removesuffix("<|call|>")))]
-    except ValueError:
-        return None
+    return [(groups["name"], parse_json(body.removesuffix("<|call|>")))]
 
 
-def _bare_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+def _bare_call(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Of ``call:name{key:<|"|>text<|"|>,…}``: JSON, but for the quotes."""
     match = regex.fullmatch(r"\s*call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})\s*", body, regex.DOTALL)
-    parts = (match["arguments"] if match else "").split('<|"|>')
+    if match is None:
+        raise ValueError("no call")
+    parts = match["arguments"].split('<|"|>')
     parts[::2] = (regex.sub(r"(?<=[{,])\s*([\w.-]+)\s*:", r'"\1":', part) for part in parts[::2])
     parts[1::2] = (json.dumps(part) for part in parts[1::2])
-    try:
-        return [(match["name"], parse_json("".join(parts)))] if match else None
-    except ValueError:
-        return None
+    return [(match["name"], parse_json("".join(parts)))]
 
 
 def _marks(open: str, close: str | None) -> tuple[Pattern, Pattern | None]:
@@ -453,12 +440,12 @@ def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Di
     if field is None or field.open_re is None:
         return known
 
-    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found | None:
+    def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
         try:
             found = _tree_calls(process_field(body, field, dict(groups)))
-        except (ValueError, KeyError, TypeError):
-            return None
-        return None if found is None else [(name, _all_typed(tree, schemas.get(name, {}))) for name, tree in found]
+        except (KeyError, TypeError) as error:
+            raise ValueError from error
+        return [(name, _all_typed(tree, schemas.get(name, {}))) for name, tree in found]
 
     if known is None:
         return Dialect("declared", field.open_re, field.close_re, read, ())
@@ -634,16 +621,18 @@ class AnswerReader:
                 end, after = mark.span() if mark else (-1, -1)
             if end < 0:
                 return False
-            calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)
-            if calls:
-                found += [_call(*each) for each in calls[: self._calls_left]]
-                if self._calls_left is not None:
-                    self._calls_left -= len(calls[: self._calls_left])
-                self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
-                return True
-            if close is None:
-                return False
-            self._searched = after
+            try:
+                calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)
+            except ValueError:
+                if close is None:
+                    return False
+                self._searched = after
+                continue
+            found += [_call(*each) for each in calls[: self._calls_left]]
+            if self._calls_left is not None:
+                self._calls_left -= len(calls[: self._calls_left])
+            self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
+            return True
 
 
 def _call(name: str, arguments: Any) -> Call:
