@@ -225,7 +225,7 @@ class AgentRole:
                 self._stats.tokens_resumed += sum(sample.num_resumed for sample in group.samples)
                 num_before = _progress(group.samples)
                 async with asyncio.TaskGroup() as tasks:
-                    runs = [tasks.create_task(self._tried(group, sample)) for sample in group.samples]
+                    runs = [tasks.create_task(self._write(group, sample)) for sample in group.samples]
                 trouble = next(filter(None, [run.result() for run in runs]), None)
                 if trouble is None:
                     return await self._rewarded(group, group.samples)
@@ -251,16 +251,8 @@ class AgentRole:
         kind = GroupUnfinished if is_further else GroupFailed
         raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
-    async def _tried(self, group: _InFlight, sample: Sample) -> Trouble | None:
-        """What kept the sample from its end, if that was no mistake of the user's or in the code."""
-        try:
-            await self._write(group, sample)
-        except Trouble as trouble:
-            return trouble
-        return None
-
-    async def _write(self, group: _InFlight, sample: Sample) -> None:
-        """The sample, written to its end and verified; `Trouble` where an engine, a tool or the verifier kept failing."""
+    async def _write(self, group: _InFlight, sample: Sample) -> Trouble | None:
+        """Write and verify the sample to its end. Returns what kept it from that: an engine, a tool or the verifier that kept failing."""
         rewards, seed = self._recipe.runtime.rewards, _seed(sample)
         own = OwnSession(group.source, group.problem, seed, self._threads, rewards.deadline_s, self._problems)
         try:
@@ -269,8 +261,11 @@ class AgentRole:
                     await self._go_on(group, sample, own)
                 except Diverged as lost:
                     self._lose(group, sample, lost)
+        except Trouble as trouble:
+            return trouble
         finally:
             own.end()
+        return None
 
     async def _go_on(self, group: _InFlight, sample: Sample, own: OwnSession) -> None:
         """The next part of a sample, or its end."""
@@ -447,8 +442,7 @@ class AgentRole:
     async def _finish(self, group: _InFlight, sample: Sample, reason: str) -> None:
         """Have it verified and close it."""
         _wait(sample, "a verdict")
-        task, messages = sample.task, self._messages(group, sample)
-        request = RewardRequest(task.source, task.item, self._text(sample), messages, _seed(sample))
+        request = self._request(group, sample)
 
         async def ask() -> Verdict:
             return self._taken(sample, await self._rewards.score(request))
@@ -465,10 +459,7 @@ class AgentRole:
         task, config = group.task, self._recipe.rewards.get(group.task.source)
         trajectories, texts = [each.trajectory() for each in samples], [self._text(each) for each in samples]
         if _is_compared(group, samples[0]):
-            requests = [
-                RewardRequest(task.source, task.item, text, self._messages(group, each), _seed(each))
-                for each, text in zip(samples, texts, strict=True)
-            ]
+            requests = [self._request(group, each) for each in samples]
 
             async def ask() -> list[Verdict]:
                 said = await self._rewards.compare(requests)
@@ -496,6 +487,11 @@ class AgentRole:
             for name, dialogue in self._teachers.get(task.source, {}).items()
         }
         return Group(task, tuple(trajectories), prompts)
+
+    def _request(self, group: _InFlight, sample: Sample) -> RewardRequest:
+        """What a verifier is given."""
+        task, messages = sample.task, self._messages(group, sample)
+        return RewardRequest(task.source, task.item, self._text(sample), messages, _seed(sample))
 
     def _text(self, sample: Sample) -> str:
         """The model's last turn."""
