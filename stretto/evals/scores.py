@@ -21,6 +21,8 @@ from stretto.base.errors import UserError
 RESAMPLINGS = 2000
 LEVEL = 0.95
 """Of every interval."""
+MOST_INFRA = 0.05
+"""Share of a domain's samples that may go unjudged (ours): 1 in 20 hides in the interval of a hundred problems."""
 _MOST_SUBSETS = 256
 """Of the samples, for one problem's maj@k: more than that are drawn."""
 

@@ -26,9 +26,8 @@ from pydantic import Field
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.track import progress
+from stretto.evals.scores import MOST_INFRA
 
-MOST_INFRA: Final = 0.05
-"""Share of a domain's samples that may be infrastructure errors, as of our own suites."""
 SERVING: Final = "serving at "
 """Begins the line in which `stretto serve` tells its address."""
 BFCL: Final = "bfcl-eval==2026.3.23"
@@ -236,11 +235,8 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     offline = {"HF_HUB_OFFLINE": "1", "NO_PROXY": "*", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as file, progress(label):
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **offline, **environ})
-        try:
-            return process.wait()
-        finally:
-            process.kill()
+        told = {**os.environ, **offline, **environ}
+        return subprocess.run(command, stdout=file, stderr=file, env=told, check=False).returncode
 
 
 @contextmanager

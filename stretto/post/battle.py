@@ -14,8 +14,9 @@ from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.evals.battles import COVARIATES, Battles, Duel, Verdicts, controlled, fight
+from stretto.evals.scores import MOST_INFRA
 from stretto.evals.writing import text_measures
-from stretto.post.suite import MOST_INFRA, SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
+from stretto.post.suite import SAMPLES_FILE, Evaluation, SuiteConfig, read_samples
 from stretto.rl.launch import SourceTables
 from stretto.tasks.judge import JudgedSource, JudgeFailed
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress
-from stretto.evals.scores import Interval, mean_interval
-from stretto.post.suite import MOST_INFRA
+from stretto.evals.scores import MOST_INFRA, Interval, mean_interval
 from stretto.tasks.judge import JudgeFailed
 from stretto.text.passages import Passage, bulleted, sentences, spaced
 

@@ -37,6 +37,7 @@ from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
 from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
 from stretto.evals.scores import (
+    MOST_INFRA,
     Interval,
     interval,
     majority_at_k,
@@ -61,8 +62,6 @@ from stretto.text.tokenizer import load_tokenizer
 
 ASKED_FILE, SAMPLES_FILE, RESULT_FILE = "asked.json", "samples.jsonl", "eval.json"
 SUITES = Path(__file__).with_name("suites.toml")
-MOST_INFRA: Final = 0.05
-"""Share of a domain's samples that may go unjudged (ours): 1 in 20 hides in the interval of a hundred problems."""
 _DONORS, _DRAW = 200, 7
 """Problems whose answers a baseline gives; and what its draws come from a seed for."""
 _LEASE_S = 7200.0
