@@ -52,7 +52,7 @@ from stretto.report.evals import (
     place_table,
     score_table,
 )
-from stretto.report.page import write_page
+from stretto.report.page import Page, Table, write_page
 from stretto.text.similar import embeddings, similarity_NN
 
 
@@ -87,18 +87,23 @@ def eval_command(
     name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)
-    console = rich.get_console()
     tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
     if any(domain.is_graded for domain in found.domains.values()):
         panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
         write_json(out / PANEL_FILE, [asdict(each) for each in panels])
         tables += [panel_table(panels), *(overused_table(each) for each in panels)]
         tables += [chapters_table(each.domain, each.chapters) for each in panels if each.chapters]
+    show(tables, out / RESULT_FILE, evaluation_page(found))
+    return found
+
+
+def show(tables: Sequence[Table], path: Path, page: Page) -> None:
+    """Print what of ``tables`` holds something, write ``page`` beside ``path``, and say where the two lie."""
+    console = rich.get_console()
     for table in tables:
         if table.rows:
             console.print(table)
-    console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(found), out)}", soft_wrap=True)
-    return found
+    console.print(f"{path}; report: {write_page(page, path.parent)}", soft_wrap=True)
 
 
 def _similar() -> Similarity:
@@ -168,11 +173,8 @@ def compare_command(
     if is_battle:
         done = replace(done, battles=battle(compared, [places[text] for text in models], place, options.seed))
     write_result(out / COMPARISON_FILE, asdict(done))
-    console = rich.get_console()
-    console.print(comparison_table(done))
-    if done.battles is not None:
-        console.print(battle_table(done.battles))
-    console.print(f"{out / COMPARISON_FILE}; report: {write_page(comparison_page(done), out)}", soft_wrap=True)
+    tables = [comparison_table(done), *([] if done.battles is None else [battle_table(done.battles)])]
+    show(tables, out / COMPARISON_FILE, comparison_page(done))
     return done
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-import rich
 
+from stretto.apps.evaluate import show
 from stretto.apps.search import best_subnet
 from stretto.apps.serve import BEST
 from stretto.base.errors import UserError
@@ -30,7 +30,6 @@ from stretto.post.suite import (
     write_result,
 )
 from stretto.report.evals import cost_table, evaluation_page, score_table
-from stretto.report.page import write_page
 
 
 def harness_command(
@@ -76,10 +75,7 @@ def harness_command(
             ),
         )
         write_result(out / RESULT_FILE, done)
-    console = rich.get_console()
-    for table in (score_table(done), cost_table(done)):
-        console.print(table)
-    console.print(f"{out / RESULT_FILE}; report: {write_page(evaluation_page(done), out)}", soft_wrap=True)
+    show([score_table(done), cost_table(done)], out / RESULT_FILE, evaluation_page(done))
     return done
 
 
