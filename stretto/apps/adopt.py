@@ -28,7 +28,7 @@ from torch import Tensor
 from stretto.apps.data import TextOptions, prepare_data, sources_named, tokenise_documents
 from stretto.apps.run import RunInfo, read_info
 from stretto.base.config import Config, validate
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.numbers import si
 from stretto.base.paths import (
     CHECKPOINT,
@@ -242,7 +242,7 @@ def _fetched(name: str) -> Path:
             f"{name}: not on this machine, and the hub cannot be reached; connect it, or name a folder that holds the checkpoint"
         ) from None
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        problem = " ".join(str(error).split())[:200]
+        problem = one_line(error, 200)
         raise UserError(f"{name}: could not be fetched: {problem}; call again, it goes on where it stopped") from None
 
 

@@ -13,7 +13,7 @@ import httpx
 from pydantic import Field, field_validator
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 
 _PASSING: Final = (408, 409, 425, 429)
 """Refusals that another try may not meet: too late, too early, too many."""
@@ -80,7 +80,7 @@ def patiently(
                 return reply.json()
             problem = f"{reply.status_code}: {excerpt(reply)}"
         except (httpx.HTTPError, ValueError) as error:
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = one_line(f"{type(error).__name__}: {error}")
             continue
         if reply.is_client_error and reply.status_code not in _PASSING:
             raise UserError(f"{where}: {problem}; {remedy}")
@@ -89,7 +89,7 @@ def patiently(
 
 def excerpt(reply: httpx.Response) -> str:
     """The beginning of what it says, on one line."""
-    text = " ".join(reply.text[:200].split())
+    text = one_line(reply.text[:200])
     return "a page of HTML, so no such API" if text.lower().startswith(("<!doctype html", "<html")) else text
 
 

@@ -18,6 +18,11 @@ class UserError(ValueError):
     exit_code = 2
 
 
+def one_line(value: object, most: int | None = None) -> str:
+    """Its text on one line, cut to ``most`` characters; None: all of it."""
+    return " ".join(str(value).split())[:most]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 
 
 def load_named(name: str, where: str) -> Any:
@@ -25,7 +25,7 @@ def load_named(name: str, where: str) -> Any:
 
 def error_line(error: Exception) -> str:
     """What went wrong, on one line; by its class too where that is not about names and files."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return text if isinstance(error, ImportError | OSError | SyntaxError) else f"{type(error).__name__}: {text}"
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import charset_normalizer
 
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, nearest, one_line
 from stretto.data.files import (
     COMPRESSIONS,
     JSON_LINES,
@@ -439,7 +439,7 @@ def _open(file: Path) -> Any:
 
 def _short(error: BaseException) -> str:
     """An error's message on one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error, 200) or type(error).__name__
 
 
 def _lacks(place: str, name: str, has: Any) -> str:

@@ -22,6 +22,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import ProgramResult
 
+from stretto.base.endpoint import excerpt
 from stretto.base.trajectory import Outcome
 from stretto.rl.launch import SourceTables
 from stretto.rl.recipe import SandboxConfig, SourceConfig
@@ -99,7 +100,7 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
                     told = {"model": ctx.model, "messages": [*problem.messages, *map(_wire, turns)], **offered}
                     answer = await http.post(f"{endpoint}/chat/completions", json=told)
                     if answer.is_error:  # of a budget that is used up, too: then their trace says so
-                        return ProgramResult(1, "", f"{answer.status_code}: {answer.text[:300]}")
+                        return ProgramResult(1, "", f"{answer.status_code}: {excerpt(answer)}")
                     turns.append(said := answer.json()["choices"][0]["message"])
                     for call in said.get("tool_calls") or ():
                         done = await asyncio.to_thread(tool_turn, session, _call(call))

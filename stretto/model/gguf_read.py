@@ -24,7 +24,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.model.gguf_names import (
     ARCHITECTURES,
     EMBEDDING,
@@ -491,7 +491,7 @@ def _open(path: Path) -> gguf.GGUFReader:
             raise ValueError(f"tensor {empty[0]} has no elements")
         return reader
     except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError) as error:
-        problem = " ".join(str(error).split())[:200]
+        problem = one_line(error, 200)
         raise UserError(
             f"{path}: not readable as GGUF: {problem}; the file is truncated or damaged, {_AGAIN}"
         ) from None

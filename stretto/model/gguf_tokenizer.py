@@ -16,7 +16,7 @@ import gguf
 import tokenizers
 from gguf import TokenType
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.text.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, TURN_END, Tokenizer
 
 _GPT4O_CASE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -127,7 +127,7 @@ def rebuild_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
     try:
         rust = tokenizers.Tokenizer.from_str(json.dumps(definition))
     except Exception as error:  # the Rust library raises a bare Exception
-        problem = " ".join(str(error).split())[:200]
+        problem = one_line(error, 200)
         raise UserError(f"{source}: tokenizer.ggml: does not fit together: {problem}; {remedy}") from None
     if named["eos_token"] is None:
         raise UserError(f"{source}: tokenizer.ggml.eos_token_id: missing; {remedy}")

@@ -19,7 +19,7 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.paths import read_json
 from stretto.pictures.backend import Lora, PaintRequest, check_request
 
@@ -51,7 +51,7 @@ class Diffusers:
         try:
             self._pipeline = DiffusionPipeline.from_pretrained(place, local_files_only=True)
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, TypeError, ImportError) as error:
-            problem = " ".join(str(error).split())[:200]
+            problem = one_line(error, 200)
             raise UserError(
                 f"{self.name}: not loadable ({type(error).__name__}: {problem}); is the folder whole?"
             ) from None
@@ -177,7 +177,7 @@ class Diffusers:
         try:
             self._pipeline.load_lora_weights(str(path if path.is_dir() else path.parent), adapter_name=adapter, **told)
         except Exception as error:  # a dozen kinds, of three libraries
-            problem = " ".join(str(error).split())[:160]
+            problem = one_line(error, 160)
             raise UserError(f"{where}: it does not fit this model ({problem}); choose one trained for it") from None
         if adapter not in {name for names in self._pipeline.get_list_adapters().values() for name in names}:
             raise UserError(f"{where}: none of its weights are for this model; choose one trained for it")

@@ -22,7 +22,7 @@ from PIL import Image
 
 from stretto.base.config import validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.pictures.backend import png
 from stretto.tasks.shapes.draw import Box, drawable, judged, see
 from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
@@ -248,7 +248,7 @@ class _Score:
 
 def _score(said: str) -> _Score | str:
     """Of an answer; of one that has none, what is wrong with it."""
-    shown = " ".join(said.split())[:80]
+    shown = one_line(said, 80)
     found = re.search(r"\{.*\}", said, re.S)  # some write a fence around it
     try:
         tree = json.loads(found[0]) if found else None
@@ -259,7 +259,7 @@ def _score(said: str) -> _Score | str:
     points = tree["score"]
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 <= points <= _MOST:
         return f"it answered {shown!r}, whose score is not from 0 to {_MOST}"
-    return _Score(points, " ".join(str(tree.get("seen", "")).split())[:80])
+    return _Score(points, one_line(tree.get("seen", ""), 80))
 
 
 def statements(ledger: Ledger) -> Iterator[Unkept]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from stretto.base.errors import one_line
 from stretto.base.trajectory import Outcome, Verdict
 from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
@@ -128,5 +129,5 @@ def _verdict(request: RewardRequest, score: Score, seconds: float) -> Verdict:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.encode(errors="replace").decode().split())  # half a surrogate pair would not be stored
+    line = one_line(text.encode(errors="replace").decode())  # half a surrogate pair would not be stored
     return line if len(line) <= _MAX_DETAIL else line[: _MAX_DETAIL - 1] + "…"

@@ -30,11 +30,11 @@ from pydantic import Field, model_validator
 
 from stretto.base.config import Config, validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.briefs import Constraints
-from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, one_line, read_records
+from stretto.tasks.task import Answer, Problem, Range, Score, TaskSource, read_records
 from stretto.text.similar import compression, distinct, spoken, words
 
 _BUILTIN = Path(__file__).with_name("prompts.jsonl")

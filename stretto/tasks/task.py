@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.trajectory import Outcome, StepReward
 from stretto.data.sources import Rows, read_files
 from stretto.sandbox.isolate import Sandbox
@@ -358,11 +358,6 @@ def score_fault(score: Any) -> str | None:
 def _short(value: object) -> str:
     text = one_line(repr(value))
     return text if len(text) <= 80 else text[:77] + "…"
-
-
-def one_line(value: object) -> str:
-    """Its text, on one line."""
-    return " ".join(str(value).split())
 
 
 AnswerFormat = Literal["plain", "line", "tags", "boxed"]

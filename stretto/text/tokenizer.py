@@ -28,7 +28,7 @@ import regex  # type: ignore[import-untyped]
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.paths import read_json, write_json, write_text
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -168,7 +168,7 @@ def _problem_of(source: Path) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        problem = " ".join(str(error).split())[:200]
+        problem = one_line(error, 200)
         remedy = "save the tokenizer again with transformers or stretto"
         raise UserError(f"{source}: not a tokenizer.json: {problem}; {remedy}") from None
 
