@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from stretto.base.errors import UserError
+
 Schema = Mapping[str, Any]
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -43,7 +45,7 @@ def constants(schema: Schema) -> Sequence[Any]:
 
 def ways(schema: Any, root: Schema) -> list[Schema]:
     """The schemas of which a value has to follow one to follow ``schema``, which is a part of ``root``: none of them is a reference, a
-    union or several at once."""
+    union or several at once. Raises `UserError`: that takes more than `_MOST_STEPS`."""
     found: list[Schema] = []
     waiting = [schema]
     for _ in range(_MOST_STEPS):
@@ -60,13 +62,18 @@ def ways(schema: Any, root: Schema) -> list[Schema]:
             waiting[:0] = [_both(_without(each, name), part) for part in _list(each, name)]
         else:
             found.append(each)
-    return [{}]
+    problem = f"more than {_MOST_STEPS} steps from a schema of their parameters to what it refers to or is made of"
+    raise UserError(f"tools: {problem}; mend a reference that leads back to itself, or allow fewer alternatives")
 
 
 def argument(schema: Schema, name: str) -> list[Schema]:
-    """`ways` of one argument of a call whose parameters follow ``schema``; empty: it says nothing of it."""
-    known = [properties(way).get(name) for way in ways(schema, schema)]
-    return [each for part in known if part is not None for each in ways(part, schema)]
+    """`ways` of one argument of a call whose parameters follow ``schema``; empty: it says nothing of it, or cannot be followed to its
+    end, and a call that was made is read all the same."""
+    try:
+        known = [properties(way).get(name) for way in ways(schema, schema)]
+        return [each for part in known if part is not None for each in ways(part, schema)]
+    except UserError:
+        return []
 
 
 def alone(part: Schema, root: Schema) -> Schema:

@@ -305,14 +305,29 @@ def test_no_text_beside_strict_calls_is_read_as_one(name: str) -> None:
 def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) -> None:
     """A call is read all the same; to force one is refused where that cannot be."""
     told_of = {"type": "function", "function": {"name": "f", "parameters": tree, "strict": True}}
-    grammar = Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(
-        tool_use([Tool.model_validate(told_of)], "required"), None, True
-    )
-    assert grammar is not None
+    prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
     with suppress(UserError):
+        grammar = prompts.grammar(tool_use([Tool.model_validate(told_of)], "required"), None, True)
+        assert grammar is not None
         compiler_of(TEMPLATES[name], True).compile(grammar)
     text = written(TEMPLATES[name], [("f", {"a": "x"})])
     assert told(read_answer(AnswerReader(dialect_of(TEMPLATES[name]), {"f": tree}), text)) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"properties": {"a": {"$ref": "#/properties/a"}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}] * 300}}},
+        {"allOf": [{"$ref": "#"}, {"properties": {"a": {}}}]},
+    ],
+)
+def test_a_schema_that_cannot_be_followed_to_its_end_forces_no_call(tree: dict[str, Any]) -> None:
+    """It used to allow anything."""
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree}}
+    prompts = Prompts(tokenizer_of(TEMPLATES["glm"], True))
+    with pytest.raises(UserError, match=r"^tools: more than 256 steps .*; mend a reference"):
+        prompts.grammar(tool_use([Tool.model_validate(told_of)], "required"), None, True)
 
 
 def test_calls_in_python_are_read_as_values_alone() -> None:
