@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from stretto.base.errors import UserError, nearest
 from stretto.base.paths import claimed, replacing
 from stretto.base.track import progress
 from stretto.model.parallel import join
-from stretto.pictures.agent import PaintOptions, Version, painted
+from stretto.pictures.agent import PaintOptions, Version, painted, respond
 from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
 from stretto.pictures.enhance import Enhanced, enhance, readable
 from stretto.pictures.renderer import Renderer
@@ -252,6 +253,6 @@ def studio_command(
         def write(ledger: Ledger) -> str:
             return _written(writer, describe(ledger), ledger.size or size)
 
-        studio = Studio(painter, judge, options, write, out)
+        studio = Studio(partial(respond, backend=painter, verifier=judge, options=options, write=write), out)
         rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")
         uvicorn.Server(uvicorn.Config(create_studio(studio), log_level="warning")).run(sockets=[listening])

@@ -21,12 +21,11 @@ from starlette.staticfiles import StaticFiles
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing, write_json
-from stretto.pictures.agent import Dialogue, PaintOptions, Reply, respond
-from stretto.pictures.backend import Backend, png
-from stretto.pictures.verify import Verifier
+from stretto.pictures.agent import Dialogue, Reply
+from stretto.pictures.backend import png
 from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json
 from stretto.serve.server import CONTENT_POLICY
-from stretto.tasks.shapes.ledger import Ledger, describe
+from stretto.tasks.shapes.ledger import Ledger
 
 CONVERSATION_FILE = "conversation.json"
 """Beside the versions, in the folder that a studio writes to."""
@@ -37,16 +36,13 @@ _MOST_BYTES = 1 << 16
 class Studio:
     """A conversation and who paints. One turn at a time; a second one waits."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        verifier: Verifier,
-        options: PaintOptions,
-        write: Callable[[Ledger], str] = describe,
-        out: Path | None = None,
-    ) -> None:
-        """``out``: folder that every version is written to, as soon as it is there."""
-        self._backend, self._verifier, self._options, self._write, self._out = backend, verifier, options, write, out
+    def __init__(self, answer: Callable[..., Reply], out: Path | None = None) -> None:
+        """
+        Args:
+            answer: `respond`, told already who paints, judges and writes.
+            out: folder that every version is written to, as soon as it is there.
+        """
+        self._answer, self._out = answer, out
         self._lock = threading.Lock()
         self._dialogue = Dialogue()
         self._said: tuple[tuple[str, Reply], ...] = ()
@@ -57,9 +53,7 @@ class Studio:
         with self._lock:
             self._done = 0.0
             try:
-                reply = respond(
-                    self._dialogue, text, self._backend, self._verifier, self._options, self._write, self._tell
-                )
+                reply = self._answer(self._dialogue, text, progress=self._tell)
             finally:
                 self._done = None
             said = (*self._said, (text, reply))

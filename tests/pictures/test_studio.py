@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from stretto.pictures.agent import PaintOptions
+from stretto.pictures.agent import PaintOptions, respond
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import Studio, create_studio
 from stretto.pictures.verify import ShapesVerifier
@@ -24,7 +25,8 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def made(out: Path | None = None) -> Studio:
-    return Studio(Renderer(), ShapesVerifier(), PaintOptions(width=128, height=128), out=out)
+    options = PaintOptions(width=128, height=128)
+    return Studio(partial(respond, backend=Renderer(), verifier=ShapesVerifier(), options=options), out)
 
 
 def test_turns_undo_and_refusals_over_http(tmp_path: Path) -> None:
