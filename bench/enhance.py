@@ -171,12 +171,12 @@ async def all_rows(
     async with endpoint(model, None, ServeOptions(max_batch=1, dtype=dtype)) as asked:
 
         async def ask(body: Mapping[str, Any]) -> Any:
-            return await asked.client.chat({"model": asked.model, **body})
+            return await asked.client.chat({"model": asked.model, **body} | ({"elastic": size} if size else {}))
 
         with progress("enhance", len(requests) * len(sizes)) as advance:
             for size in sizes:
                 try:
-                    await enhance(ask, "a cup", 1024, 1024, size=size)  # reads the grammar, once
+                    await enhance(ask, "a cup", 1024, 1024)  # reads the grammar, once
                 except ApiFailure as failure:
                     sys.exit(f"{model}: {size}: {failure.message}")
                 for each in requests:
@@ -187,7 +187,7 @@ async def all_rows(
                         rows.setdefault(f"{size}: fields, the same", []).append(
                             (await ungrammatical(asked, each.text, size), 0.0)
                         )
-                    made = await enhance(ask, each.text, 1024, 1024, size=size)
+                    made = await enhance(ask, each.text, 1024, 1024)
                     written = joined({name: made.written.get(name) or "-" for name in FIELDS})
                     rows.setdefault(f"{size}: grammar alone", []).append((written, made.seconds))
                     rows.setdefault(f"{size}: enhanced", []).append((made.prompt, made.seconds))

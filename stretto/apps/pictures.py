@@ -78,11 +78,13 @@ class Writer:
 
     async def _enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
         async with endpoint(self.model, self.server, self.serving) as asked:
+            own = {"model": asked.model, "temperature": self.temperature, "seed": self.seed}
+            own |= {"elastic": self.subnet} if self.subnet else {}
 
             async def ask(body: Mapping[str, Any]) -> Any:
-                return await asked.client.chat({"model": asked.model, **body})
+                return await asked.client.chat({**body, **own})
 
-            return await enhance(ask, prompt, *size, size=self.subnet, temperature=self.temperature, seed=self.seed)
+            return await enhance(ask, prompt, *size)
 
 
 def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_json: bool = False) -> None:

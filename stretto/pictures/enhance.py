@@ -22,7 +22,7 @@ _MAX_TOKENS = 1024
 """More than the longest answer of the grammar: one that is cut was cut by the server."""
 
 Ask = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Posts a body to a chat API's completions and gives its JSON."""
+"""Posts a body to a chat API's completions and gives its JSON. What it puts into the body counts: model, size, temperature, seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,8 @@ class Enhanced:
     """Size that wrote it, if the server tells."""
 
 
-async def enhance(
-    ask: Ask, prompt: str, width: int, height: int, *, size: str | None = None, temperature: float = 0.0, seed: int = 0
-) -> Enhanced:
+async def enhance(ask: Ask, prompt: str, width: int, height: int) -> Enhanced:
     """Write ``prompt`` out.
-
-    Args:
-        size: a preset or Subnet of the server's; None: its default.
 
     Raises:
         UserError: the request is empty, in another language, or contradicts itself. What ``ask`` raises passes.
@@ -59,12 +54,12 @@ async def enhance(
             "type": "json_schema",
             "json_schema": {"name": "prompt", "schema": schema(), "strict": True},
         },
-        "temperature": temperature,
-        "seed": seed,
+        "temperature": 0.0,
+        "seed": 0,
         "max_tokens": _MAX_TOKENS,
     }
     started_s = time.perf_counter()
-    told = await ask(body | ({"elastic": size} if size else {}))
+    told = await ask(body)
     seconds = time.perf_counter() - started_s
     written = fields_of(told["choices"][0]["message"].get("content") or "")
     fields, notes = repaired(ledger, prompt, written)

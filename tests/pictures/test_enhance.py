@@ -31,14 +31,14 @@ def made(content: str, prompt: str = REQUEST) -> tuple[Enhanced, Mapping[str, An
         usage = {"completion_tokens": 7, "elastic": {"subnet": "half"}}
         return {"choices": [{"message": {"content": content}}], "usage": usage}
 
-    return asyncio.run(enhance(ask, prompt, 1024, 768, size="half")), asked[0]
+    return asyncio.run(enhance(ask, prompt, 1024, 768)), asked[0]
 
 
 def test_what_is_kept_stays_as_it_was_written() -> None:
     enhanced, body = made(json.dumps(WRITTEN))
     assert enhanced.fields == WRITTEN and enhanced.notes == ()
     assert enhanced.prompt.startswith("Two red cubes to the left of a blue sphere. An empty room")
-    assert (enhanced.subnet, body["elastic"]) == ("half", "half")
+    assert (enhanced.subnet, body["temperature"], body["seed"]) == ("half", 0, 0)
     assert json.loads(body["messages"][-1]["content"]) == {"prompt": REQUEST, "width": 1024, "height": 768}
 
 
