@@ -112,25 +112,19 @@ def placed(ledger: Ledger, seed: int) -> dict[int, Scene]:
     ledger = drawable(ledger)
     rng = random.Random(f"shapes/{seed}")
     ids = [thing.id for thing in ledger.things]
-    columns = _order(ids, _before(ledger, "left of", "right of"), rng)
-    rows = _order(ids, _before(ledger, "above", "below"), rng)
+    columns = _order(ids, ledger.along("left of"), rng)
+    rows = _order(ids, ledger.along("above"), rng)
     return {
         thing.id: tuple(_bodies(thing, columns.index(thing.id), rows.index(thing.id), len(ids), rng))
         for thing in ledger.things
     }
 
 
-def _before(ledger: Ledger, kind: str, inverse: str) -> set[tuple[int, int]]:
-    return {(each.subject, each.other) for each in ledger.relations if each.kind == kind} | {
-        (each.other, each.subject) for each in ledger.relations if each.kind == inverse
-    }
-
-
-def _order(ids: Sequence[int], before: set[tuple[int, int]], rng: random.Random) -> list[int]:
-    """A random order in which the first of each pair comes before the second."""
+def _order(ids: Sequence[int], before: Sequence[Relation], rng: random.Random) -> list[int]:
+    """A random order in which the subject of each relation comes before the other."""
     left, order = list(ids), list[int]()
     while left:
-        free = [each for each in left if not any(second == each and first in left for first, second in before)]
+        free = [each for each in left if not any(known.other == each and known.subject in left for known in before)]
         if not free:
             raise UserError("prompt: its relations contradict each other; say where each shape is once")
         order.append(rng.choice(free))

@@ -176,6 +176,14 @@ class Ledger:
     def thing(self, id: int) -> Thing:
         return next(thing for thing in self.things if thing.id == id)
 
+    def along(self, kind: str) -> list[Relation]:
+        """Relations of a kind that has an inverse, those of the inverse turned round."""
+        return [
+            each if each.kind == kind else Relation(each.other, kind, each.subject)
+            for each in self.relations
+            if each.kind in (kind, INVERSE[kind])
+        ]
+
     @property
     def num_constraints(self) -> int:
         """What can be kept or lost, each counted once."""
@@ -564,11 +572,7 @@ def contradictions(ledger: Ledger) -> tuple[str, ...]:
 
 def _knot(ledger: Ledger, kind: str) -> Relation | None:
     """A relation of this kind, or its inverse, from which a chain of others leads back to where it starts."""
-    turned = [
-        relation if relation.kind == kind else Relation(relation.other, kind, relation.subject)
-        for relation in ledger.relations
-        if relation.kind in (kind, INVERSE[kind])
-    ]
+    turned = ledger.along(kind)
     try:
         before: TopologicalSorter[int] = TopologicalSorter()
         for each in turned:
