@@ -86,17 +86,8 @@ def paint(
     if as_is and verifier is not None:
         raise UserError("--as-is: a prompt that is not read cannot be checked; leave --verifier away")
     width, height = parse_size(size or "512x512")
-    request = PaintRequest(
-        prompt,
-        width,
-        height,
-        seed,
-        negative,
-        steps,
-        guidance,
-        tuple(map(parse_lora, lora)),
-        tuple(map(parse_control, control)),
-    )
+    loras, controls = tuple(map(parse_lora, lora)), tuple(map(parse_control, control))
+    request = PaintRequest(prompt, width, height, seed, negative, steps, guidance, loras, controls)
     writer = Writer(model, server, subnet, serving=ServeOptions(device=device, dtype=dtype, max_batch=1))
     paint_command(request, backend, writer, images, out, device, verifier, as_is=as_is, is_sized=size is not None)
 
