@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -47,13 +46,6 @@ class Patience:
     """For a server that went away while it painted."""
     poll_s: float = 1.0
     """Between two looks, where the socket says nothing."""
-
-
-class _State(Enum):
-    UNKNOWN = "unknown"
-    WAITING = "waiting"
-    DONE = "done"
-    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -141,16 +133,18 @@ class Comfy:
     def _step(self, job: _Job, tell: Callable[[float], None]) -> Image.Image | None:
         """Look where it is, and do the one thing that is next."""
         key = job_id(job.graph)
-        state, entry = self._look(key)
-        if state is _State.WAITING:
+        queue = self._get("/queue")
+        if any(item[1] == key for part in ("queue_running", "queue_pending") for item in queue.get(part, [])):
             self._follow(key, tell)
             return None
-        if state is _State.DONE and (picture := self._fetch(entry)) is not None:
+        entry = self._get(f"/history/{key}").get(key)
+        is_done = entry is not None and entry.get("status", {}).get("status_str") == "success"
+        if is_done and (picture := self._fetch(entry)) is not None:
             self._post("/queue", {"delete": [key]})  # a request that got lost may have arrived after all
             return picture
-        if state is _State.FAILED and job.sends:
+        if entry is not None and not is_done and job.sends:
             raise RuntimeError(f"{self.name}: {_failure(entry)}")
-        if state is not _State.UNKNOWN:  # of an earlier run: its file is gone, or it may do better now
+        if entry is not None:  # of an earlier run: its file is gone, or it may do better now
             self._post("/history", {"delete": [key]})
         elif (picture := self._saved(key)) is not None:
             return picture
@@ -163,16 +157,6 @@ class Comfy:
             job.repairs += 1
             job.graph = self._mend(job.graph, refusal, job.repairs)
         return None
-
-    def _look(self, key: str) -> tuple[_State, Mapping[str, Any]]:
-        queue = self._get("/queue")
-        if any(item[1] == key for part in ("queue_running", "queue_pending") for item in queue.get(part, [])):
-            return _State.WAITING, {}
-        entry = self._get(f"/history/{key}").get(key)
-        if entry is None:
-            return _State.UNKNOWN, {}
-        is_done = entry.get("status", {}).get("status_str") == "success"
-        return (_State.DONE if is_done else _State.FAILED), entry
 
     def _send(self, graph: Graph, key: str) -> Mapping[str, Any] | None:
         """The server's refusal; None: it has it."""
