@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from stretto.base.errors import UserError
 from stretto.evals.ranker import LocalJudge
-from stretto.serve.limits import ApiError, GoneError, as_api_error, read_json, while_connected
+from stretto.serve.limits import ApiError, GoneError, read_json, while_connected
+from stretto.serve.server import failed
 from stretto.tasks.judge import Question, read_question
 
 
@@ -53,8 +54,7 @@ def judge_app(judge: LocalJudge) -> Starlette:
         finally:
             del waiting[own]
 
-    async def judged(request: Request) -> str:
-        """Raises ApiError, GoneError: as `read_json`, or it is nothing to judge."""
+    async def chat(request: Request) -> Response:
         told = await read_json(request)
         try:
             model, asked = str(told["model"]), str(told["messages"][0]["content"])
@@ -65,22 +65,17 @@ def judge_app(judge: LocalJudge) -> Starlette:
         if (question := read_question(asked)) is None:
             raise ApiError(400, "not a question of stretto's: this judge rates and compares, it does not chat")
         try:  # of who has given up, nothing: he asks again, and would wait for both
-            return await while_connected(request.receive, answered(question))
+            said = await while_connected(request.receive, answered(question))
         except UserError as error:
             raise ApiError(422, str(error)) from error
-
-    async def chat(request: Request) -> Response:
-        try:
-            message = {"role": "assistant", "content": await judged(request)}
-        except (ApiError, GoneError) as error:
-            return as_api_error(error).response()
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         return JSONResponse({"object": "chat.completion", "model": name, "choices": [choice]})
 
     async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
 
-    return Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])])
+    routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((ApiError, GoneError), failed))
 
 
 def _said(judge: LocalJudge, question: Question, scores_N: np.ndarray) -> str:

@@ -127,7 +127,7 @@ def create_app(service: AsyncEngine, model: ServedModel, settings: ServeSettings
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers=dict.fromkeys((*KNOWN_ERRORS, HTTPException), _failed),
+        exception_handlers=dict.fromkeys((*KNOWN_ERRORS, HTTPException), failed),
     )
     app.state.gate, app.state.service, app.state.settings = gate, service, settings
     return app
@@ -187,7 +187,8 @@ def key_holders(app: ASGIApp, settings: ServeSettings, pages: Collection[str]) -
     return enter
 
 
-async def _failed(http: HttpRequest, error: Exception) -> Response:
+async def failed(http: HttpRequest, error: Exception) -> Response:
+    """The answer to what a handler raises."""
     if isinstance(error, HTTPException):
         known = {404: f"there is no {http.url.path} here", 405: f"{http.method} is not for {http.url.path}"}
         error = ApiError(error.status_code, known.get(error.status_code, error.detail), headers=error.headers)
