@@ -370,9 +370,9 @@ class JudgedSource(TaskSource):
 
     def points(self, problem: Problem, chapters: Sequence[str]) -> list[float]:
         """Of each of a text's ``chapters``, as an answer to the request and the chapter before it. Raises JudgeFailed."""
-        found, *rest = problem.messages[::-1]
-        asked = [found["content"] + (_BEFORE + before if before else "") for before in ("", *chapters[:-1])]
-        problems = [replace(problem, messages=(*rest[::-1], {**found, "content": each})) for each in asked]
+        *before, last = problem.messages
+        asked = [last["content"] + (_BEFORE + chapter if chapter else "") for chapter in ("", *chapters[:-1])]
+        problems = [replace(problem, messages=(*before, {**last, "content": each})) for each in asked]
         return [
             self._judge.rate(each, text, self._stop_s()) if words(text) else 0.0
             for each, text in zip(problems, chapters, strict=True)
