@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.apps.cli_serve import ServedDtype, ServedSubnet, Temperature
+from stretto.apps.cli_serve import Model, ServedDtype, ServedSubnet, Server, Temperature
 from stretto.apps.options import Device
 
 Prompt = Annotated[str, typer.Argument(help="What is asked for, in English.", show_default=False)]
@@ -19,8 +19,6 @@ Verifier = Annotated[
         help="URL or MODEL@URL of a chat API that takes pictures: it judges what is neither shapes nor words."
     ),
 ]
-Model = Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")]
-Server = Annotated[str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")]
 
 
 def enhance(

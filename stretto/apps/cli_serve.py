@@ -9,6 +9,8 @@ import typer
 
 from stretto.apps.options import Device
 
+Model = Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")]
+Server = Annotated[str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")]
 Source = Annotated[Path, typer.Argument(help="A run or a checkpoint.", show_default=False)]
 ServedSubnet = Annotated[
     str | None, typer.Option("--subnet", help="A preset, best, auto, or layers=…,experts=…,top_k=….")
@@ -108,10 +110,8 @@ def chat(
 
 def agent(
     question: Annotated[str, typer.Argument(help="What is asked.", show_default=False)],
-    model: Annotated[Path | None, typer.Option(help="A run or a checkpoint, served in this process.")] = None,
-    server: Annotated[
-        str | None, typer.Option(help="Address of a running server instead; its chat API is asked.")
-    ] = None,
+    model: Model = None,
+    server: Server = None,
     tools: Annotated[str, typer.Option(help="By commas: search=FOLDER, python, calculator.")] = "",
     budget_turns: Annotated[int, typer.Option(help="Turns of the model, the answer included.")] = 16,
     budget_tokens: Annotated[int, typer.Option(help="Tokens that it may write in all of them.")] = 4096,
