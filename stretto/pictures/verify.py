@@ -7,12 +7,11 @@ that is down, says no score or one that there is not has judged nothing.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -24,6 +23,7 @@ from stretto.base.config import validate
 from stretto.base.endpoint import Chat, ChatConfig, Unanswered, served_name
 from stretto.base.errors import UserError, one_line
 from stretto.pictures.backend import png
+from stretto.tasks.session import arguments_of
 from stretto.tasks.shapes.draw import Box, drawable, judged, see
 from stretto.tasks.shapes.ledger import Fault, Ledger, Thing, Unkept, describe, plural, with_number
 
@@ -250,11 +250,8 @@ def _score(said: str) -> _Score | str:
     """Of an answer; of one that has none, what is wrong with it."""
     shown = one_line(said, 80)
     found = re.search(r"\{.*\}", said, re.S)  # some write a fence around it
-    try:
-        tree = json.loads(found[0]) if found else None
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, Mapping) or "score" not in tree:
+    tree = arguments_of(found[0]) if found else None
+    if tree is None or "score" not in tree:
         return f"it answered {shown!r}, which is no JSON with a score"
     points = tree["score"]
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 <= points <= _MOST:

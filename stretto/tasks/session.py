@@ -75,10 +75,10 @@ def use(session: Offers, name: str, arguments: Mapping[str, Any] | None) -> Tool
 
 
 def arguments_of(text: str) -> Mapping[str, Any] | None:
-    """Of a call as the model wrote them; None: they are no JSON object."""
+    """The JSON object that a model wrote, such as a call's arguments; None: it is none."""
     try:
         tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # the first also of a number of thousands of digits
         return None
     return tree if isinstance(tree, dict) else None
 

@@ -11,7 +11,7 @@ import pytest
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.outcome import ToolResult
-from stretto.tasks.session import MOST_TEXT, Diverged, recorded, replay, schemas, tool_turn, use
+from stretto.tasks.session import MOST_TEXT, Diverged, arguments_of, recorded, replay, schemas, tool_turn, use
 from stretto.tasks.task import Answer, Problem, Score, Session, TaskSource, Tool
 from tests.tasks.counting import Counter, Counters, calling
 
@@ -167,3 +167,8 @@ def test_a_stateless_source_gives_sessions_too() -> None:
         "role": "tool", "name": "add", "content": "7", "outcome": "ok",
     }  # fmt: skip
     assert len(schemas(source, source.problem(0))) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"by": 1', "[" * 9999, f'{{"by": {"1" * 5000}}}'])
+def test_what_a_model_writes_is_an_object_or_nothing(text: str) -> None:
+    assert arguments_of('{"by": 4}') == {"by": 4} and arguments_of(text) is None

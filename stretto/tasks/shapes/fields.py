@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from stretto.tasks.session import arguments_of
+
 ASPECTS: Final = {
     "scene": "background|room|interior|street|forest|garden|field|city|sky|beach|kitchen|studio|table|floor|wall|landscape|park|window|paper",
     "style": "style|painting|photo|photograph|illustration|render|watercolor|cartoon|sketch|realistic|minimalist|cinematic|impressionist",
@@ -73,12 +75,7 @@ def schema() -> dict[str, Any]:
 
 def fields_of(text: str) -> dict[str, str]:
     """The fields of an answer; none of one that is no such JSON."""
-    try:
-        tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    if not isinstance(tree, dict):
-        return {}
+    tree = arguments_of(text) or {}
     return {
         name: " ".join(tree[name].split()) for name in FIELDS if isinstance(tree.get(name), str) and tree[name].strip()
     }

@@ -41,7 +41,8 @@ def test_keeping_earns_half_and_aspects_the_rest_but_only_then() -> None:
     assert not lost.ok and 0 < lost.reward < 0.5 and lost.parts["aspects"] == 1 and "is not" in lost.detail
     bound = scored(subject=asked, **{**PLAIN, "camera": "shot of another pink circle"})
     assert not bound.ok
-    for unread in ("", asked, "[1]", json.dumps({"scene": "a room"}), json.dumps({"subject": "a cat"})):
+    long = f'{{"subject": {"1" * 5000}}}'  # a number of more digits than Python reads
+    for unread in ("", asked, "[1]", json.dumps({"scene": "a room"}), json.dumps({"subject": "a cat"}), long):
         assert source.score(problem, Answer(unread)).reward == 0
 
 
