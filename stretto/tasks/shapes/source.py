@@ -56,10 +56,7 @@ def sample_ledger(rng: random.Random, args: ShapesArgs) -> Ledger:
     chosen = rng.sample(kinds, rng.randint(1, args.things))
     things = tuple(Thing(id, noun, rng.randint(1, args.count), (colour,)) for id, (noun, colour) in enumerate(chosen))
     pairs = [(first, second) for first, second in pairwise(things) if rng.random() < args.relations]
-    kinds_of = [rng.choice(RELATIONS) for _ in pairs]
-    return Ledger(
-        things, tuple(Relation(one.id, kind, two.id) for (one, two), kind in zip(pairs, kinds_of, strict=True))
-    )
+    return Ledger(things, tuple(Relation(one.id, rng.choice(RELATIONS), two.id) for one, two in pairs))
 
 
 def request_of(ledger: Ledger) -> str:

@@ -60,12 +60,6 @@ class Conversation:
     def now(self) -> Ledger:
         return self.states[-1]
 
-    def undone(self, num: int = 1) -> Conversation:
-        """``num`` changes taken back. Raises `UserError`: there were fewer."""
-        if not 0 < num < len(self.states):
-            raise UserError(f"undo: {num} changes, and there were {len(self.states) - 1}; undo fewer")
-        return replace(self, states=self.states[:-num], last=None)
-
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -104,7 +98,9 @@ def _told(conversation: Conversation, text: str) -> Told:
     if _UNDO.search(plain) and not list(_spoken(conversation.now, plain)):
         found = re.search(rf"\b{_NUMBER}\b", plain, re.I)
         num = _number(found[0]) if found else 1
-        return Told(conversation.undone(num), (f"{num} taken back",))
+        if not 0 < num < len(conversation.states):
+            raise UserError(f"undo: {num} changes, and there were {len(conversation.states) - 1}; undo fewer")
+        return Told(replace(conversation, states=conversation.states[:-num], last=None), (f"{num} taken back",))
     after, notes = conversation, list[str]()
     if found := _ANEW.match(plain):
         plain = plain[found.end() :]
