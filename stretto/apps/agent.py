@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -114,41 +114,34 @@ async def run_agent(
         body |= ({"tools": tools} if tools else {}) | ({"elastic": size} if size else {})
         return _turn(await _asked(endpoint.client, body, max_tokens), phase)
 
-    while True:
-        left = options.tokens - kept - sum(turn.num_written for turn in turns)
-        if left <= 0 or len(turns) >= options.turns - 1:
-            ended = Ending.TOKENS if left <= 0 else Ending.TURNS
-            break
-        try:
+    try:
+        while True:
+            left = options.tokens - kept - sum(turn.num_written for turn in turns)
+            if left <= 0 or len(turns) >= options.turns - 1:
+                ended = Ending.TOKENS if left <= 0 else Ending.TURNS
+                break
             turn, said = await ask("think", left, offered)
             if not turn.calls and options.answer not in (None, options.think):
                 # what there is has been found: the other size answers, and may still want to know more
                 turns.append(replace(turn, is_draft=True))
                 turn, said = await ask("answer", left + kept - turn.num_written, offered)
-        except ApiFailure as failure:
-            if failure.status != 400 or not turns:
-                raise
-            ended = Ending.CONTEXT
-            break
-        messages.append(said)
-        if not turn.calls:
-            turns.append(replace(turn, phase="answer"))
-            ended = Ending.TOKENS if turn.is_cut else ended
-            break
-        tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
-        turns.append(replace(turn, calls=await _used(desk, said, turn.calls, messages)))
-    if ended in (Ending.TURNS, Ending.TOKENS):
-        if turns:
-            messages.append({"role": "user", "content": _NOW})
-        try:
+            messages.append(said)
+            if not turn.calls:
+                turns.append(replace(turn, phase="answer"))
+                ended = Ending.TOKENS if turn.is_cut else ended
+                break
+            tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
+            turns.append(replace(turn, calls=await _used(desk, said, turn.calls, messages)))
+        if ended in (Ending.TURNS, Ending.TOKENS):
+            if turns:
+                messages.append({"role": "user", "content": _NOW})
             turn, said = await ask("answer", kept if turns else options.tokens, ())
-        except ApiFailure as failure:
-            if failure.status != 400 or not turns:
-                raise
-            ended = Ending.CONTEXT
-        else:
             turns.append(turn)
             messages.append(said)
+    except ApiFailure as failure:
+        if failure.status != 400 or not turns:
+            raise
+        ended = Ending.CONTEXT
     return Run(
         seed, tuple(turns), "" if ended is Ending.CONTEXT else turns[-1].text, ended, tuple(messages[len(prompt) :])
     )
@@ -328,8 +321,7 @@ def _desks(named: str) -> Iterator[Callable[[], Desk]]:
     no such tool, or nothing to search."""
     corpus: Corpus | None = None
     plain: list[Tool] = []
-    sandbox: Sandbox | None = None
-    try:
+    with ExitStack() as held:
         for each in filter(None, named.split(",")):
             name, _, place = each.strip().partition("=")
             if name not in TOOLS:
@@ -343,8 +335,7 @@ def _desks(named: str) -> Iterator[Callable[[], Desk]]:
             if name == "search":
                 corpus = Corpus(read_documents(Path(place)))
             elif name == "python":
-                sandbox = Sandbox()
-                plain.append(python_tool(sandbox))
+                plain.append(python_tool(held.enter_context(Sandbox())))
             else:
                 plain.append(calculator_tool())
 
@@ -353,9 +344,6 @@ def _desks(named: str) -> Iterator[Callable[[], Desk]]:
             return Desk((*(reader.tools if reader else ()), *plain), reader)
 
         yield desk
-    finally:
-        if sandbox is not None:
-            sandbox.close()
 
 
 def _sources(run: Run, reader: Reader | None) -> tuple[Source, ...]:
