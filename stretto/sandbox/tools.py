@@ -95,19 +95,13 @@ def _bounded(value: _Number) -> _Number:
     return value
 
 
-class PythonTool:
-    """Runs Python text; what it prints is the answer. Nothing is kept between calls."""
-
-    def __init__(self, sandbox: Sandbox, max_text: int = MAX_TEXT) -> None:
-        self._sandbox = sandbox
-        self._max_text = max_text
-
-    def __call__(self, code: str) -> ToolResult:
-        finished = self._sandbox.run(code)
-        text = finished.stdout.decode("utf-8", "replace")
-        if finished.outcome != Outcome.OK:
-            text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
-        return ToolResult(shorten(text, self._max_text), finished.outcome, finished.wall_s, finished.cpu_s)
+def run_python(sandbox: Sandbox, code: str) -> ToolResult:
+    """What a Python program prints. Nothing is kept between calls."""
+    finished = sandbox.run(code)
+    text = finished.stdout.decode("utf-8", "replace")
+    if finished.outcome != Outcome.OK:
+        text += f"\nerror: {finished.why}" if text else f"error: {finished.why}"
+    return ToolResult(shorten(text), finished.outcome, finished.wall_s, finished.cpu_s)
 
 
 class TableTool:

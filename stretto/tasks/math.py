@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -91,7 +91,8 @@ class MathSource(TaskSource):
         super().__init__(name, args, sandbox)
         records = read_records(args.path, args, [("question", "problem", "Question", "Problem"), ("answer", "Answer")])
         self._records = [{name.lower(): value for name, value in record.items()} for record in records]
-        self._checker = Checker(args.check_s)
+        # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
+        self._checker = LimitedProcess("stretto.tasks.math", limit_s=args.check_s)
 
     @property
     def num_items(self) -> int:
@@ -117,11 +118,20 @@ class MathSource(TaskSource):
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
         # An unmarked answer is a line of prose, in which math-verify looks for a formula; a marked one is the formula.
-        checked = self._checker.same(f"${gold}$", f"${found.text}$" if found.is_marked else found.text)
-        return replace(checked, parts=parts)
+        return self._compared(f"${gold}$", f"${found.text}$" if found.is_marked else found.text, parts)
 
     def close(self) -> None:
         self._checker.close()
+
+    def _compared(self, gold: str, answer: str, parts: Mapping[str, float]) -> Score:
+        """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose. TIMEOUT or CRASH where
+        the answer brought the comparison down. Raises RuntimeError: the process does not start or sleeps, which is no answer's fault."""
+        if len(answer) > _MAX_CHARS:
+            return Score.of(False, parts, f"an answer of {len(answer)} characters")
+        try:
+            return Score.of(json.loads(self._checker.ask(json.dumps([gold, answer]).encode())), parts)
+        except Overrun as error:
+            return Score(0.0, Outcome.TIMEOUT if error.is_late else Outcome.CRASH, parts, f"comparing it {error}")
 
 
 def as_number(text: str) -> Fraction | None:
@@ -145,34 +155,6 @@ def _value(terms: Sequence[int], operators: Sequence[str]) -> int:
         else:
             summands.append(term if operator == "+" else -term)
     return sum(summands)
-
-
-class Checker:
-    """A process that compares formulas."""
-
-    def __init__(self, limit_s: float) -> None:
-        """``limit_s``: processor seconds of one comparison."""
-        # As a module: beside this file lies one named math.py, which a script's search path would put before Python's.
-        self._process = LimitedProcess("stretto.tasks.math", limit_s=limit_s)
-
-    def same(self, gold: str, answer: str) -> Score:
-        """Whether ``answer`` says what ``gold`` says: both text with formulas between ``$``, or numbers in prose.
-
-        Returns:
-            TIMEOUT or CRASH where the answer brought the comparison down.
-
-        Raises:
-            RuntimeError: the process does not start or sleeps, which is no answer's fault.
-        """
-        if len(answer) > _MAX_CHARS:
-            return Score.of(False, detail=f"an answer of {len(answer)} characters")
-        try:
-            return Score.of(json.loads(self._process.ask(json.dumps([gold, answer]).encode())))
-        except Overrun as error:
-            return Score(0.0, Outcome.TIMEOUT if error.is_late else Outcome.CRASH, detail=f"comparing it {error}")
-
-    def close(self) -> None:
-        self._process.close()
 
 
 def _compare(setup: bytes) -> Callable[[bytes], bytes]:

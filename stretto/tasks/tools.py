@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
-from stretto.sandbox.tools import PythonTool, TableTool, calculate
+from stretto.sandbox.tools import TableTool, calculate, run_python
 from stretto.tasks.math import as_number
 from stretto.tasks.session import calling
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
@@ -131,7 +132,7 @@ def calculator_tool() -> Tool:
 
 def python_tool(sandbox: Sandbox) -> Tool:
     text = "Runs a Python program and gives what it prints."
-    return text_tool("python", text, _FIELDS["python"], "the whole program", PythonTool(sandbox))
+    return text_tool("python", text, _FIELDS["python"], "the whole program", partial(run_python, sandbox))
 
 
 def text_tool(name: str, text: str, field: str, what: str, run: Callable[[str], ToolResult]) -> Tool:

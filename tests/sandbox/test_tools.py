@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Outcome
-from stretto.sandbox.tools import PythonTool, TableTool, calculate, shorten
+from stretto.sandbox.tools import MAX_TEXT, TableTool, calculate, run_python, shorten
 
 FIXTURE = (
     "CREATE TABLE town (name TEXT, people INTEGER);\n"
@@ -50,14 +51,14 @@ def test_calculator_refuses(expression: str) -> None:
 
 
 def test_python_tool(sandbox: Sandbox) -> None:
-    tool = PythonTool(sandbox, max_text=100)
+    tool = partial(run_python, sandbox)
     assert tool("print(6 * 7)").text == "42\n"
     failed = tool("print('so far')\n1 / 0")
     assert failed.outcome == Outcome.CRASH and failed.text.startswith("so far\n") and "ZeroDivision" in failed.text
     assert tool("x = 1").text == ""
-    assert "NameError" in PythonTool(sandbox)("print(x)").text  # nothing is kept
-    text = tool("print('y' * 300)").text
-    assert len(text) <= 100 and text.startswith("yyy") and " characters left out …]\nyyy" in text
+    assert "NameError" in tool("print(x)").text  # nothing is kept
+    text = tool("print('y' * 9000)").text
+    assert len(text) <= MAX_TEXT and text.startswith("yyy") and " characters left out …]\nyyy" in text
 
 
 def test_table() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from pyarrow import parquet
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
-from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, Checker, MathArgs, MathSource, as_number
-from stretto.tasks.task import Answer
+from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, MathArgs, MathSource, as_number
+from stretto.tasks.task import Answer, Problem, Score
 
 RECORDS = [
     {"question": "Two and two apples?", "answer": "2 + 2 = <<2+2=4>>4 apples.\n#### 4"},
@@ -117,13 +118,16 @@ def test_ranges_are_apart(path: Path) -> None:
     assert held_out.problem(0).messages[0]["content"].startswith("Half of a half?")
 
 
-def test_an_endless_comparison_is_the_answers_fault_and_the_next_one_works() -> None:
-    checker = Checker(1.0)
-    assert checker.same("$x+1$", "$1+x$").ok
-    checked = checker.same("$x+1$", "$9^{9^{9^{9}}}$")
-    assert checked.outcome in (Outcome.TIMEOUT, Outcome.CRASH) and not checked.ok and checked.detail
-    assert checker.same("$\\frac{x}{2}$", "$0.5x$").ok
-    checker.close()
+def test_an_endless_comparison_is_the_answers_fault_and_the_next_one_works(path: Path) -> None:
+    with closing(MathSource("m", MathArgs(path=path, check_s=1.0))) as source:
+
+        def check(gold: str, answer: str) -> Score:
+            return source.score(Problem.of(0, "", gold, "boxed", answer=gold), Answer(f"\\boxed{{{answer}}}"))
+
+        assert check("x+1", "1+x").ok
+        checked = check("x+1", "9^{9^{9^{9}}}")
+        assert checked.outcome in (Outcome.TIMEOUT, Outcome.CRASH) and not checked.ok and checked.detail
+        assert check("\\frac{x}{2}", "0.5x").ok
 
 
 @pytest.mark.parametrize("answer", ["((((", "\\frac{", "\x00", "\\boxed{" * 300, "a" * 10_000, "{}" * 200])
