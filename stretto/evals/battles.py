@@ -18,7 +18,7 @@ from scipy.optimize import minimize
 from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 
-from stretto.evals.scores import Interval, interval, mean_interval
+from stretto.evals.scores import Interval, interval, mean_interval, resampling_weights
 
 _FITS, _CONTROLLED_FITS = 500, 100
 """Resamplings; each is a fit."""
@@ -87,10 +87,7 @@ def fight(
         [None if i == j else mean_interval(f"{models[i]} against {models[j]}", wins_PMM[:, i, j], seed) for j in places]
         for i in places
     ]
-    even = np.full(num_problems, 1 / num_problems)
-    counts_RP = np.random.default_rng(seed).multinomial(num_problems, even, _FITS)
-    weights_RP = np.concatenate([np.ones((1, num_problems)), counts_RP])
-    wins_RMM = np.tensordot(weights_RP, np.nan_to_num(wins_PMM), 1)
+    wins_RMM = np.tensordot(resampling_weights(num_problems, _FITS, seed), np.nan_to_num(wins_PMM), 1)
     points_RM = ELO * np.stack([strengths(wins_MM) for wins_MM in wins_RMM])
     gains_RM = points_RM - points_RM[:, [reference]]
     itself = (
@@ -111,10 +108,8 @@ def controlled(
     for row, duel in enumerate(duels):
         x_DX[row, duel.first], x_DX[row, duel.second] = 1.0, -1.0
         x_DX[row, num_models:] = duel.differences
-    won_D, even = np.array([duel.won for duel in duels]), np.full(len(seen), 1 / len(seen))
-    counts_RP = np.random.default_rng(seed).multinomial(len(seen), even, _CONTROLLED_FITS)
-    found = []
-    for weight_P in np.concatenate([np.ones((1, len(seen))), counts_RP]):
+    won_D, found = np.array([duel.won for duel in duels]), []
+    for weight_P in resampling_weights(len(seen), _CONTROLLED_FITS, seed):
         weight_D = weight_P[place_D]
 
         def loss(b_X: np.ndarray, weight_D: np.ndarray = weight_D) -> tuple[float, np.ndarray]:

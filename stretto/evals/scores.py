@@ -112,11 +112,15 @@ def resampled(values: Mapping[str, np.ndarray], num: int = RESAMPLINGS, seed: in
         num_problems = kept_MP.shape[1]
         if not num_problems:
             raise UserError(f"{name}: no problem has enough samples that could be judged; draw more samples")
-        draw = np.random.default_rng((seed, crc32(name.encode())))
-        counts_RP = draw.multinomial(num_problems, np.full(num_problems, 1 / num_problems), num)
-        weights_RP = np.concatenate([np.ones((1, num_problems)), counts_RP])
+        weights_RP = resampling_weights(num_problems, num, (seed, crc32(name.encode())))
         means[name] = weights_RP @ kept_MP.T / num_problems
     return means
+
+
+def resampling_weights(num_problems: int, num: int, seed: int | tuple[int, int]) -> np.ndarray:
+    """How often each problem counts, [R + 1, P]: once as measured, then as often as it is drawn."""
+    counts_RP = np.random.default_rng(seed).multinomial(num_problems, np.full(num_problems, 1 / num_problems), num)
+    return np.concatenate([np.ones((1, num_problems)), counts_RP])
 
 
 def interval(draws_R: np.ndarray) -> Interval:

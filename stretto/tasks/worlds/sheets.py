@@ -58,8 +58,6 @@ from stretto.tasks.worlds.workbook import (
 )
 
 ToolName = Literal["sheets", "read", "write", "python"]
-_AT_ONCE: Final = 32
-"""Answers judged at once: their workbooks go through the engine together."""
 _CLOSE: Final = 1e-9
 """Relative: files hold 15 digits of a number."""
 _MOST_DUMPED: Final = 16 << 20
@@ -134,6 +132,8 @@ class SheetsSource(SessionSource):
 
     args_kind = SheetsArgs
     args: SheetsArgs
+    at_once = 32
+    """Their workbooks go through the engine together."""
 
     def __init__(self, name: str, args: SheetsArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
@@ -152,10 +152,6 @@ class SheetsSource(SessionSource):
     @property
     def num_items(self) -> int | None:
         return None if self._records is None else len(self._records)
-
-    @property
-    def at_once(self) -> int:
-        return _AT_ONCE
 
     def _task(self, item: int) -> SheetTask:
         args = self.args
