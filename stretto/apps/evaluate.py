@@ -161,9 +161,8 @@ def compare_command(
         raise UserError(f"--teacher {unknown[0]}: no such domain in --suite")
     places: dict[str, Path] = {}
     for text in dict.fromkeys([*models, *taught.values()]):
-        own = {
-            domain for domain, path in taught.items() if path == text
-        }  # of a teacher that is no model beside, what it teaches
+        # of a teacher that is no model beside, what it teaches
+        own = {domain for domain, path in taught.items() if path == text}
         asked = suites if text in models else _only(suites, own)
         places[text] = _evaluated(text, asked, out / "evals", options, device)
     found = {text: read_evaluation(place) for text, place in places.items()}

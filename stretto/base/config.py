@@ -149,9 +149,8 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
     *above, last = found["loc"] or (None,)
     is_unknown = found["type"] == "extra_forbidden"
     path: list[str] = []
-    inside: list[Any] = [
-        kind
-    ]  # what the data at this place may be: several where pydantic's next step names one of them
+    # what the data at this place may be: several where pydantic's next step names one of them
+    inside: list[Any] = [kind]
     for part in above if is_unknown or last is None else (*above, last):
         if len(inside) > 1:
             named = [each for each in inside if _label(each) in str(part).lower()]

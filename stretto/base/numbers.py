@@ -13,9 +13,8 @@ def rounded(value: float, digits: int = 3) -> str:
     """``digits`` significant digits, thousands with separators: ``2.30``, ``12,346``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    exponent = int(
-        f"{value:.{digits - 1}e}".partition("e")[2]
-    )  # of the rounded number: 9.996 has two decimals no longer
+    # of the rounded number: 9.996 has two decimals no longer
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 

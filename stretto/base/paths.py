@@ -158,9 +158,6 @@ def read_json(path: Path | str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, no JSON, a number of thousands of digits; too deep
+    except (OSError, ValueError, RecursionError) as error:
+        # not UTF-8, no JSON, a number of thousands of digits; too deep
         raise UserError(f"{path}: not readable as JSON: {error}; the file is damaged or not one of ours") from None

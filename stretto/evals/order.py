@@ -193,9 +193,8 @@ def survey(
     watch = Watch(config, batches[0].ids_BT.device) if watched and config.num_moe_layers else None
     if isinstance(model, FSDPModule):
         token = batches[0].ids_BT[:1, :1]
-        model(
-            token, config.full(), Context.plain(token)
-        )  # FSDP takes for the whole what runs first: it must not be a block
+        # FSDP takes for the whole what runs first: it must not be a block
+        model(token, config.full(), Context.plain(token))
         model.unshard()  # what lies outside the blocks; those gather their own
     step = side_by_side or len(batches)
     removed: dict[int, tuple[int, ...]] = {}

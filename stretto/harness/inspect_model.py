@@ -117,9 +117,8 @@ class StrettoAPI(OpenAICompatibleAPI):
                 await _end_sample(error)
             raise
         is_first = not any(message.role == "assistant" for message in input)
-        if (
-            is_first and isinstance(output, ModelOutput) and output.stop_reason == "model_length"
-        ):  # nothing was asked yet
+        # nothing was asked yet
+        if is_first and isinstance(output, ModelOutput) and output.stop_reason == "model_length":
             output = RuntimeError(f"{self.model_name}: {output.completion}")
         if isinstance(output, Exception):
             await _end_sample(output)

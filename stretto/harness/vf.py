@@ -93,9 +93,8 @@ class SessionLoop(vf.Harness[vf.HarnessConfig]):
         headers = {"Authorization": f"Bearer {secret}"}
         with closing(source.open(problem)) as session:
             offered = {"tools": [tool.schema() for tool in session.tools]} if session.tools else {}
-            async with httpx.AsyncClient(
-                headers=headers, timeout=None, trust_env=False
-            ) as http:  # their budgets end it
+            # their budgets end it
+            async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as http:
                 while True:
                     told = {"model": ctx.model, "messages": [*problem.messages, *map(_wire, turns)], **offered}
                     answer = await http.post(f"{endpoint}/chat/completions", json=told)

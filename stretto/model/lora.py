@@ -145,9 +145,8 @@ def write_adapters(folder: Path, model: Transformer, family: Family, config: Lor
         tensors[f"{_PREFIX}{piece.theirs}.lora_A.weight"] = a_RI.contiguous()
         tensors[f"{_PREFIX}{piece.theirs}.lora_B.weight"] = b_OR.contiguous()
     modules = sorted({piece.target for piece in chosen if piece.kind == "attention"})
-    parameters = sorted(
-        {piece.target for piece in chosen if piece.kind != "attention"}, reverse=True
-    )  # gate_up is the inner
+    # gate_up is the inner
+    parameters = sorted({piece.target for piece in chosen if piece.kind != "attention"}, reverse=True)
     told = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -165,9 +165,8 @@ class Dequantised:
 
 def from_fp8(values: Tensor) -> Tensor:
     """``values.float()`` of e4m3 in a third of the time: its bits are those of a bf16 number that is 2^120 too small."""
-    bits = (
-        values.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-30736)
-    )  # sign, zeros, exponent and mantissa
+    # sign, zeros, exponent and mantissa
+    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-30736)
     if values.numel() and int((bits & _NAN_BITS).amax()) == _NAN_BITS:
         return values.float()
     return bits.view(torch.bfloat16).float().mul_(2.0**120)

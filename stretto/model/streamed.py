@@ -54,9 +54,8 @@ class StreamedState(Mapping[str, Tensor]):
         self._stored: dict[str, list[Stored]] = defaultdict(list)
         part = ""
         for stored in tensors:
-            part = (
-                part_of(stored.ours) if stored.ours is not None else part
-            )  # a constant lies among its layer's tensors
+            # a constant lies among its layer's tensors
+            part = part_of(stored.ours) if stored.ours is not None else part
             self._stored[part].append(stored)
         self._part = ""
         self._held: dict[str, Tensor] = {}

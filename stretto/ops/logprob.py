@@ -135,9 +135,8 @@ class _HeadLoss(torch.autograd.Function):
             if isinstance(teacher, TopLogProbs):
                 nll_N[part], kl_sum, teacher_NV = _top_losses(probs_NV, t_N, teacher, part)
             else:
-                nll_N[part], kl_sum = _chunk_losses(
-                    probs_NV, t_N, teacher_NV
-                )  # leaves probabilities in place of logits
+                # leaves probabilities in place of logits
+                nll_N[part], kl_sum = _chunk_losses(probs_NV, t_N, teacher_NV)
             loss += ce_weight * nll_N[part].sum() + (1.0 - ce_weight) * kl_sum
             if grad_ND is None:
                 continue

@@ -77,9 +77,8 @@ def _value(node: ast.expr) -> _Number:
             return _bounded(_OPERATORS[type(op)](first, second))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             values = [_value(each) for each in arguments]
-            if name == "round" and any(
-                abs(digits) > MAX_BITS for digits in values[1:]
-            ):  # Python makes that power of ten
+            # Python makes that power of ten
+            if name == "round" and any(abs(digits) > MAX_BITS for digits in values[1:]):
                 raise ValueError(f"more than {MAX_BITS} digits")
             return _bounded(_FUNCTIONS[name](*values))
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")

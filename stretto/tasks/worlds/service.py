@@ -485,9 +485,8 @@ def _heard(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str | No
         named = set(re.findall(r"\w+", text))
         if "?" not in text or wanted is None or number >= _PATIENCE:
             reply = None
-        elif (
-            not wanted.facts <= named or named & ids - wanted.facts
-        ):  # nor is a question about all records one about his
+        elif not wanted.facts <= named or named & ids - wanted.facts:
+            # nor is a question about all records one about his
             reply = _told(wanted, case)
         elif place + 1 == len(case.script):
             reply = YES

@@ -150,9 +150,8 @@ class _Maker:
         extra = {"text": [self.draw.choice(("label", "code"))], "date": ["start", "end"]}.get(kind, [])
         extra += ["result"] * (kind in ("column", "lookup", "text", "date"))
         table = self._table(self.schema, self.schema["sheet"], top, left, extra)
-        if (
-            self.is_varied and self.draw.random() < 0.4
-        ):  # one that nobody asks about; of the same fields, in another sheet
+        # one that nobody asks about; of the same fields, in another sheet
+        if self.is_varied and self.draw.random() < 0.4:
             sheet = "Archive" if self.other == self.schema else table.sheet
             self._table(self.other, sheet, top, max(table.columns.values()) + 5, [])
         asked: _Asked = getattr(self, f"_{kind}")(table)
