@@ -115,10 +115,8 @@ class Session(ABC):
     successor goes on, and how a verifier elsewhere comes to what it judges.
     """
 
-    @property
-    @abstractmethod
-    def tools(self) -> tuple[Tool, ...]:
-        """The same from beginning to end, and in every session of the problem."""
+    tools: tuple[Tool, ...]
+    """The same from beginning to end, and in every session of the problem. Written by its constructor."""
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """As `TaskSource.reply`. It may look at the state and changes nothing."""
@@ -325,11 +323,7 @@ class TaskSource(ABC):
 
 class _Stateless(Session):
     def __init__(self, source: TaskSource, problem: Problem) -> None:
-        self._source, self._problem = source, problem
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return self._source.tools()
+        self._source, self._problem, self.tools = source, problem, source.tools()
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         return self._source.reply(self._problem, messages)

@@ -110,17 +110,13 @@ class _VerifiersSession(Session):
         self._vf, self._args, self._task, self._problem, self._loop = vf, args, task, problem, loop
         kind = type(task)
         self._state = vf.state.state_cls(kind)()
-        self._tools: tuple[Tool, ...] = ()
+        self.tools = ()
         for toolset in kind.toolsets(task.config):
             if isinstance(self._state, toolset._state_cls):
                 toolset._inert_state = self._state  # what its methods see as ``self.state`` where nobody serves them
             loop.run(toolset.setup())
             loop.run(toolset.setup_task(task.data))
-            self._tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return self._tools
+            self.tools += tuple(map(partial(self._tool, toolset.server_name), _marked(toolset)))
 
     def _tool(self, server: str, function: Callable[..., Any]) -> Tool:
         from mcp.server.mcpserver.tools.base import Tool as Served  # comes with verifiers
@@ -140,7 +136,7 @@ class _VerifiersSession(Session):
         return Tool(served.name, (served.description or "").strip(), served.parameters, call)
 
     def digest(self) -> str:
-        return hashlib.sha256(self._state.model_dump_json().encode()).hexdigest() if self._tools else ""
+        return hashlib.sha256(self._state.model_dump_json().encode()).hexdigest() if self.tools else ""
 
     def score(self, answer: Answer) -> Score:
         args, trace = self._args, self._trace(answer)

@@ -38,7 +38,6 @@ from stretto.tasks.task import (
     Range,
     Score,
     Session,
-    Tool,
     find_answer,
     read_records,
 )
@@ -188,10 +187,7 @@ class SearchSession(Session):
     def __init__(self, problem: Problem, corpus: Corpus, args: SearchArgs) -> None:
         self._problem, self._args = problem, args
         self.reader = Reader(corpus, args.hits, args.snippet)
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return () if self._args.closed_book else self.reader.tools
+        self.tools = () if args.closed_book else self.reader.tools
 
     def digest(self) -> str:
         return " ".join(self.reader.opened)

@@ -315,11 +315,7 @@ class ServiceSession(Session):
         self._rows = {kind: {key: dict(row) for key, row in rows.items()} for kind, rows in case.rows.items()}
         self._read: list[str] = []
         self._ending = ""
-        self._tools = tuple(self._made())
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return self._tools
+        self.tools = tuple(self._made())
 
     @property
     def is_over(self) -> bool:

@@ -242,9 +242,6 @@ class SheetsSession(Session):
     def __init__(self, source: SheetsSource, task: SheetTask) -> None:
         self._source, self._task, self._book = source, task, task.books[0]
         self._steps: tuple[Step, ...] = ()
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
         area = {"range": "such as B2:C9 or Data!B2"}
         offered = {
             "sheets": Tool("sheets", "Lists the sheets.", _schema({}), self._sheets),
@@ -258,7 +255,7 @@ class SheetsSession(Session):
                 _schema({"code": "the program"}), self._python,
             ),
         }  # fmt: skip
-        return tuple(offered[name] for name in self._source.args.tools)
+        self.tools = tuple(offered[name] for name in source.args.tools)
 
     def digest(self) -> str:
         told = repr((self._steps, self._book.sheets, sorted(self._book.cells.items())))
