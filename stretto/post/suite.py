@@ -400,10 +400,6 @@ class Domain:
         """Numbers of the problems: of their items, where each is one."""
         return range(self.items.start // self.source.variants, self.items.stop // self.source.variants)
 
-    def items_of(self, problem: int) -> range:
-        num = self.source.variants
-        return range(problem * num, (problem + 1) * num)
-
     def value(self, outcome: Outcome, reward: float) -> float:
         """A sample's part of the score; NaN where nobody could judge it."""
         if outcome is Outcome.INFRA:
@@ -648,11 +644,9 @@ Alike = Callable[[Sequence[Sample]], np.ndarray]
 def _result(
     name: str, domain: Domain, samples: Mapping[Key, Sample], options: EvalOptions, alike: Alike, counts: Counts
 ) -> DomainResult:
-    keys = [
-        [(name, item, number) for item in domain.items_of(problem) for number in range(options.samples)]
-        for problem in domain.problems
-    ]
-    num, table = len(keys[0]), [[samples.get(key) for key in row] for row in keys]
+    num = domain.source.variants * options.samples
+    every = [samples.get((name, item, number)) for item in domain.items for number in range(options.samples)]
+    table = [every[at : at + num] for at in range(0, len(every), num)]
     groups = [[one for one in row if one is not None] for row in table]
     own = [one for group in groups for one in group]
     read = {(one.item, one.number): domain.source.read(domain.asked[one.item], one.text) for one in own}
