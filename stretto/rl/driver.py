@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -61,6 +61,7 @@ class Driver:
         )
         self._last_loss = ""  # why the last attempt at a group came to nothing, since then
         self._cuts: deque[Mapping[str, Any]] = deque(maxlen=recipe.train.keep_snapshots)
+        self._saved = controller.version  # in the newest snapshot
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[Self]:
@@ -82,9 +83,14 @@ class Driver:
             TrainerLost: the trainer died.
             UserError: a role cannot go on, or nothing moves any more, and the watchdog says what.
         """
-        stop_s, is_over = time.monotonic() + (self._recipe.runtime.stop_s or math.inf), False
-        while self._controller.version < self._recipe.train.steps and not is_over:
-            is_over = await self._train(await self._next_batch(), stop_s)
+        stop_s = time.monotonic() + (self._recipe.runtime.stop_s or math.inf)
+        while self._controller.version < self._recipe.train.steps:
+            refs = await self._next_batch(stop_s)
+            if refs is None:
+                break
+            await self._train(refs)
+        if self._controller.version > self._saved:
+            await self._save()
         await self._published()
         await self._engines_are_current()
 
@@ -94,25 +100,32 @@ class Driver:
         if self._failure is not None:
             raise self._failure
 
-    async def _next_batch(self) -> tuple[GroupRef, ...]:
+    async def _next_batch(self, stop_s: float) -> tuple[GroupRef, ...] | None:
+        """None: the time is over. The first step is waited for all the same: a run without one has nothing to hand on."""
         started_s = time.time()
         self._watchdog.waits("trainer", "agents")
         while self._failure is None:
+            if self._controller.version and time.monotonic() >= stop_s:
+                self._watchdog.done("trainer")
+                return None
             self._hand_out()
             refs = self._controller.next_batch()
             if refs is not None:
                 self._trace.add(Span("trainer", "wait", started_s, time.time()))
                 self._watchdog.done("trainer")
                 return refs
-            await self._change()
+            await self._change(stop_s if self._controller.version else math.inf)
         raise self._failure
 
-    async def _change(self) -> None:
+    async def _change(self, stop_s: float = math.inf) -> None:
+        """Wait for the next event, or until ``stop_s`` on `time.monotonic`."""
         self._changed.clear()
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if stop_s == math.inf else stop_s - time.monotonic()):
+                await self._changed.wait()
 
-    async def _train(self, refs: tuple[GroupRef, ...], stop_s: float) -> bool:
-        """One step; whether it is the last, which it is from ``stop_s`` on."""
+    async def _train(self, refs: tuple[GroupRef, ...]) -> None:
+        """One step."""
         step, train = self._controller.version, self._recipe.train
         with self._trace.span("trainer", "step", step=step, ordinals=[ref.ordinal for ref in refs]):
             report: StepReport = await self._roles.call_trainer("step", refs, step)
@@ -128,17 +141,19 @@ class Driver:
             await self._reporting
         # told while the trainer is at the next step; what a snapshot holds is told before the trainer goes on
         self._reporting = asyncio.create_task(self._report(report, refs))
-        is_last = step + 1 == train.steps or time.monotonic() >= stop_s
-        if (step + 1) % train.snapshot_every == 0 or is_last:
-            # the trainer's state and the ledger's, of the same version, in one folder
-            cut = self._controller.checkpoint_cut()
-            with self._trace.span("trainer", "snapshot", version=step + 1):
-                await self._roles.call_trainer("save", cut)
-            self._cuts.append(cut)
-            if len(self._cuts) == train.keep_snapshots:  # older ones have been deleted
-                self._controller.covered(self._cuts[0])
+        if (step + 1) % train.snapshot_every == 0:
+            await self._save()
+
+    async def _save(self) -> None:
+        """The trainer's state and the ledger's, of the same version, in one folder."""
+        self._saved, cut = self._controller.version, self._controller.checkpoint_cut()
+        with self._trace.span("trainer", "snapshot", version=self._saved):
+            await self._roles.call_trainer("save", cut)
+        self._cuts.append(cut)
+        if len(self._cuts) == self._recipe.train.keep_snapshots:  # older ones have been deleted
+            self._controller.covered(self._cuts[0])
+        if self._reporting is not None:
             await self._reporting
-        return is_last
 
     async def _publish(self, version: int) -> None:
         """Beside the next step; what goes wrong ends the run before the one after."""

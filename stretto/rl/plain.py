@@ -75,7 +75,8 @@ async def run_synchronously(
         GroupFailed: a group could not be sampled.
         UserError: nothing to learn from: all rewards are equal, group after group.
     """
-    train, reports, ordinal = recipe.train, [], 0
+    train, ordinal = recipe.train, 0
+    reports: list[StepReport] = []
     stop_s = time.monotonic() + (recipe.runtime.stop_s or math.inf)
     await _activate(trainer, engines)
     for step in range(train.steps):
@@ -83,6 +84,8 @@ async def run_synchronously(
         num_dropped = 0
         # ordinals in order until there are enough that teach something; what is dropped is made up for
         while num_missing := train.prompts - len(refs):
+            if reports and time.monotonic() > stop_s:
+                return reports
             tasks = [task_of(each) for each in range(ordinal, ordinal + num_missing)]
             ordinal += num_missing
             found = await asyncio.gather(*(agent.run_group(task, 0) for task in tasks))
@@ -96,8 +99,6 @@ async def run_synchronously(
         reports.append(await asyncio.to_thread(trainer.step, refs, step))
         report(reports[-1])
         await _activate(trainer, engines)
-        if time.monotonic() > stop_s:
-            break
     return reports
 
 

@@ -404,7 +404,8 @@ class RuntimeConfig(Config):
 
     kind: Literal["local", "ray"] = "local"
     stop_s: float | None = Field(default=None, gt=0)
-    """Seconds after which the run ends as after its last step, with the step it is at; each resumed one counts anew."""
+    """Seconds after which the run ends as after its last step: with the step it is at, and without waiting longer for groups that
+    teach something, unless no step has been made yet. Each resumed one counts anew."""
     address: str = "auto"
     """Of the Ray cluster."""
     agents: PoolConfig = PoolConfig(min=1, max=1)

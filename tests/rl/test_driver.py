@@ -195,8 +195,21 @@ def test_out_of_time_it_ends_as_after_its_last_step(tmp_path: Path) -> None:
     world = World(on_step=lambda step: time.sleep(0.3 * (step == 4)))
     told = drive(tmp_path, world, steps=1000, stop_s=0.25)
     steps = [event[1] for event in world.events if event[0] == "step"]
-    assert 4 <= steps[-1] < 999 and [step for step, _ in told] == [step + 1 for step in steps]
+    assert steps[-1] < 999 and [step for step, _ in told] == [step + 1 for step in steps]
     assert ("save", steps[-1] + 1) in world.events and set(world.active.values()) == {steps[-1] + 1}
+
+
+def test_out_of_time_it_waits_no_longer_for_groups_that_teach(tmp_path: Path) -> None:
+    """It waited on, where what was sampled after the last step taught nothing."""
+
+    async def teaches_once(task: Task, attempt: int) -> GroupRef:
+        await asyncio.sleep(0.02)
+        return ref(task.ordinal, attempt, version=min(world.active.values()), is_uniform=task.ordinal >= PROMPTS)
+
+    world = World(on_group=teaches_once)
+    drive(tmp_path, world, steps=1000, stop_s=0.5)
+    assert [event for event in world.events if event[0] in ("step", "save")] == [("step", 0, (0, 1)), ("save", 1)]
+    assert set(world.active.values()) == {1}
 
 
 def test_the_trainer_works_while_groups_are_drawn(tmp_path: Path) -> None:
