@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
+from bench.common.erring import misreading
 from bench.common.measure import table, wide_console
 from stretto.base.errors import UserError
 from stretto.base.track import progress
@@ -155,7 +156,9 @@ def by_agent(told: Script, renderer: Renderer, options: PaintOptions, is_patient
             if not reply.is_question:
                 break
     shown = dialogue.shown
-    return shown is not None and not unmet(told.truth, see(shown.picture)), dialogue.num_images
+    return shown is not None and not unmet(told.truth, see(shown.picture)), sum(
+        each.num_images for each in dialogue.versions
+    )
 
 
 def by_prompt(told: Script, prompt: str, renderer: Renderer, options: PaintOptions, num: int) -> bool:
@@ -190,7 +193,8 @@ def main() -> None:
         "--forget", action="store_true", help="the agent hears each turn as if it were the first; must fail"
     )
     told = parser.parse_args()
-    renderer, whole = Renderer(told.faults), Renderer(told.faults, edits=False)
+    misread = misreading(told.faults)
+    renderer, whole = Renderer(misread), Renderer(misread, edits=False)
     options = PaintOptions(width=256, height=256, images=told.images)
     rights: dict[str, list[bool]] = {
         name: []

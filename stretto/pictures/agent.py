@@ -60,10 +60,6 @@ class Dialogue:
         """The version of what stands now."""
         return next((each for each in reversed(self.versions) if each.ledger == self.conversation.now), None)
 
-    @property
-    def num_images(self) -> int:
-        return sum(version.num_images for version in self.versions)
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

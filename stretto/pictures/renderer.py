@@ -1,19 +1,17 @@
 """The exact painter: reads the prompt as `stretto.tasks.shapes` does and draws what it says. For everything that wants a painter
-and no network; with planted faults, for everything that wants a painter who errs."""
+and no network."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from PIL import Image
 
 from stretto.base.errors import UserError
 from stretto.pictures.backend import PaintRequest, check_request
-from stretto.tasks.shapes.draw import PALETTE, Body, draw, drawable, looks_like, place, placed, see, unmet
-from stretto.tasks.shapes.ledger import Ledger, Thing, read
+from stretto.tasks.shapes.draw import Body, draw, drawable, looks_like, place, placed, see, unmet
+from stretto.tasks.shapes.ledger import Ledger, read
 
 _TRIES = 200
 """Places for what is new beside what stays."""
@@ -24,10 +22,11 @@ class Renderer:
 
     name, multiple = "renderer", 1
 
-    def __init__(self, faults: float = 0.0, edits: bool = True) -> None:
-        """``faults``: chance of each object and of each relation to be drawn wrongly, by the seed."""
-        assert 0 <= faults < 1, faults
-        self._faults, self.edits = faults, edits
+    def __init__(
+        self, misread: Callable[[Ledger, int], Ledger] = lambda ledger, seed: ledger, edits: bool = True
+    ) -> None:
+        """``misread``: what is drawn for a request and a seed, where a painter is wanted who errs."""
+        self._misread, self.edits = misread, edits
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
         check_request(self, request)
@@ -37,7 +36,7 @@ class Renderer:
                     f"renderer: {what.removesuffix('s')}: it has none; leave it out, or choose another backend"
                 )
         ledger = drawable(read(request.prompt))
-        meant = _misread(ledger, self._faults, random.Random(f"faults/{request.seed}")) if self._faults else ledger
+        meant = self._misread(ledger, request.seed)
         if request.base is not None and request.mask is not None:
             image = _edited(ledger, meant, request.base, request.mask, request.seed)
         else:
@@ -72,21 +71,3 @@ def _fits(body: Body, free_HW: np.ndarray) -> bool:
     left, top, right, bottom = body.box
     part = slice(int(top * height), int(bottom * height) + 2), slice(int(left * width), int(right * width) + 2)
     return bool(free_HW[part].all())
-
-
-def _misread(ledger: Ledger, faults: float, rng: random.Random) -> Ledger:
-    things: list[Thing] = []
-    for thing in ledger.things:
-        if rng.random() >= faults:
-            things.append(thing)
-            continue
-        kind = rng.choice(("gone", "colour", "count"))
-        if kind == "colour":
-            things.append(
-                replace(thing, colours=(rng.choice([each for each in PALETTE if each not in thing.colours]),))
-            )
-        elif kind == "count" or len(ledger.things) == 1:
-            things.append(replace(thing, count=(thing.count or 1) + 1))
-    ids = {thing.id for thing in things}
-    kept = [each for each in ledger.relations if rng.random() >= faults and {each.subject, each.other} <= ids]
-    return Ledger(tuple(things) or ledger.things[:1], tuple(kept))

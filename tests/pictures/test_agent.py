@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bench.common.erring import misreading
 from stretto.base.errors import UserError
 from stretto.pictures.agent import Dialogue, PaintOptions, Reply, painted, respond
 from stretto.pictures.backend import PaintRequest, check_request
@@ -21,7 +22,7 @@ OPTIONS = PaintOptions(width=96, height=96, images=8)
 def talk(*turns: str, faults: float = 0.0, options: PaintOptions = OPTIONS) -> Reply:
     reply = Reply(Dialogue(), "")
     for turn in turns:
-        reply = respond(reply.dialogue, turn, Renderer(faults), ShapesVerifier(), options)
+        reply = respond(reply.dialogue, turn, Renderer(misreading(faults)), ShapesVerifier(), options)
     return reply
 
 
@@ -64,7 +65,7 @@ def test_a_size_that_is_named_counts() -> None:
 
 def test_what_nobody_can_judge_is_said_and_painted_once() -> None:
     reply = talk("a red circle in a coffee shop")
-    assert "nobody has checked" in reply.said and reply.dialogue.num_images == 1
+    assert "nobody has checked" in reply.said and [each.num_images for each in reply.dialogue.versions] == [1]
 
 
 class Sign(Renderer):
@@ -99,7 +100,8 @@ def test_a_turn_changes_what_it_speaks_of_and_leaves_the_rest_to_the_bit() -> No
 
 def test_what_is_shown_already_is_not_painted_again() -> None:
     dialogue = talk("a red circle left of a blue square", "put the circle left of the square").dialogue
-    assert dialogue.num_images == 1 and dialogue.conversation.states[-1] == dialogue.conversation.states[-2]
+    assert [each.num_images for each in dialogue.versions] == [1]
+    assert dialogue.conversation.states[-1] == dialogue.conversation.states[-2]
     gone = talk("a circle left of a blue square", "make the circle red", options=OPTIONS.replace(seed=0))
     seen = see(gone.dialogue.versions[0].picture)
     was_red = any((body.form, body.colour) == ("circle", "red") for body in seen)
@@ -110,7 +112,7 @@ class Noting(Renderer):
     """Which requests were edits."""
 
     def __init__(self, faults: float) -> None:
-        super().__init__(faults)
+        super().__init__(misreading(faults))
         self.were_edits: list[bool] = []
 
     def paint(self, request: PaintRequest, tell: Callable[[float], None] = lambda done: None) -> Image.Image:
