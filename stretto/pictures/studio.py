@@ -109,9 +109,6 @@ def _lines(ledger: Ledger) -> list[str]:
 def create_studio(studio: Studio) -> Starlette:
     """The page and its three routes, for browsers on this machine."""
 
-    def state(request: Request) -> Response:
-        return JSONResponse(studio.state())
-
     def picture(request: Request) -> Response:
         try:
             return Response(studio.picture(request.path_params["number"]), media_type="image/png")
@@ -132,7 +129,7 @@ def create_studio(studio: Studio) -> Starlette:
         return JSONResponse(studio.state())
 
     routes = [
-        Route("/state", state),
+        Route("/state", lambda request: JSONResponse(studio.state())),
         Route("/pictures/{number:int}.png", picture),
         Route("/turn", turn, methods=["POST"]),
         Route("/{path:path}", _Page(directory=_PAGE, html=True)),
