@@ -185,9 +185,8 @@ class Reader:
     def _encoded(self, texts: Sequence[str]) -> tuple[list[list[int]], list[float]]:
         """Tokens of a window, and how many a character has."""
         ids = self.tokenizer.encode_batch([f" {text}" for text in texts])
-        return [each[:WINDOW] for each in ids], [
-            len(own) / (1 + len(text)) for own, text in zip(ids, texts, strict=True)
-        ]
+        density = [len(own) / (1 + len(text)) for own, text in zip(ids, texts, strict=True)]
+        return [each[:WINDOW] for each in ids], density
 
     def _seen(
         self, before: Sequence[list[int]], own: Sequence[list[int]], num_states: int

@@ -417,15 +417,10 @@ class _Editor:
 
     def insert_control(self, key: str, control: Control, image: str) -> None:
         """Between conditioning and sampler. Edges are found on the server; of any other kind the picture is the map itself."""
-        known, apply, kind = (
-            self.options("ControlNetLoader", "control_net_name"),
-            "ControlNetApplyAdvanced",
-            control.kind.casefold(),
-        )
+        known, apply = self.options("ControlNetLoader", "control_net_name"), "ControlNetApplyAdvanced"
+        kind = control.kind.casefold()
         self.options(apply, "strength")
-        fitting = [name for name in known if kind in name.casefold()] or [
-            name for name in known if "union" in name.casefold()
-        ]
+        fitting = [name for each in (kind, "union") for name in known if each in name.casefold()]
         if not fitting:
             problem = f"none of its {len(known)} ControlNets has it in its name"
             raise UserError(f"{self.where}: control {kind}: {problem}; put one into models/controlnet")

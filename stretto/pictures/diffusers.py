@@ -142,9 +142,8 @@ class Diffusers:
 
         def keep(step: int, latents_BCHW: Tensor) -> Tensor:
             sigma = float(pipeline.scheduler.sigmas[step + 1])
-            return torch.where(free_HW, latents_BCHW, (1 - sigma) * clean_BCHW + sigma * noise_BCHW).to(
-                latents_BCHW.dtype
-            )
+            noisy_BCHW = (1 - sigma) * clean_BCHW + sigma * noise_BCHW
+            return torch.where(free_HW, latents_BCHW, noisy_BCHW).to(latents_BCHW.dtype)
 
         return keep
 
@@ -158,12 +157,11 @@ class Diffusers:
             raise UserError(
                 f"{self.name}: lora {loras[0].name}: {type(self._pipeline).__name__} takes none; leave it out"
             )
+        names = [f"lora_{number}" for number in range(len(loras))]
         try:
-            for number, lora in enumerate(loras):
-                self._load(lora, f"lora_{number}")
-            self._pipeline.set_adapters(
-                [f"lora_{number}" for number in range(len(loras))], [lora.weight for lora in loras]
-            )
+            for name, lora in zip(names, loras, strict=True):
+                self._load(lora, name)
+            self._pipeline.set_adapters(names, [lora.weight for lora in loras])
             yield
         finally:
             self._pipeline.unload_lora_weights()

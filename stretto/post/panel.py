@@ -134,9 +134,8 @@ def judged_by(suites: Mapping[str, SuiteConfig], url: str, name: str, checkpoint
         raise UserError(
             f"--judge {url}: {name} was trained to reward; evaluate with one of `stretto judge train --part evaluation`"
         )
-    if (name, url.rstrip("/")) in (rewarding := list(rewarders(checkpoint))) or name in [
-        each for each, _ in rewarding if each.startswith(EVALUATES)
-    ]:
+    rewarding = list(rewarders(checkpoint))
+    if (name, url.rstrip("/")) in rewarding or (name.startswith(EVALUATES) and name in dict(rewarding)):
         raise UserError(
             f"--judge {url}: {name} has rewarded {checkpoint}, and likes what it has taught; evaluate with another judge"
         )
