@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
 
-import choix
 import numpy as np
-from scipy.optimize import minimize
-from scipy.sparse.csgraph import connected_components
-from scipy.special import expit
+import scipy
 
 from stretto.evals.scores import Interval, interval, mean_interval, resampling_weights
 
@@ -115,9 +112,9 @@ def controlled(
         def loss(b_X: np.ndarray, weight_D: np.ndarray = weight_D) -> tuple[float, np.ndarray]:
             logit_D = x_DX @ b_X
             value = weight_D @ (np.logaddexp(0, logit_D) - won_D * logit_D) + _PRIOR * b_X @ b_X
-            return float(value), x_DX.T @ (weight_D * (expit(logit_D) - won_D)) + 2 * _PRIOR * b_X
+            return float(value), x_DX.T @ (weight_D * (scipy.special.expit(logit_D) - won_D)) + 2 * _PRIOR * b_X
 
-        found.append(ELO * minimize(loss, np.zeros(x_DX.shape[1]), jac=True, method="L-BFGS-B").x)
+        found.append(ELO * scipy.optimize.minimize(loss, np.zeros(x_DX.shape[1]), jac=True, method="L-BFGS-B").x)
     points_RX = np.stack(found)
     gains_RM = points_RX[:, :num_models] - points_RX[:, [reference]]
     return [interval(each) for each in gains_RM.T], [interval(each) for each in points_RX[:, num_models:].T]
@@ -125,6 +122,8 @@ def controlled(
 
 def strengths(wins_MM: np.ndarray) -> np.ndarray:
     """Maximum likelihood, in nats, of mean 0; NaN where there is none: not every model can be reached from every other by wins."""
-    if connected_components(wins_MM > 0, connection="strong")[0] > 1:
+    import choix  # brings scipy.stats: most of a second that only battles need
+
+    if scipy.sparse.csgraph.connected_components(wins_MM > 0, connection="strong")[0] > 1:
         return np.full(len(wins_MM), np.nan)
     return choix.ilsr_pairwise_dense(wins_MM)

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from itertools import cycle
 from typing import TypeVar
 
+import scipy
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from stretto.base.errors import UserError
@@ -203,7 +203,7 @@ def balanced_clusters(features_MX: Tensor, num: int, generator: torch.Generator)
     for _ in range(ROUNDS):
         for chosen in torch.randperm(members, generator=generator).split(at_once):
             cost = centres_EX.square().sum(1) - 2.0 * features_MX[chosen] @ centres_EX.T
-            _, seats = linear_sum_assignment(cost.repeat_interleave(len(chosen) // num, dim=1).numpy())
+            _, seats = scipy.optimize.linear_sum_assignment(cost.repeat_interleave(len(chosen) // num, dim=1).numpy())
             cluster_M[chosen] = torch.from_numpy(seats) // (len(chosen) // num)
         centres_EX = torch.stack([features_MX[cluster_M == number].mean(0) for number in range(num)])
     return cluster_M

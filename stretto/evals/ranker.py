@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from safetensors.torch import load_file, save_file
-from scipy.special import expit
 from torch import Tensor, nn
 
 from stretto.base.config import Config, validate
@@ -363,7 +363,7 @@ class LocalJudge:
 
     def shares_of(self, scores_N: np.ndarray) -> np.ndarray:
         """Of texts with these scores, [N] in [0, 1]: ½ is the median of whole passages that it has learnt from."""
-        return expit((scores_N - self.record.median) / self.record.spread)
+        return scipy.special.expit((scores_N - self.record.median) / self.record.spread)
 
     def first_wins(self, prompt: str, first: str, second: str) -> float:
         """1, ½ or 0; the same whichever is called the first."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 
 class Clamp(NamedTuple):
@@ -120,7 +121,8 @@ def grouped_swiglu(
     return y_SD if down_bias_SD is None else y_SD + down_bias_SD
 
 
-_eager_grouped_mm = torch.compiler.disable(F.grouped_mm)
+# torch.compiler.disable imports the compiler here and now, a second of every process; this, torch's own, once it is called.
+_eager_grouped_mm = _disable_dynamo(F.grouped_mm)
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     if any(width * rows.itemsize % 16 for width in weights.shape[1:]):
         parts = rows.tensor_split(offs[:-1].tolist())
         return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
-    compute = F.grouped_mm if rows.dtype == torch.bfloat16 else _eager_grouped_mm
+    is_traced = torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
+    compute = _eager_grouped_mm if is_traced else F.grouped_mm
     return compute(rows, weights, offs=offs)
 
 

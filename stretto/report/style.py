@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
@@ -22,7 +23,6 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
-from scipy.optimize import isotonic_regression
 
 from stretto.base import numbers
 
@@ -190,7 +190,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     order = np.argsort(values, kind="stable")
     steps = gap * np.arange(len(values))
     placed = np.empty(len(values))
-    placed[order] = isotonic_regression(np.asarray(values, np.float64)[order] - steps).x + steps
+    placed[order] = scipy.optimize.isotonic_regression(np.asarray(values, np.float64)[order] - steps).x + steps
     return placed.tolist()
 
 

@@ -16,8 +16,8 @@ from typing import Literal, Self
 
 import numpy as np
 import optuna
+import scipy
 from pydantic import Field, model_validator
-from scipy import stats
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -651,7 +651,7 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     assert len(left) == len(right), f"{len(left)} against {len(right)} values"
     if len(left) < 3 or len(set(left)) == 1 or len(set(right)) == 1:
         return None
-    return float(stats.spearmanr(left, right).statistic)
+    return float(scipy.stats.spearmanr(left, right).statistic)
 
 
 def pareto_front(points: Sequence[Sequence[float]]) -> tuple[int, ...]:
