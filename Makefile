@@ -46,7 +46,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2
 
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 -m slow
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow
 
 check: $(STAMP)
 	@$(BIN)/ruff check

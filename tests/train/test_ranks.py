@@ -26,8 +26,11 @@ from stretto.train.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")
-STEPS, ROWS, LENGTH = 20, 16, 32
-pytestmark = pytest.mark.timeout(900)  # several processes on a shared machine
+STEPS, RESUMED_AT, ROWS, LENGTH = 12, 6, 16, 32
+pytestmark = [
+    pytest.mark.timeout(900),  # several processes on a shared machine
+    pytest.mark.xdist_group("ranks"),  # what these tests compare is trained once, for one worker
+]
 
 
 def tolerance(step: int) -> float:
@@ -77,8 +80,8 @@ def recipe(
         },
         "optim": {"lr": 3e-3, "warmup_steps": 2, "name": optim},
         "train": {
-            "steps": steps, "rows": ROWS, "seq_len": LENGTH, "micro_batches": 2, "eval_every": 5, "log_every": 1,
-            "snapshot_every": 10, "keep_snapshots": 5, "dtype": "float32", **train,
+            "steps": steps, "rows": ROWS, "seq_len": LENGTH, "micro_batches": 2, "eval_every": 3, "log_every": 1,
+            "snapshot_every": RESUMED_AT, "keep_snapshots": 5, "dtype": "float32", **train,
         },
     }  # fmt: skip
 
@@ -96,14 +99,13 @@ class Bench:
     def case(
         self, name: str, *, start: str | None = None, order_seed: int | None = None, **changes: Any
     ) -> dict[str, Any]:
-        """A run ``name``; with ``start`` it goes on from that run's snapshot of step 10."""
+        """A run ``name``; with ``start`` it goes on from that run's snapshot in the middle."""
         case = {"recipe": recipe(**changes), "run": str(self.folder / name), "data": str(self.folder / "data")}
         if order_seed is not None:
             case["order_seed"] = order_seed
         if start is not None:
-            shutil.copytree(
-                self.folder / start / "snapshots" / "step-0000010", self.folder / name / "snapshots" / "step-0000010"
-            )
+            snapshot = Path("snapshots") / f"step-{RESUMED_AT:07d}"
+            shutil.copytree(self.folder / start / snapshot, self.folder / name / snapshot)
             case["resume"] = True
         return case
 
@@ -319,13 +321,13 @@ def resumed(trained: Bench) -> Bench:
     "name", ["two-to-one", "split-to-one", "one-to-two", "one-to-split", "one-to-grid", "split-to-four"]
 )
 def test_a_run_goes_on_with_other_ranks(resumed: Bench, name: str) -> None:
-    resumed.check_equal("one", name, first_step=11)
+    resumed.check_equal("one", name, first_step=RESUMED_AT + 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "resumed_run"), [("two", "two-to-two"), ("split", "split-to-split")])
 def test_a_run_goes_on_bit_for_bit_with_the_same_ranks(resumed: Bench, whole: str, resumed_run: str) -> None:
-    resumed.check_equal(whole, resumed_run, first_step=11, exactly=True)
+    resumed.check_equal(whole, resumed_run, first_step=RESUMED_AT + 1, exactly=True)
 
 
 @pytest.mark.slow
