@@ -112,9 +112,15 @@ def test_ctrl_c_is_one_line_and_its_exit_code(stretto: Run, tiny: Path, finished
 def test_a_verifier_that_fails_later_ends_the_run_by_its_name(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path, fault: str, said: str
 ) -> None:
-    few = ("--set", "train.eval_prompts=1", "--set", "failures.max_attempts=1")
+    few = (
+        "train.eval_prompts=1",
+        "train.prompts=1",
+        "rollout.group=2",
+        "failures.max_attempts=1",
+    )  # each meets the fault
+    told = (*(word for setting in few for word in ("--set", setting)), *own(tmp_path, fault))
     start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")
-    refused(stretto("rl", tiny, *start, *few, *own(tmp_path, fault)), "sources.flip: item", said, "--resume")
+    refused(stretto("rl", tiny, *start, *told), "sources.flip: item", said, "--resume")
     events = read_events(tmp_path / "run" / JOURNAL_FILE)
     assert not any("step" in event.facts for event in events), "a fault of ours was trained on"
 
