@@ -37,7 +37,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.session import recorded
 from stretto.tasks.task import Answer, Score
 from stretto.tasks.worlds.sheet_tasks import SheetTask
-from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource
+from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSession, SheetsSource
 from stretto.tasks.worlds.workbook import Place, cell_name
 
 RECIPE = Path(__file__).parents[1] / "recipes/sheets.toml"
@@ -180,7 +180,7 @@ def judged(
             if instances > 1:
                 return source.score(problem, Answer("Done.", turns))
         cut = replace(task, books=task.books[:instances], answers=task.answers[:instances])
-        with closing(source.session(cut)) as first:
+        with closing(SheetsSession(source, cut)) as first:
             recorded(first, turns)
             return first.score(Answer("Done."))
 

@@ -302,9 +302,8 @@ async def endpoint(model: Path | None, server: str | None, serving: ServeOptions
             async with Client("http://localhost", transport=httpx.ASGITransport(app)) as client:
                 yield Endpoint(client, served.name)
         return
-    keys = environment_keys()
     try:
-        asked = Client(str(server), keys[0] if keys else None)
+        asked = Client(str(server), next(iter(environment_keys()), None))
     except httpx.InvalidURL as error:
         raise UserError(f"--server {server}: {error}; check the address") from None
     async with asked as client:

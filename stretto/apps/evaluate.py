@@ -11,7 +11,7 @@ from typing import Any
 import rich
 import torch
 
-from stretto.apps.search import best_subnet
+from stretto.apps.search import named_subnet
 from stretto.base.config import validate
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
@@ -21,7 +21,6 @@ from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity
 from stretto.model.checkpoint import read_config, read_presets
 from stretto.model.parallel import join
-from stretto.model.spec import parse_subnet
 from stretto.post.battle import battle
 from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels
@@ -82,8 +81,7 @@ def eval_command(
     corpus = None if people is None else [text.text for text in open_source(people).read("train")]
     chosen = None
     if subnet is not None:
-        config = read_config(folder)
-        chosen = best_subnet(source, config) if subnet == "best" else parse_subnet(subnet, config, read_presets(folder))
+        chosen = named_subnet(source, subnet, read_config(folder), read_presets(folder))
     name = f"{_name(source)}{f':{subnet}' if subnet else ''}"
     place = str(join(device).device)
     found = evaluate(folder, suites, out, options, name=name, subnet=chosen, device=place)

@@ -11,14 +11,13 @@ from zlib import crc32
 import numpy as np
 
 from stretto.apps.evaluate import show
-from stretto.apps.search import best_subnet
-from stretto.apps.serve import BEST
+from stretto.apps.search import named_subnet
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, claimed
 from stretto.evals.scores import mean_interval, pass_at_k, pass_hat_k
 from stretto.harness.suites import Budget, Judged, ask, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
-from stretto.model.spec import Counts, count, parse_subnet
+from stretto.model.spec import Counts, count
 from stretto.post.suite import (
     RESULT_FILE,
     Cost,
@@ -47,8 +46,7 @@ def harness_command(
     """
     folder = checkpoint_folder(source)
     config, start_s = read_config(folder), time.perf_counter()
-    is_best = subnet == BEST
-    chosen = best_subnet(source, config) if is_best else parse_subnet(subnet or "full", config, read_presets(folder))
+    chosen = named_subnet(source, subnet or "full", config, read_presets(folder))
     told = {} if options.temperature is None else {"temperature": options.temperature}
     budget = Budget(limit=options.limit, samples=options.samples, at_once=min(16, options.max_batch), **told)
     if (out / RESULT_FILE).exists():

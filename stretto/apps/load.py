@@ -45,8 +45,7 @@ def bench_serve_command(source: Path | None, url: str | None, subnet: str | None
 
 
 async def _load(url: str, options: LoadOptions) -> LoadResult:
-    keys = environment_keys()
-    async with Client(url, keys[0] if keys else None) as client:
+    async with Client(url, next(iter(environment_keys()), None)) as client:
         try:
             info = await client.get("/api/info")
         except httpx.TransportError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from stretto.model.elastic import extract
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets, parse_subnet
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context
 from stretto.search.extract import Extracted, verified_extract
 from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
@@ -34,6 +34,8 @@ from stretto.train.recipe import HealRecipe
 from stretto.train.step import metered
 
 LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
+BEST = "best"
+"""Of sizes, the one that the last search of a run chose."""
 
 
 def latency_command(run: Path, device: str = "auto") -> LatencyTable:
@@ -178,14 +180,11 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
     require_apart(out, checkpoint_folder(source))
     ranks = join(device)
     checkpoint = _load(source, ranks)
-    if subnet_name == "best":
-        subnet = best_subnet(source, checkpoint.config)
-    else:
-        subnet = parse_subnet(subnet_name, checkpoint.config, checkpoint.presets)
+    subnet = named_subnet(source, subnet_name, checkpoint.config, checkpoint.presets)
     meter = Meter("extract", device_name(ranks.device), ranks.world)
     with meter, metered(checkpoint.model, meter):
         extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
-    found = read_search(source) if subnet_name == "best" else None
+    found = read_search(source) if subnet_name == BEST else None
     write_trained(
         out,
         extracted.model,
@@ -200,6 +199,11 @@ def extract_command(source: Path, subnet_name: str, out: Path, device: str = "au
         spent=found.receipt if found else None,
     )
     return extracted
+
+
+def named_subnet(source: Path, name: str, config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Subnet:
+    """What ``--subnet`` names of ``source``: `BEST`, or as of `parse_subnet`. Raises `UserError`: nothing that it has."""
+    return best_subnet(source, config) if name == BEST else parse_subnet(name, config, presets)
 
 
 def best_subnet(source: Path, config: ModelConfig) -> Subnet:

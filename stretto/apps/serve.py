@@ -17,7 +17,7 @@ import torch
 import typer
 from starlette.applications import Starlette
 
-from stretto.apps.search import best_subnet, read_search
+from stretto.apps.search import BEST, best_subnet, read_search
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.numbers import params, size_in_bytes
@@ -54,7 +54,7 @@ from stretto.serve.messages import Message, Prompts
 from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
 from stretto.text.chat import tool_form
 
-AUTO, BEST = "auto", "best"
+AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TEXT_STAGES = {"pretrain", "extract", "heal"}
 """Stages that train on running text, or not at all."""

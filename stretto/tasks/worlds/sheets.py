@@ -171,10 +171,7 @@ class SheetsSource(SessionSource):
         return Problem(item, ({"role": "user", "content": "\n\n".join(parts)},), "Done.")
 
     def open(self, problem: Problem, seed: int | None = None) -> Session:
-        return self.session(self.task(problem.item))
-
-    def session(self, task: SheetTask) -> SheetsSession:
-        return SheetsSession(self, task)
+        return SheetsSession(self, self.task(problem.item))
 
     def demonstration(self, problem: Problem) -> tuple[Mapping[str, Any], ...]:
         task = self.task(problem.item)
