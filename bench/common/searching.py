@@ -49,7 +49,7 @@ def ask_network(folder: Path, source: TaskSource, num: int, options: Sequence[Ag
                         problem = source.problem(FIRST + item)
                         with closing(source.open(problem)) as session:
                             async with places:
-                                run = await run_agent(endpoint, problem.messages, session, each, seed=item)
+                                run = await run_agent(endpoint, problem.messages, session.tools, each, seed=item)
                             advance(1)
                             score = session.score(Answer(run.text, run.messages))
                             return Asked(score, spent(run.turns) or 0.0, _hops(problem.payload))
@@ -71,7 +71,7 @@ def first_hit(source: SearchSource, num: int) -> list[Asked]:
             said = UNKNOWN
             if hits:
                 document = hits[0].document
-                use(session, "open", {"id": document.id})
+                use(session.tools, "open", {"id": document.id})
                 told = dict(line.partition(" is ")[::2] for line in document.text.rstrip(".").split(". ")[1:])
                 asked = question.split()[3]  # What is the RELATION of …
                 if (value := told.get(f"Its {asked}")) is not None:

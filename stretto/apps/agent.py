@@ -28,7 +28,7 @@ from stretto.sandbox.isolate import Sandbox
 from stretto.serve.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
-from stretto.tasks.session import Offers, arguments_of, use
+from stretto.tasks.session import arguments_of, use
 from stretto.tasks.task import AnswerFormat, Tool, find_answer
 from stretto.tasks.tools import calculator_tool, python_tool
 from stretto.tasks.worlds.search import RULES
@@ -90,7 +90,7 @@ class Desk:
 async def run_agent(
     endpoint: Endpoint,
     prompt: Sequence[Mapping[str, Any]],
-    desk: Offers,
+    tools: Sequence[Tool],
     options: AgentOptions,
     seed: int,
     tell: Callable[[str], None] = lambda said: None,
@@ -106,12 +106,12 @@ async def run_agent(
     """
     messages, turns = [dict(message) for message in prompt], list[Turn]()
     kept, ended = options.tokens // _ANSWER_PART, Ending.ANSWER
-    offered = [tool.schema() for tool in desk.tools]
+    offered = [tool.schema() for tool in tools]
 
-    async def ask(phase: Phase, max_tokens: int, tools: Sequence[Mapping[str, Any]]) -> tuple[Turn, dict[str, Any]]:
+    async def ask(phase: Phase, max_tokens: int, schemas: Sequence[Mapping[str, Any]]) -> tuple[Turn, dict[str, Any]]:
         size = options.answer if phase == "answer" and options.answer is not None else options.think
         body = {"model": endpoint.model, "messages": messages, "temperature": options.temperature, "seed": seed}
-        body |= ({"tools": tools} if tools else {}) | ({"elastic": size} if size else {})
+        body |= ({"tools": schemas} if schemas else {}) | ({"elastic": size} if size else {})
         return _turn(await _asked(endpoint.client, body, max_tokens), phase)
 
     try:
@@ -131,7 +131,7 @@ async def run_agent(
                 ended = Ending.TOKENS if turn.is_cut else ended
                 break
             tell(", ".join(f"{call.name} {' '.join(map(str, (call.arguments or {}).values()))}" for call in turn.calls))
-            turns.append(replace(turn, calls=await _used(desk, said, turn.calls, messages)))
+            turns.append(replace(turn, calls=await _used(tools, said, turn.calls, messages)))
         if ended in (Ending.TURNS, Ending.TOKENS):
             if turns:
                 messages.append({"role": "user", "content": _NOW})
@@ -184,12 +184,12 @@ def _turn(told: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
 
 
 async def _used(
-    desk: Offers, said: Mapping[str, Any], calls: Sequence[Call], messages: list[dict[str, Any]]
+    tools: Sequence[Tool], said: Mapping[str, Any], calls: Sequence[Call], messages: list[dict[str, Any]]
 ) -> tuple[Call, ...]:
     """The ``calls``, made one after the other; what each gave is appended to ``messages``."""
     made = []
     for told, call in zip(said["tool_calls"], calls, strict=True):
-        result = await asyncio.to_thread(use, desk, call.name, call.arguments)
+        result = await asyncio.to_thread(use, tools, call.name, call.arguments)
         made.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=result.seconds))
         messages.append({"role": "tool", "tool_call_id": told["id"], "name": call.name, "content": result.text})
     return tuple(made)
@@ -284,7 +284,7 @@ async def _runs(
                 run = await run_agent(
                     asked,
                     prompt,
-                    desk,
+                    desk.tools,
                     options,
                     options.seed + number,
                     lambda said: advance(1, f"{name}{said}"[:100]),

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.outcome import ToolResult
@@ -55,22 +55,15 @@ def schemas(source: TaskSource, problem: Problem) -> list[dict[str, Any]]:
         return [tool.schema() for tool in session.tools]
 
 
-class Offers(Protocol):
-    """A session, or whoever else has tools to be used."""
-
-    @property
-    def tools(self) -> tuple[Tool, ...]: ...
-
-
-def use(session: Offers, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
+def use(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
     """What a call that the model wrote comes to; ``arguments`` None: they are no JSON object. A call of what is not there is the
     model's mistake and changes nothing. A text beyond `MOST_TEXT` is cut, which can be seen."""
-    tools = {tool.name: tool for tool in session.tools}
-    if name not in tools:
-        return ToolResult(f"error: there is no tool {name!r}; there are {', '.join(tools)}", Outcome.WRONG, 0.0)
+    known = {tool.name: tool for tool in tools}
+    if name not in known:
+        return ToolResult(f"error: there is no tool {name!r}; there are {', '.join(known)}", Outcome.WRONG, 0.0)
     if arguments is None:
         return ToolResult("error: the arguments are not a JSON object", Outcome.WRONG, 0.0)
-    result = tools[name].call(arguments)
+    result = known[name].call(arguments)
     return result if len(result.text) <= MOST_TEXT else replace(result, text=shorten(result.text, MOST_TEXT))
 
 
@@ -92,7 +85,7 @@ def calling(name: str, arguments: Mapping[str, Any], thought: str = "") -> dict[
 def tool_turn(session: Session, call: Mapping[str, Any]) -> dict[str, Any]:
     """Make a ``call`` (its ``name`` and ``arguments``): the message that answers it. ``state`` is the digest of what it left;
     no field of it where calls change nothing."""
-    result = use(session, call["name"], call["arguments"])
+    result = use(session.tools, call["name"], call["arguments"])
     told = {"role": "tool", "name": call["name"], "content": result.text, "outcome": result.outcome.value}
     state = session.digest()
     return told | {"state": state} if state else told

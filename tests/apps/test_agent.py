@@ -60,7 +60,7 @@ def ran(replies: Sequence[dict[str, Any] | int], **options: Any) -> tuple[Run, l
     async def work() -> Run:
         app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
         async with Client("http://test", transport=httpx.ASGITransport(app)) as client:
-            return await run_agent(Endpoint(client, "m"), PROMPT, desk, AgentOptions(**options), seed=3)
+            return await run_agent(Endpoint(client, "m"), PROMPT, desk.tools, AgentOptions(**options), seed=3)
 
     return asyncio.run(work()), asked, desk
 

@@ -65,8 +65,8 @@ def test_a_tool_that_cannot_do_its_work_is_no_divergence() -> None:
 
 def test_calls_of_nothing_change_nothing() -> None:
     session = Counter(Counters(), 3)
-    assert "there is no tool 'sub'; there are add, stop" in use(session, "sub", {}).text
-    assert "not a JSON object" in use(session, "add", None).text
+    assert "there is no tool 'sub'; there are add, stop" in use(session.tools, "sub", {}).text
+    assert "not a JSON object" in use(session.tools, "add", None).text
     assert session.value == 3
 
 

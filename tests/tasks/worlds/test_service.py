@@ -215,11 +215,11 @@ def test_bad_calls_are_answered_and_change_nothing() -> None:
         for tool in session.tools[:-2]:
             wants = tool.parameters["required"]
             bad: list[dict[str, Any]] = [{}, dict.fromkeys(wants, 3), {**dict.fromkeys(wants, "x"), "more": "x"}]
-            assert all("takes" in use(session, tool.name, told).text for told in bad)
+            assert all("takes" in use(session.tools, tool.name, told).text for told in bad)
             if not tool.name.startswith("list"):
-                assert use(session, tool.name, dict.fromkeys(wants, "x")).outcome is Outcome.WRONG
+                assert use(session.tools, tool.name, dict.fromkeys(wants, "x")).outcome is Outcome.WRONG
         assert session.digest() == before and not session.is_over
-        assert use(session, "transfer", {}).outcome is Outcome.OK
+        assert use(session.tools, "transfer", {}).outcome is Outcome.OK
         assert session.digest() != before and session.is_over
 
 

@@ -95,15 +95,15 @@ def test_a_session_keeps_what_was_done_and_shows_what_it_comes_to() -> None:
             {"range": "A1", "content": float("nan")},
             {"range": "A1", "content": "x" * 40_000},
         ):
-            result = use(session, "write", refused)
+            result = use(session.tools, "write", refused)
             assert result.outcome is Outcome.WRONG and result.text.startswith("error: ") and session.digest() == before
-        assert use(session, "write", {"range": "E2:E4", "content": "=B2*2"}).outcome is Outcome.OK
-        assert use(session, "write", {"range": "G1", "content": "0012"}).outcome is Outcome.OK
-        told = use(session, "read", {"range": "E3:G3"}).text
+        assert use(session.tools, "write", {"range": "E2:E4", "content": "=B2*2"}).outcome is Outcome.OK
+        assert use(session.tools, "write", {"range": "G1", "content": "0012"}).outcome is Outcome.OK
+        told = use(session.tools, "read", {"range": "E3:G3"}).text
         book = world.task(0).books[0]
         value = book.cells[book.sheets[0], 3, 2]
         assert told.endswith(f"3 | {2 * value} =B3*2 |  |")
-        assert use(session, "read", {"range": "G1"}).text.endswith("1 | 12")
+        assert use(session.tools, "read", {"range": "G1"}).text.endswith("1 | 12")
         assert session.digest() != before
         replay(other, recorded(world.open(problem), [calling(("write", {"range": "E2:E4", "content": "=B2*2"}))]))
         assert other.digest() != session.digest()
