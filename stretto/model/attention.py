@@ -133,18 +133,9 @@ class Mla(nn.Module):
         super().__init__()
         latent = config.latent
         assert latent is not None
-        hidden, heads, self.eps, self.scale = (
-            config.hidden_size,
-            config.num_heads,
-            latent.norm_eps,
-            config.attention_scale,
-        )
-        self.num_heads, self.kv_rank, self.rope_dim, self.value_dim = (
-            heads,
-            latent.kv_rank,
-            latent.rope_dim,
-            latent.value_dim,
-        )
+        hidden, heads = config.hidden_size, config.num_heads
+        self.eps, self.scale, self.num_heads = latent.norm_eps, config.attention_scale, heads
+        self.kv_rank, self.rope_dim, self.value_dim = latent.kv_rank, latent.rope_dim, latent.value_dim
         self.head_dim, self.nope_dim = config.head_dim, config.head_dim - latent.rope_dim
         self.q: nn.Linear | None = None
         self.q_down: nn.Linear | None = None

@@ -616,10 +616,8 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
     Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
     for name in names:
-        size, num_held_out = (
-            num_items[name],
-            max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out),
-        )
+        size = num_items[name]
+        num_held_out = max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out)
         if size is not None and size <= num_held_out:
             raise UserError(
                 f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts and its held_out"

@@ -94,10 +94,8 @@ class Translation:
             for some in [[token] for token in tokens] if is_mark else [tokens]:
                 spelt = [*map(self._own.bytes_of, some)]
                 others = self._marks[some[0]] if is_mark else self._other.ids_of(b"".join(spelt))
-                ends, other_ends = (
-                    np.cumsum([*map(len, spelt)]),
-                    np.cumsum([*map(len, map(self._other.bytes_of, others))]),
-                )
+                ends = np.cumsum([*map(len, spelt)])
+                other_ends = np.cumsum([*map(len, map(self._other.bytes_of, others))])
                 assert is_mark or ends[-1] == other_ends[-1], f"{others} does not spell {spelt}"
                 common = ends[:0] if is_mark else np.intersect1d(ends, other_ends)
                 own.append(num + np.searchsorted(common, ends))

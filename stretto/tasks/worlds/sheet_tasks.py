@@ -250,11 +250,8 @@ class _Maker:
     def _conditional(self, table: _Table) -> _Asked:
         words = self.draw.choice(("SUMIF", "COUNTIF", "AVERAGEIF", "SUMIFS"))
         group = self.draw.choice(self._groups(self.schema, len(table.held)))
-        of, a, chosen = (
-            [each for each in table.held if each["group"] == group],
-            table.span("a"),
-            f'{table.span("group")},"{group}"',
-        )
+        of = [each for each in table.held if each["group"] == group]
+        a, chosen = table.span("a"), f'{table.span("group")},"{group}"'
         amounts = [each["a"] for each in of]
         formula, right = {
             "SUMIF": (f"=SUMIF({chosen},{a})", sum(amounts)),
