@@ -56,21 +56,14 @@ def harness_command(
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
             found = {suite: ask(suite, url, out / suite, budget) for suite in suites}
         domains = {name: _result(suite, name, one, options) for suite in suites for name, one in found[suite].items()}
+        asked = {suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites}
+        judged = [one for each in found.values() for one in each.values()]
         done = Evaluation(
             f"{source.resolve().name}{f':{subnet}' if subnet else ''}",
-            {"samples": options.samples, "weights": weights_hash(folder), "subnet": subnet}
-            | {
-                "suites": {
-                    suite: budget.model_dump() | {"sources": dict.fromkeys(found[suite], suite)} for suite in suites
-                }
-            },
+            {"samples": options.samples, "weights": weights_hash(folder), "subnet": subnet, "suites": asked},
             mean_of(domains, options.seed),
             domains,
-            _cost(
-                count(config, chosen),
-                [one for each in found.values() for one in each.values()],
-                time.perf_counter() - start_s,
-            ),
+            _cost(count(config, chosen), judged, time.perf_counter() - start_s),
         )
         write_result(out / RESULT_FILE, done)
     show([score_table(done), cost_table(done)], out / RESULT_FILE, evaluation_page(done))

@@ -42,14 +42,8 @@ def main(told: dict[str, Any], path: str) -> None:
     lock, failed = threading.Lock(), list[str]()
 
     def judge(category: str, entry: dict[str, Any], truth: dict[str, Any]) -> None:
-        line: dict[str, Any] = {
-            "category": category,
-            "id": entry["id"],
-            "value": None,
-            "why": "",
-            "prompt": 0,
-            "sampled": 0,
-        }
+        line: dict[str, Any] = {"category": category, "id": entry["id"]}
+        line |= {"value": None, "why": "", "prompt": 0, "sampled": 0}
         if len(failed) > told["most_infra"] * total:
             line["why"] = f"not asked any more: {failed[-1]}"
         else:
@@ -65,11 +59,8 @@ def main(told: dict[str, Any], path: str) -> None:
                 else:
                     rest = entry, MODEL, category, Language.PYTHON, ReturnFormat.PYTHON, False
                     verdict = _evaluate_single_ast_entry(handler, entry["id"], said, truth["ground_truth"], *rest)
-                line |= {
-                    "value": float(verdict["valid"]),
-                    "prompt": meta["input_token_count"],
-                    "sampled": meta["output_token_count"],
-                }
+                line["value"] = float(verdict["valid"])
+                line |= {"prompt": meta["input_token_count"], "sampled": meta["output_token_count"]}
         with lock, open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

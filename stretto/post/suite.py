@@ -446,15 +446,12 @@ class _Sitting:
     def _recipe(self, suite: SuiteConfig) -> RlRecipe:
         """What the agent loop reads of a run."""
         tokens, options = suite.max_tokens, self._options
+        rollout = {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
+        rollout |= {"max_batch": options.max_batch, "cache_bytes": _CACHE_BYTES * options.max_batch}
         told = {
             "sources": suite.sources,
             "sandbox": suite.sandbox,
-            "rollout": {"max_tokens": tokens, "chunk_tokens": tokens, "max_turns": suite.max_turns}
-            | {
-                "max_batch": options.max_batch,
-                "threads": options.threads,
-                "cache_bytes": _CACHE_BYTES * options.max_batch,
-            },
+            "rollout": rollout | {"threads": options.threads},
             "failures": {"lease_s": _LEASE_S, "max_attempts": 3},
             "replay": "off",
             "train": {"steps": 1, "prompts": 1, "seq_len": self._most},  # a run trains; of this, it reads the length
@@ -597,9 +594,8 @@ async def score_baselines(
             for problem, policy in zip(asked, policies, strict=True)
         ]
         verdicts = await asyncio.gather(*map(rewards.score, requests))
-        values_PV = np.array([domain.value(each.outcome, each.reward) for each in verdicts]).reshape(
-            -1, source.variants
-        )
+        values = [domain.value(each.outcome, each.reward) for each in verdicts]
+        values_PV = np.array(values).reshape(-1, source.variants)
         if np.isnan(values_PV).all():
             say(f"sources.{name}: baseline {kind}: could not be judged: {verdicts[0].detail}")
         else:

@@ -155,13 +155,7 @@ def _turn(number: int, turn: Turn, run: Run) -> Section:
             else json.dumps(dict(call.arguments), ensure_ascii=False)
         )
         samples.append((f"{call.name} ({call.outcome}, {call.seconds:.2f} s)", f"{asked}\n\n", call.result))
-    kind = (
-        "draft of the answer"
-        if turn.is_draft
-        else "answer"
-        if not turn.calls
-        else ", ".join(call.name for call in turn.calls)
-    )
+    kind = ", ".join(call.name for call in turn.calls) or ("draft of the answer" if turn.is_draft else "answer")
     size = f" at {turn.size}" if turn.size else ""
     return Section(
         f"turn-{number}", f"Turn {number}: {kind}", text=f"{turn.num_written} tokens{size}", samples=tuple(samples)

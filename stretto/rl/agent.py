@@ -274,9 +274,8 @@ class AgentRole:
             check_room(group.task, len(group.prompt), self._recipe.train.seq_len)
             sample.append(Part(context(group.prompt, now_s, now_s)))
         last, left = sample.parts[-1], self._room(sample)
-        calls = (
-            self._dialogue.calls(sample.turns()[-1], group.schemas) if last.ended == "stop" and group.schemas else ()
-        )
+        may_call = last.ended == "stop" and group.schemas
+        calls = self._dialogue.calls(sample.turns()[-1], group.schemas) if may_call else ()
         if not len(last.segment.tokens):
             await self._reach(group, sample, own)
             await self._finish(group, sample, "tool" if own.is_over else "length")
