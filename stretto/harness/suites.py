@@ -144,15 +144,9 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         "display": "none",
         **({} if budget.limit is None else {"limit": budget.limit}),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "inspect_ai",
-        "eval",
-        *tasks.values(),
-        *(f"--{name}={value}" for name, value in told.items()),
-    ]
-    _run([*command, "--no-log-realtime", *flags], folder / "console.txt", f"inspect: {', '.join(tasks)}")
+    options = ["--no-log-realtime", *(f"--{name}={value}" for name, value in told.items()), *flags]
+    command = [sys.executable, "-m", "inspect_ai", "eval", *tasks.values(), *options]
+    _run(command, folder / "console.txt", f"inspect: {', '.join(tasks)}")
     logs = {(log := read_eval_log(path, header_only=True)).eval.task: log for path in list_eval_logs(str(folder))}
     missing = [name for name, task in tasks.items() if task not in logs]
     if missing:

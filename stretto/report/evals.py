@@ -459,13 +459,10 @@ def battle_table(found: Battles) -> Table:
         for at, (name, strength, rates) in enumerate(zip(found.models, found.strengths, found.rates, strict=True))
     ]
     told = found.verdicts
-    itself = (
-        f"against itself the first one wins {percent(found.itself.value)} ({_range(found.itself)})"
-        if found.itself
-        else ""
-    )
-    judge = f"the judge contradicts itself, shown the other order, in {percent(told.contradicted)}: ties"
-    note = "; ".join(part for part in (f"{told.num} battles over {found.num_problems} problems", judge, itself) if part)
+    note = f"{told.num} battles over {found.num_problems} problems"
+    note += f"; the judge contradicts itself, shown the other order, in {percent(told.contradicted)}: ties"
+    if found.itself:
+        note += f"; against itself the first one wins {percent(found.itself.value)} ({_range(found.itself)})"
     note += f"; {told.num_infra} not judged. Strength: Bradley and Terry, 400 points are ten wins for each loss."
     if even:
         worth = ", ".join(f"{name} {each.value:+.0f}".replace("-", "−") for name, each in found.effects.items())

@@ -149,11 +149,8 @@ def _turn(number: int, turn: Turn, run: Run) -> Section:
     written = "\n\n".join(filter(None, (turn.thought, turn.text)))
     samples: list[tuple[str, str, str]] = [("Written", "", _linked(written, run))] if written else []
     for call in turn.calls:
-        asked = (
-            "arguments that cannot be read"
-            if call.arguments is None
-            else json.dumps(dict(call.arguments), ensure_ascii=False)
-        )
+        told = call.arguments
+        asked = "arguments that cannot be read" if told is None else json.dumps(dict(told), ensure_ascii=False)
         samples.append((f"{call.name} ({call.outcome}, {call.seconds:.2f} s)", f"{asked}\n\n", call.result))
     kind = ", ".join(call.name for call in turn.calls) or ("draft of the answer" if turn.is_draft else "answer")
     size = f" at {turn.size}" if turn.size else ""
