@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.common.bodies import ENDPOINTS, Case, World, make_case
-from bench.fuzz_server import Answer, verdict
+from bench.fuzz_server import Answer, main, verdict
 
 WORLD = World("x", ("full",), 512, Path("/x"), "key", "admin")
 HEAD, STREAM = b"content-type: application/json", b"content-type: text/event-stream"
@@ -63,15 +61,20 @@ def test_what_may_be_expected_of_whom() -> None:
     assert verdict(case(is_whole=False, sends=3), Answer(None, has_ended=False)) == "hangs"
 
 
-def fuzz(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.fuzz_server", "--failures", tmp_path / "failures.jsonl", *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+def fuzz(monkeypatch: pytest.MonkeyPatch, failures: Path, *arguments: object) -> str | int | None:
+    """Run the bench in this process, its servers in theirs; the exit code."""
+    monkeypatch.setattr("sys.argv", ["fuzz_server", "--failures", str(failures), *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
 
 
 @pytest.mark.slow
-def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
-    done = fuzz(tmp_path, "--bodies", 400, "--seed", 3)
-    assert done.returncode == 0, done.stdout + (tmp_path / "failures.jsonl").read_text()
+def test_a_short_run_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failures = tmp_path / "failures.jsonl"
+    assert fuzz(monkeypatch, failures, "--bodies", 400, "--seed", 3) == 0, failures.read_text()
 
 
 @pytest.mark.slow
@@ -79,7 +82,7 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     ("fault", "problem"),
     [("dies", "engine died"), ("forgets", "hangs"), ("misreads", "control"), ("stumbles", "500s")],
 )
-def test_it_finds_a_fault(tmp_path: Path, fault: str, problem: str) -> None:
-    done = fuzz(tmp_path, "--bodies", 300, "--seed", 3, "--mutant", fault, "--patience", 10)
-    assert done.returncode == 1, done.stdout
-    assert problem in (tmp_path / "failures.jsonl").read_text()
+def test_it_finds_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, problem: str) -> None:
+    failures = tmp_path / "failures.jsonl"
+    assert fuzz(monkeypatch, failures, "--bodies", 300, "--seed", 3, "--mutant", fault, "--patience", 10) == 1
+    assert problem in failures.read_text()
