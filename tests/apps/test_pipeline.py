@@ -187,6 +187,7 @@ def test_an_expert_goes_on_from_its_last_good_snapshot_and_one_that_stood_still_
 ) -> None:
     folder, plugin = tmp_path / "out", tmp_path / "own.py"
     plugin.write_text(ONCE)
+    in_few_processes(pipeline, pipeline)
     changed(pipeline, domains=expert(pipeline, "flip", loss={"advantage": f"{plugin}:once"}))
     changed(pipeline, domains=expert(pipeline, "back", optim={"lr": 1e-12}), distill={"distill": {"form": "full"}})
     told = stretto("run", pipeline, "-o", folder)
