@@ -159,16 +159,18 @@ def ended(process: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cached", [(), ("--cache-logits", 4)])
-def test_kill_9_anywhere_and_on(adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]) -> None:
-    """Five times at random moments of the run; the checkpoint is that of a run that nobody killed, to the bit."""
+def test_kill_9_anywhere_and_on(
+    stretto: Run, adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]
+) -> None:
+    """Three times at random moments of the run; the checkpoint is that of a run that nobody killed, to the bit."""
     told = (*SMALL[:-4], "--steps", 60, *SMALL[-2:], "--data", text, *cached)
     whole, run, rng, num_killed = adopted("whole"), adopted("run"), random.Random(12), 0
 
     def snapshots() -> list[str]:
         return sorted(path.name for path in (run / "snapshots").glob("step-*"))
 
-    ended(start("elasticize", whole, *told))
-    for number in range(5):
+    assert stretto("elasticize", whole, *told).code == 0
+    for number in range(3):
         before = snapshots()
         running = start("elasticize", run, *told, *(("--resume",) if before else ()))
         while running.poll() is None and (snapshots() == before if number else not (run / "elasticize").is_dir()):
@@ -177,7 +179,7 @@ def test_kill_9_anywhere_and_on(adopted: Callable[..., Path], text: Path, cached
         running.kill()
         running.communicate()
         num_killed += not (run / "adopted").is_dir()
-    assert num_killed > 2, "it was over too soon"
+    assert num_killed > 1, "it was over too soon"
     if not (run / "adopted").is_dir():
         ended(start("elasticize", run, *told, *(("--resume",) if snapshots() else ())))
     first, second = (read_lineage(each / "checkpoint") for each in (whole, run))
@@ -188,12 +190,14 @@ def test_kill_9_anywhere_and_on(adopted: Callable[..., Path], text: Path, cached
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cached", [(), ("--cache-logits", 4)])
-def test_two_ranks_equal_one(adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]) -> None:
+def test_two_ranks_equal_one(
+    stretto: Run, adopted: Callable[..., Path], text: Path, cached: tuple[object, ...]
+) -> None:
     """Whole networks side by side, and experts divided between the two."""
     told, steps = (*SMALL, "--data", text, *cached), 4
     ordered = SHAPE.replace(expert_order=((2, 0, 3, 1),) * 6, layer_order=(0, 1, 4, 5, 3, 2))
     runs = {name: adopted(name, ordered) for name in ("one", "two", "split")}
-    ended(start("elasticize", runs["one"], *told))
+    assert stretto("elasticize", runs["one"], *told).code == 0
     for name, ep in (("two", 1), ("split", 2)):
         said = ended(start("elasticize", runs[name], *told, "--set", f"train.ep={ep}", ranks=2))
         assert "arning" not in said, said
