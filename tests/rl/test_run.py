@@ -208,14 +208,15 @@ def test_routes_of_the_wrong_length_are_asked_for_again(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_sample_is_trained_once_whoever_is_killed(tmp_path: Path, recipe_file: Path, start: Path) -> None:
-    run = tmp_path / "run"
+    run, steps = tmp_path / "run", 36  # five lives, each of four steps at most, and what passes until a victim is back
     run.mkdir()
     shutil.copytree(start, run / "sft")
+    recipe_file.write_text(recipe_file.read_text().replace(f"\nsteps = {STEPS}\n", f"\nsteps = {steps}\n"))
     killed = Killed(recipe_file, Account(run, tmp_path / "groups"), random.Random(3))
     killed.finish(["engine", "agent", "trainer", "reward", "job"])
     assert {kill.kind for kill in killed.kills} == {"engine", "agent", "trainer", "reward", "job"}
     _, times = killed.account.samples()
-    wanted = {(ordinal, sample) for ordinal in range(STEPS * PROMPTS) for sample in range(GROUP)}
+    wanted = {(ordinal, sample) for ordinal in range(steps * PROMPTS) for sample in range(GROUP)}
     assert times.keys() == wanted and set(times.values()) == {1}
     assert not any(kill.num_orphans for kill in killed.kills)
 
