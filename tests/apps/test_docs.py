@@ -65,6 +65,7 @@ def test_several_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a dozen commands: more than half of the usual limit on a quiet machine
 def test_own_text(tmp_path: Path) -> None:
     printed = execute("tutorials/own_text.md", tmp_path, STEPS=4, HEAL_STEPS=2)
     assert "my_text: " in printed and "held-out" not in printed.splitlines()[0]
