@@ -45,8 +45,9 @@ smollm2: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest -q -n 2
 
+# A file's tests go to one worker: some train for minutes what all of a file compare.
 test-slow: $(STAMP)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 check: $(STAMP)
 	@$(BIN)/ruff check

@@ -27,10 +27,7 @@ from stretto.train.recipe import Recipe
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")
 STEPS, RESUMED_AT, ROWS, LENGTH = 12, 6, 16, 32
-pytestmark = [
-    pytest.mark.timeout(900),  # several processes on a shared machine
-    pytest.mark.xdist_group("ranks"),  # what these tests compare is trained once, for one worker
-]
+pytestmark = pytest.mark.timeout(900)  # several processes on a shared machine
 
 
 def tolerance(step: int) -> float:
