@@ -85,7 +85,8 @@ class Driver:
         """
         stop_s = time.monotonic() + (self._recipe.runtime.stop_s or math.inf)
         while self._controller.version < self._recipe.train.steps:
-            refs = await self._next_batch(stop_s)
+            # the first step is waited for all the same: a run without one has nothing to hand on
+            refs = await self._next_batch(stop_s if self._controller.version else math.inf)
             if refs is None:
                 break
             await self._train(refs)
@@ -101,11 +102,11 @@ class Driver:
             raise self._failure
 
     async def _next_batch(self, stop_s: float) -> tuple[GroupRef, ...] | None:
-        """None: the time is over. The first step is waited for all the same: a run without one has nothing to hand on."""
+        """None: it is ``stop_s`` on `time.monotonic`, or later."""
         started_s = time.time()
         self._watchdog.waits("trainer", "agents")
         while self._failure is None:
-            if self._controller.version and time.monotonic() >= stop_s:
+            if time.monotonic() >= stop_s:
                 self._watchdog.done("trainer")
                 return None
             self._hand_out()
@@ -114,7 +115,7 @@ class Driver:
                 self._trace.add(Span("trainer", "wait", started_s, time.time()))
                 self._watchdog.done("trainer")
                 return refs
-            await self._change(stop_s if self._controller.version else math.inf)
+            await self._change(stop_s)
         raise self._failure
 
     async def _change(self, stop_s: float = math.inf) -> None:
