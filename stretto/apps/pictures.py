@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from stretto.apps.agent import endpoint
 from stretto.apps.serve import ServeOptions, check_text
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.paths import claimed, replacing
 from stretto.base.track import progress
 from stretto.model.parallel import join
@@ -154,7 +154,7 @@ def paint_command(
             try:
                 version = painted(ledger, order, painter, judge, images, tell)
             except RuntimeError as error:  # the painter's, on the way
-                raise UserError(f"it could not be painted: {' '.join(str(error).split())}") from error
+                raise UserError(f"it could not be painted: {one_line(error)}") from error
     with replacing(out) as path:
         version.picture.save(path, format="PNG")
     console = rich.get_console()

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.limited import LimitedProcess, Overrun, serve
 from stretto.engine.request import Grammar, QueueFull
 from stretto.text.tokenizer import Tokenizer
@@ -238,7 +238,7 @@ _REMEDIES = {
 
 
 def _one_line(message: object) -> str:
-    line = " ".join(re.split("<state>|<non-verbose/>", str(message))[0].split())[:200]
+    line = one_line(re.split("<state>|<non-verbose/>", str(message))[0], 200)
     return "nothing matches it" if line.startswith("NoExtension") else line
 
 
