@@ -187,7 +187,7 @@ def _adopted(name: str, source: Path, out: Path, arguments: list[str], hold: boo
     """Copy, then adopt in a process of its own, each until the result is on the disk; both are removed."""
     copy_speed = _copied(source, out)
     _forget(source)
-    command = [sys.executable, "-m", "stretto.apps.cli", "adopt", str(source), "-o", str(out), *arguments]
+    command = [sys.executable, "-m", "stretto", "adopt", str(source), "-o", str(out), *arguments]
     if hold:
         command = [sys.executable, "-c", HELD, str(source), str(out)]
     start = time.perf_counter()

@@ -21,16 +21,16 @@ from matplotlib.figure import Figure
 
 from bench.common.measure import table, wide_console
 from bench.common.searching import ask_network
-from stretto.apps.agent import AgentOptions
+from stretto.api.agent import AgentOptions
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import si
 from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import interval, resampled, share_interval
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_presets
 from stretto.report.page import to_png
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import RlRecipe
 
 
 def main() -> None:

@@ -32,13 +32,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from bench.common.measure import table, wide_console
-from stretto.apps.rl import made_start
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress, read_metrics
+from stretto.learning.recipe import PoolConfig, RlRecipe
 from stretto.rl.launch import Job
 from stretto.rl.log import read_spans
-from stretto.rl.recipe import PoolConfig, RlRecipe
 from stretto.rl.run import run_rl
 
 DELAYED = "bench.common.delayed:Delayed"

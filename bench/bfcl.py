@@ -271,7 +271,7 @@ def train(options: argparse.Namespace, rate: float, taken: Collection[str]) -> P
             "train.snapshot_every": options.steps,
         }
         command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        subprocess.run([sys.executable, "-m", "stretto.apps.cli", *command, "--device", options.device], check=True)
+        subprocess.run([sys.executable, "-m", "stretto", *command, "--device", options.device], check=True)
     return run
 
 

@@ -48,12 +48,12 @@ from bench.common.lessons import (
 )
 from bench.common.measure import table, wide_console
 from stretto.base.track import progress
+from stretto.learning.distillation import Lesson, form_loss, taught_loss
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import DistillConfig
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import join
 from stretto.ops.logprob import Teacher
-from stretto.rl.distillation import Lesson, form_loss, taught_loss
-from stretto.rl.log import StepReport
-from stretto.rl.recipe import DistillConfig
 from stretto.text.spans import Spelling, Translation
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 

@@ -22,9 +22,8 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from stretto.apps.data import learn_tokenizer, prepare_data, tokenise_documents
-from stretto.apps.run import RunInfo
-from stretto.apps.train import held_out, open_loader
+from stretto.api.data import learn_tokenizer, prepare_data, tokenise_documents
+from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, write_json
 from stretto.base.track import Tracker
@@ -36,6 +35,7 @@ from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, count, extracted_config
 from stretto.train.loop import Job, heal, pretrain
 from stretto.train.recipe import ElasticConfig, HealRecipe, Recipe
+from stretto.train.run_folder import RunInfo
 
 BUDGETS = (0.015, 0.03, 0.06)
 """Healing budgets, as shares of the scratch control's FLOPs; the aim is parity within the last."""

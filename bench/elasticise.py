@@ -30,9 +30,8 @@ from rich.table import Table
 
 from bench.common.measure import half_width
 from bench.elastic_quality import RECIPE, own_text
-from stretto.apps.data import prepare_data
-from stretto.apps.run import RunInfo
-from stretto.apps.train import held_out, open_loader
+from stretto.api.data import prepare_data
+from stretto.api.train import held_out, open_loader
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.base.records import process_peak_bytes
@@ -45,6 +44,7 @@ from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, execute
 from stretto.model.transformer import build
 from stretto.train.loop import Job, Trained, elasticize, pretrain
 from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, MixtureConfig, Recipe, with_branches
+from stretto.train.run_folder import RunInfo
 from stretto.train.sampler import Sampler
 
 SIZES = ("full", "half", "corner")

@@ -29,8 +29,8 @@ from statistics import mean
 from typing import Any
 
 from bench.common.measure import table, wide_console
-from stretto.apps.agent import Endpoint, endpoint
-from stretto.apps.serve import ServeOptions
+from stretto.api.agent import Endpoint, endpoint
+from stretto.api.serve import ServeOptions
 from stretto.base.track import progress
 from stretto.pictures.enhance import enhance
 from stretto.serve.client import ApiFailure

@@ -25,7 +25,7 @@ import stretto
 from bench.common.measure import table, wide_console
 from bench.sync_equality import recipe, start_of, whole_run
 from stretto.base.track import progress, read_metrics
-from stretto.rl.recipe import RlRecipe
+from stretto.learning.recipe import RlRecipe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "recipes" / "examples"
 AIM_LINES = 50

@@ -251,7 +251,7 @@ KINDS: dict[str, Maker] = {
 
 def run(command: Command, out: Path, checkout: Path) -> tuple[int, str, str, float]:
     """Exit code, output, errors, and the peak memory in MB of the largest process."""
-    arguments = [sys.executable, "-m", "stretto.apps.cli", *command.arguments, "-o", str(out)]
+    arguments = [sys.executable, "-m", "stretto", *command.arguments, "-o", str(out)]
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     files = [out.with_name(f"{out.name}.{name}") for name in ("out", "err")]
     with files[0].open("w") as told, files[1].open("w") as errors:

@@ -113,7 +113,7 @@ class Fuzz:
         """Send this server's share of the requests; begin again with a new one when it is found dead."""
         cases, total = self._cases(speculate)
         flags = ["--memory", "64MB", "--api-key", KEY, "--cors", ORIGIN, *(["--speculate"] if speculate else [])]
-        program = ("-m", "stretto.apps.cli")
+        program = ("-m", "stretto")
         if self.options.mutant:
             program = ("-m", "bench.common.mutant_server", self.options.mutant)
         start = time.perf_counter()

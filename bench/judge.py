@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import table, wide_console
-from stretto.apps.judge import passage_states
+from stretto.api.judge import passage_states
 from stretto.base.paths import checkpoint_folder
 from stretto.evals import ranker
 from stretto.evals.ranker import LocalJudge, open_judge, open_reader, read_books, save_judge, train_head

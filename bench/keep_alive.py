@@ -25,9 +25,9 @@ from bench.common.server import serving
 
 CONTROL = """
 import socket
-import stretto.apps.serve
-stretto.apps.serve.open_socket = lambda host, port: socket.create_server((host, port))
-from stretto.apps.cli import main
+import stretto.api.serve
+stretto.api.serve.open_socket = lambda host, port: socket.create_server((host, port))
+from stretto.cli.main import main
 main()
 """
 FASTER = 3.0

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from bench.common.measure import half_width, wide_console
 from bench.elastic_quality import RECIPE, own_text
-from stretto.apps.adopt import AdoptOptions
-from stretto.apps.data import prepare_data
+from stretto.api.adopt import AdoptOptions
+from stretto.api.data import prepare_data
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
 from stretto.data.loader import Loader, Mixture, eval_batches

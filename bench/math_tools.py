@@ -28,17 +28,17 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import si
 from stretto.base.paths import write_json
 from stretto.evals.scores import Interval, interval, resampled
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_presets
 from stretto.post.sft import STAGE
 from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
-from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).with_suffix(".toml")
 WITH, WITHOUT = "_with", "_without"
 
 
 def _run(*arguments: str) -> None:
-    if subprocess.run([sys.executable, "-m", "stretto.apps.cli", *arguments]).returncode:
+    if subprocess.run([sys.executable, "-m", "stretto", *arguments]).returncode:
         raise UserError(f"stretto {arguments[0]}: failed; see above")
 
 

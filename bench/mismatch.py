@@ -27,11 +27,11 @@ from stretto.base.track import progress
 from stretto.data.shards import TokenSet
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
+from stretto.learning.samples import signed_routes
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.matmul import PLAIN, Arithmetic
-from stretto.rl.samples import signed_routes
 
 PAIRS = {
     "bf16 → fp32": (Arithmetic("bf16"), PLAIN),

@@ -76,9 +76,10 @@ AREAS: Mapping[str, Area] = {
             "train/test_step.py",
         ),
     ),
-    "credit": Area(("rl/algorithms.py",), ("rl/test_algorithms.py", "rl/test_batch.py")),
+    "credit": Area(("learning/algorithms.py",), ("learning/test_algorithms.py", "learning/test_batch.py")),
     "losses": Area(
-        ("rl/objective.py", "ops/logprob.py"), ("rl/test_objective.py", "ops/test_logprob.py", "rl/test_trainer.py")
+        ("learning/objective.py", "ops/logprob.py"),
+        ("learning/test_objective.py", "ops/test_logprob.py", "learning/test_trainer.py"),
     ),
     "throttle": Area(("rl/controller.py",), ("rl/test_controller.py", "rl/test_driver.py")),
     "ledger": Area(("rl/ledger.py",), ("rl/test_ledger.py", "rl/test_controller.py", "rl/test_driver.py")),
@@ -90,8 +91,8 @@ AREAS: Mapping[str, Area] = {
         ("train/test_sampler.py", "engine/test_sampling.py", "engine/test_engine.py"),
     ),
     "packing": Area(
-        ("data/pack.py", "rl/batch.py"),
-        ("data/test_pack.py", "rl/test_batch.py", "data/test_loader.py", "rl/test_trainer.py"),
+        ("data/pack.py", "learning/batch.py"),
+        ("data/test_pack.py", "learning/test_batch.py", "data/test_loader.py", "learning/test_trainer.py"),
     ),
     "cache": Area(("engine/cache.py",), ("engine/test_cache.py", "engine/test_scheduler.py", "engine/test_engine.py")),
 }

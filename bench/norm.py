@@ -39,10 +39,10 @@ from bench.common.post_runs import Asked, begin_alike, imitate, learn, merged, s
 from bench.common.study import RESULT, Results, Run, carry_out, read_results
 from stretto.base.config import read_recipe, validate
 from stretto.base.paths import CHECKPOINT
+from stretto.learning.recipe import RlRecipe
 from stretto.post.merge import MergeOptions
 from stretto.post.pipeline import PipelineRecipe, plan
 from stretto.post.pipeline import merged as over
-from stretto.rl.recipe import RlRecipe
 
 RECIPE = Path(__file__).with_suffix(".toml")
 SELECTION, REPORT = 1 << 23, 3 << 22

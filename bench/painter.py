@@ -31,8 +31,8 @@ import torch
 from PIL import Image
 
 from bench.common.measure import table, wide_console
-from stretto.apps.agent import endpoint
-from stretto.apps.serve import ServeOptions
+from stretto.api.agent import endpoint
+from stretto.api.serve import ServeOptions
 from stretto.base.errors import UserError
 from stretto.base.track import progress
 from stretto.pictures.backend import PaintRequest

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.measure import table, wide_console
-from stretto.apps.pipeline import STATE_FILE, State
+from stretto.api.pipeline import STATE_FILE, State
 from stretto.base.config import validate
 from stretto.base.paths import read_json, remove
 from stretto.base.track import METRICS_FILE, progress, read_metrics
@@ -152,7 +152,7 @@ class Lives:
         return {step.name: weights_hash(self._result(step)) for step in self.steps}
 
     def _start(self, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "stretto.apps.cli", "run", str(self.path), "-o", str(self.folder)]
+        command = [sys.executable, "-m", "stretto", "run", str(self.path), "-o", str(self.folder)]
         with self._log().open("ab") as log:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             told = [*command, "--device", "cpu", *(flags if self.folder.is_dir() else ())]

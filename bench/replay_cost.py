@@ -27,13 +27,13 @@ from bench.train_speed import OPTIM, shapes
 from stretto.base.track import progress
 from stretto.engine.engine import Engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
+from stretto.learning.samples import HEADER_BYTES, pack_routes, signed_routes, unpack_routes
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Replay, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.native import load
 from stretto.optim.build import build_optimizers, set_learning_rate
-from stretto.rl.samples import HEADER_BYTES, pack_routes, signed_routes, unpack_routes
 from stretto.train.step import MicroBatch, optimisation_step
 
 PROMPT, LENGTH = 32, 128

@@ -175,7 +175,7 @@ class Bench:
         return self._scratch / f"run-{self._runs}"
 
     def _stretto(self, tree: Path, *arguments: object, seconds: float = 60) -> None:
-        code = "from stretto.apps.cli import main; main()"
+        code = "from stretto.cli.main import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)],
             env={**os.environ, **only(tree)},

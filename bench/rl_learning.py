@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 
 from bench.common.measure import table, wide_console
-from stretto.apps.rl import made_start
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, checkpoint_folder
 from stretto.base.track import progress
 from stretto.base.trajectory import WeightVersion
 from stretto.data.loader import key_of
-from stretto.rl.log import StepReport
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.weights import fetch
 from stretto.rl.plain import run_plainly
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.weights import fetch
 
 RECIPE = Path(__file__).with_suffix(".toml")
 FORCED = "noise, no replay"

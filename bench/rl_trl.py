@@ -36,15 +36,15 @@ from rich.console import Console
 from bench.common.measure import SLOW, Calibration, table, times, wide_console
 from bench.common.policies import held_out_reward, our_gradient, worst_advantage
 from bench.common.watched import Tick, watched
-from stretto.apps.rl import made_start
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json
 from stretto.base.records import LINEAGE_FILE
 from stretto.base.track import progress, read_metrics
+from stretto.learning.recipe import Prompts, RlRecipe, plan_prompts
 from stretto.model.checkpoint import ELASTIC_FILE, STRETTO_FILE
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import Prompts, RlRecipe, plan_prompts
 
 AIM = 3.0
 THEIRS = "TRL"
@@ -124,7 +124,7 @@ class Bench:
         """Command and folder of a run of ours."""
         chosen = [*self.settings, *settings, f"train.steps={self.steps}", f"train.seed={seed}"]
         flags = [part for each in chosen for part in ("--set", each)]
-        command = [sys.executable, "-m", "stretto.apps.cli", "rl", str(self.recipe_path), "--model", str(self.start)]
+        command = [sys.executable, "-m", "stretto", "rl", str(self.recipe_path), "--model", str(self.start)]
         return [*command, "--out", str(self.folder / name), "--device", "cpu", *flags], self.folder / name
 
     def run(self, command: Sequence[str], folder: Path, advance: Callable[[int], None]) -> Outcome:

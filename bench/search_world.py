@@ -28,12 +28,12 @@ from rich.console import Console
 from bench.common.measure import table, wide_console
 from bench.common.searching import Asked, ask_network, closed_book, first_hit, write_asked
 from bench.common.worlds import train
-from stretto.apps.agent import AgentOptions
-from stretto.apps.rl import made_start
+from stretto.api.agent import AgentOptions
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import interval, resampled, share_interval
-from stretto.rl.recipe import RlRecipe
+from stretto.learning.recipe import RlRecipe
 from stretto.tasks.worlds.search import SearchArgs, SearchSource
 
 RECIPE = Path("recipes/search.toml")

@@ -32,12 +32,12 @@ import torch
 
 from bench.common.measure import half_width, table, wide_console
 from bench.common.worlds import ask, train
-from stretto.apps.rl import made_start
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import checkpoint_folder
 from stretto.evals.scores import Interval, mean_interval
+from stretto.learning.recipe import RlRecipe
 from stretto.post.suite import Evaluation
-from stretto.rl.recipe import RlRecipe
 from stretto.tasks.task import Answer
 from stretto.tasks.worlds.service import ServiceArgs, ServiceSource
 

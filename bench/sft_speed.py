@@ -36,7 +36,7 @@ import torch
 from rich.table import Table
 
 from bench.common.measure import SLOW, Calibration, Sample, Step, fastest_calibration, quiet, times, wide_console
-from stretto.apps.data import TextOptions, prepare_data
+from stretto.api.data import TextOptions, prepare_data
 from stretto.base.track import progress
 from stretto.data.loader import Batch
 from stretto.data.pack import IGNORED

@@ -28,11 +28,11 @@ from scipy.stats import binomtest
 
 from bench.common.measure import table, wide_console
 from bench.common.worlds import ask, train
-from stretto.apps.rl import made_start
+from stretto.api.rl import made_start
 from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress
-from stretto.rl.recipe import START, RlRecipe
+from stretto.learning.recipe import START, RlRecipe
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.session import recorded
 from stretto.tasks.task import Answer, Score

@@ -30,7 +30,7 @@ from bench.common.measure import random_prompts, table, wide_console
 from bench.common.networks import gguf_path
 from bench.common.workers import Worker, WorkerFailed
 from bench.peers.protocol import Options
-from stretto.apps.adopt import AdoptOptions, adopt_command
+from stretto.api.adopt import AdoptOptions, adopt_command
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.track import progress

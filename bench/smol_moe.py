@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.common.measure import half_width, wide_console
-from stretto.apps.data import prepare_data
+from stretto.api.data import prepare_data
 from stretto.base.config import Config, read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import si

@@ -33,18 +33,18 @@ from typing import Any
 from rich.console import Console
 
 from bench.common.measure import table, wide_console
-from stretto.apps.evaluate import compare_command
-from stretto.apps.evaluate import options as eval_options
+from stretto.api.evaluate import compare_command
+from stretto.api.evaluate import options as eval_options
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import duration, si
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
 from stretto.base.records import LINEAGE_FILE, read_lineage
 from stretto.evals.scores import Interval
+from stretto.learning.recipe import SourceConfig
 from stretto.post.pipeline import PipelineRecipe
 from stretto.post.suite import RESULT_FILE, Evaluation, read_evaluation
 from stretto.report.evals import compare
-from stretto.rl.recipe import SourceConfig
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.registry import open_source
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
@@ -239,7 +239,7 @@ class Scores:
 
 
 def _start(arguments: Sequence[str], log: Any = None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "stretto.apps.cli", *arguments]
+    command = [sys.executable, "-m", "stretto", *arguments]
     return subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from bench.common.measure import measure, ratio, table, times, wide_console
-from stretto.apps.run import read_info
 from stretto.base.paths import RUN_FILE
 from stretto.base.track import progress
 from stretto.engine.loading import OpenedEngine, open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling, SpeculateConfig
 from stretto.model.checkpoint import read_presets
 from stretto.model.spec import Subnet
+from stretto.train.run_folder import read_info
 
 AIM = 1.5
 DEFAULT_RUN = Path("runs/demo")

@@ -31,8 +31,8 @@ from bench.common.measure import half_width, table, wide_console
 from bench.common.sentences import KIND
 from bench.common.stages import MODEL, carry_out, mean_and_width, told
 from bench.common.studies import Run, Study
-from stretto.apps.rl import self_taught
-from stretto.rl.recipe import RlRecipe
+from stretto.api.rl import self_taught
+from stretto.learning.recipe import RlRecipe
 
 WRITING, DIGITS = "writing", "digits"
 STAGE_4, CONTROL = "stage 4", "stage 4, quality alone"

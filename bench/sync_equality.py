@@ -30,12 +30,12 @@ from bench.common.measure import table, wide_console
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics
 from stretto.engine.runner import state_checksum
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint
 from stretto.post.sft import sft
 from stretto.rl.launch import Job, SourceTables
-from stretto.rl.log import StepReport
 from stretto.rl.plain import run_plainly
-from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import run_rl
 
 KILLED = ", killed"

@@ -32,10 +32,10 @@ from bench.common.studies import Run, Study
 from bench.common.walks import KIND
 from stretto.base.paths import CHECKPOINT, remove
 from stretto.base.records import read_lineage
+from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.parallel import join
 from stretto.post.sft import sft
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import RlRecipe, SourceConfig
 
 NAMES = ("cat", "owl", "elk")
 """Of the sources; the last has the long answers."""

@@ -24,19 +24,19 @@ from typing import Any
 
 from bench.common.measure import table, wide_console
 from bench.common.server import in_thread
-from stretto.apps.evaluate import eval_command, options
-from stretto.apps.judge import train_command
-from stretto.apps.rl import online_command
+from stretto.api.evaluate import eval_command, options
+from stretto.api.judge import train_command
+from stretto.api.rl import online_command
 from stretto.base.config import read_recipe
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder
 from stretto.evals.ranker import JUDGE_FILE, open_judge, read_books, read_judge
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_config
 from stretto.post.battle import battle
 from stretto.post.panel import PANEL_FILE
 from stretto.post.suite import read_evaluation, suites_of
-from stretto.rl.recipe import RlRecipe
 from stretto.serve.judge import judge_server
 from stretto.text.passages import Part, passages
 

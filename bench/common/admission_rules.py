@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
+from stretto.base.trajectory import GroupRef
 from stretto.rl.controller import Limits, default_window
-from stretto.rl.ledger import GroupRef
 from stretto.rl.ledger import State as Groups
 
 

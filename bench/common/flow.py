@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.base.trajectory import Task
+from stretto.base.trajectory import GroupRef, Task
 from stretto.rl.controller import Controller, Handout, Limits, default_window
-from stretto.rl.ledger import GroupRef, Ledger
+from stretto.rl.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Killed:
 
     def _start(self) -> None:
         run = self.account.run
-        command = [sys.executable, "-m", "stretto.apps.cli", "rl", str(self.recipe), "-o", str(run), "--device", "cpu"]
+        command = [sys.executable, "-m", "stretto", "rl", str(self.recipe), "-o", str(run), "--device", "cpu"]
         if self.job is not None:
             command.append("--resume")
         with run.with_suffix(".log").open("ab") as log:

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.learning.distillation import DistillObjective, Lesson
+from stretto.learning.metrics import StepReport
+from stretto.learning.objective import PolicyObjective
+from stretto.learning.recipe import DistillConfig, LossConfig, RlRecipe
+from stretto.learning.samples import store_group
+from stretto.learning.trainer import TrainerRole
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.ops.logprob import Teacher
-from stretto.rl.distillation import DistillObjective, Lesson
-from stretto.rl.log import StepReport
-from stretto.rl.objective import PolicyObjective
-from stretto.rl.recipe import DistillConfig, LossConfig, RlRecipe
-from stretto.rl.samples import store_group
-from stretto.rl.trainer import TrainerRole
 from stretto.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMS = ("full", "top_k", "tail")

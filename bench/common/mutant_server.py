@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from stretto.apps.cli import main
+from stretto.cli.main import main
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event, Request
 from stretto.serve.generate import Backend, Job

@@ -11,11 +11,11 @@ import numpy as np
 from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.rl.agent import Dialogue
-from stretto.rl.algorithms import advantages
-from stretto.rl.recipe import Prompts, RlRecipe
-from stretto.rl.samples import store_group
-from stretto.rl.trainer import TrainerRole
+from stretto.learning.algorithms import advantages
+from stretto.learning.dialogue import Dialogue
+from stretto.learning.recipe import Prompts, RlRecipe
+from stretto.learning.samples import store_group
+from stretto.learning.trainer import TrainerRole
 from stretto.tasks.task import Answer, TaskSource
 
 

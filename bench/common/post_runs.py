@@ -24,17 +24,17 @@ from stretto.base.records import read_lineage
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.data.loader import key_of
 from stretto.engine.request import Completion, Phases, Request, Sampling
+from stretto.learning.dialogue import Dialogue
+from stretto.learning.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, plan_prompts
+from stretto.learning.samples import discard, store_group
+from stretto.learning.trainer import TrainerRole
+from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import Ranks
 from stretto.post.merge import MergeOptions, merge
 from stretto.post.sft import Demonstrations, Example, example, sft
-from stretto.rl.agent import Dialogue
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import GROUPS, SUPERVISED, RlRecipe, SourceConfig, plan_prompts
 from stretto.rl.rollout import open_rollout_engine
-from stretto.rl.samples import discard, store_group
-from stretto.rl.trainer import TrainerRole
-from stretto.rl.weights import fetch
 from stretto.tasks.task import Answer, Problem, TaskSource
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.loop import Job, finetune

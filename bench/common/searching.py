@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from stretto.apps.agent import AgentOptions, Endpoint, run_agent
-from stretto.apps.serve import ServeOptions, served_here
+from stretto.api.agent import AgentOptions, Endpoint, run_agent
+from stretto.api.serve import ServeOptions, served_here
 from stretto.base.track import progress
 from stretto.report.transcript import spent
 from stretto.serve.client import Client

@@ -40,7 +40,7 @@ PROMPTS = list(product(ANIMALS, PLACES))
 HELD_OUT = [pair for pair in PROMPTS if (ANIMALS.index(pair[0]) + PLACES.index(pair[1])) % 4 == 0]
 TRAINED = [pair for pair in PROMPTS if pair not in HELD_OUT]
 FIRST_HELD_OUT = 1 << 23
-"""First item that no run trains on (`stretto.rl.recipe`)."""
+"""First item that no run trains on (`stretto.learning.recipe`)."""
 
 
 def liking(word: str) -> float:

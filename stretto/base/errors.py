@@ -1,4 +1,4 @@
-"""The one error a user is meant to read: which file, which field, what to do."""
+"""The error that users read, which names file, field and remedy; and the error of our own infrastructure, which is tried again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+
+
+class InfraError(RuntimeError):
+    """An infrastructure error: a dead engine, a full queue, a missed deadline. The caller tries again; it is never a reward."""
 
 
 def one_line(value: object, most: int | None = None) -> str:

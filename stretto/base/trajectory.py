@@ -177,3 +177,22 @@ class WeightVersion:
     checksum: str
     """SHA-256 over names, types, shapes and bytes of all tensors."""
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A finished group in the store. Written by `stretto.learning.samples.store_group`."""
+
+    ordinal: int
+    attempt: int
+    """Number of the dispatch that finished it, from 0."""
+    location: str
+    """Path of its file."""
+    num_samples: int
+    num_tokens: int
+    """Sampled tokens, over all samples."""
+    oldest_version: int
+    """Weight version of its oldest sampled token; staleness counts from it."""
+    mean_reward: float
+    is_uniform: bool
+    """All rewards are equal, those of steps too, so that advantages within the group are zero."""

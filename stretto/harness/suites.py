@@ -237,7 +237,7 @@ def _run(command: list[str], log: Path, label: str, **environ: str) -> int:
 def serving(
     source: Path,
     *flags: str,
-    program: Sequence[str] = ("-m", "stretto.apps.cli"),
+    program: Sequence[str] = ("-m", "stretto"),
     environ: Mapping[str, str] | None = None,
     log: IO[str] | None = None,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:

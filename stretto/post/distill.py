@@ -13,7 +13,7 @@ from pathlib import Path
 from stretto.base.errors import UserError
 from stretto.base.paths import sized
 from stretto.base.track import read_metrics
-from stretto.rl.recipe import DistillConfig
+from stretto.learning.recipe import DistillConfig
 
 STAGE = "distill"
 

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from stretto.base.config import Config, ConfigT, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT
-from stretto.rl.recipe import START, RlRecipe, SourceConfig
+from stretto.learning.recipe import START, RlRecipe, SourceConfig
 from stretto.train.recipe import SftRecipe
 
 StageName = Literal["sft", "experts", "distill", "online", "controls", "evaluate"]

@@ -25,14 +25,14 @@ from stretto.data import pack
 from stretto.data.conversations import Fitted
 from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
+from stretto.learning.dialogue import Dialogue
+from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.model.checkpoint import read_checkpoint, read_config, read_family, read_presets
 from stretto.model.families import Family
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
 from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig, SubnetChoice
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
-from stretto.rl.agent import Dialogue
-from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, StartConfig, plan_prompts
 from stretto.sandbox.tools import MAX_TEXT
 from stretto.tasks.session import schemas
 from stretto.tasks.task import Problem, TaskSource

@@ -1,1 +1,1 @@
-"""Reinforcement learning: samples, credit, the trainer, and the flow between engines, agents and verifiers."""
+"""The flow of an RL run: controller, agents, engines, verifiers and the driver between them and the trainer."""

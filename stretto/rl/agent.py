@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,28 +20,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stretto.base.errors import UserError
-from stretto.base.paths import checkpoint_folder
-from stretto.base.trajectory import Group, Outcome, Task, Verdict
-from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Trouble, Unavailable
+from stretto.base.errors import InfraError, UserError
+from stretto.base.trajectory import Group, GroupRef, Outcome, Task, Verdict
+from stretto.learning.dialogue import Dialogue, ToolCall, Trees, teacher_dialogues
+from stretto.learning.recipe import GROUPS, LOGS, RlRecipe
+from stretto.learning.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
+from stretto.rl.clients import Clients, Forgotten, GenerateRequest, RewardRequest, Threads, Unavailable
 from stretto.rl.group_reward import Written, group_rewards
-from stretto.rl.ledger import GroupRef
 from stretto.rl.own_session import OwnSession, SoFar
-from stretto.rl.recipe import GROUPS, LOGS, RlRecipe
-from stretto.rl.samples import Ended, Part, Sample, context, open_samples, remove_logs, store_group
 from stretto.runtime.runtime import Caller
-from stretto.sandbox.tools import MAX_TEXT, shorten
-from stretto.serve.dialects import Said, read_answer
-from stretto.serve.messages import Message, Prompts
-from stretto.serve.messages import Tool as OfferedTool
-from stretto.tasks.session import MOST_TEXT, Diverged, arguments_of, schemas, tool_turn
+from stretto.sandbox.tools import shorten
+from stretto.tasks.session import MOST_TEXT, Diverged, schemas, tool_turn
 from stretto.tasks.task import Problem, TaskSource
-from stretto.text.spans import Translation
-from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Trees = Sequence[Mapping[str, Any]]
-"""Messages of a chat, or schemas of its tools."""
 
 _TOOL_SLOTS = 16
 """Tools that one agent has at work at once; others wait, so that a crowd of samples does not start a crowd of processes."""
@@ -209,7 +201,7 @@ class AgentRole:
             place=self._engine(first=task.ordinal),
         )
         self._loads[group.place] += task.group
-        trouble: Trouble | None = None
+        trouble: InfraError | None = None
         num_before = 0
         try:
             async with asyncio.timeout(lease_s) as lease:
@@ -232,9 +224,9 @@ class AgentRole:
         except TimeoutError as error:
             if not lease.expired():
                 raise
-            trouble = Trouble(f"not finished within its lease of {lease_s:g} s")
+            trouble = InfraError(f"not finished within its lease of {lease_s:g} s")
             trouble.__cause__ = error
-        except Trouble as error:
+        except InfraError as error:
             trouble = error
         except ExceptionGroup as several:  # a user's mistake first, then a fault of the code
             raise min(several.exceptions, key=lambda each: not isinstance(each, UserError)) from several
@@ -246,12 +238,12 @@ class AgentRole:
         if is_last and not is_further and 1 < len(ended) < len(group.samples):
             try:
                 return await self._rewarded(group, ended)
-            except Trouble as error:
+            except InfraError as error:
                 trouble = error
         kind = GroupUnfinished if is_further else GroupFailed
         raise kind(f"ordinal {task.ordinal}, attempt {attempt or 0}: {trouble}") from trouble
 
-    async def _write(self, group: _InFlight, sample: Sample) -> Trouble | None:
+    async def _write(self, group: _InFlight, sample: Sample) -> InfraError | None:
         """Write and verify the sample to its end. Returns what kept it from that: an engine, a tool or the verifier that kept failing."""
         rewards, seed = self._recipe.runtime.rewards, _seed(sample)
         own = OwnSession(group.source, group.problem, seed, self._threads, rewards.deadline_s, self._problems)
@@ -261,7 +253,7 @@ class AgentRole:
                     await self._go_on(group, sample, own)
                 except Diverged as lost:
                     self._lose(group, sample, lost)
-        except Trouble as trouble:
+        except InfraError as trouble:
             return trouble
         finally:
             own.end()
@@ -321,7 +313,7 @@ class AgentRole:
                     done = await engine.generate(request)
                 except Forgotten:
                     done = await engine.generate(replace(request, tokens=tokens, num_kept=0))
-            except Trouble as trouble:
+            except InfraError as trouble:
                 if group.place == place:
                     self._loads[place] -= group.task.group
                     group.place = self._engine(first=place + 1, avoid=place)
@@ -333,9 +325,9 @@ class AgentRole:
             stats.computed_tokens += done.computed_tokens
             num = len(done.segment.tokens)
             if not 0 < num <= max_tokens:
-                raise Trouble(f"{num} tokens were returned, 1 to {max_tokens} asked for")
+                raise InfraError(f"{num} tokens were returned, 1 to {max_tokens} asked for")
             if group.want_routes and done.routes is None:
-                raise Trouble("no routes were returned")
+                raise InfraError("no routes were returned")
             # an engine that stops short of what was asked has come to the end of its positions
             is_over = num < max_tokens or num == self._room(sample)
             ended: Ended = "stop" if done.finish_reason == "stop" else "length" if is_over else ""
@@ -412,7 +404,7 @@ class AgentRole:
                 told = await own.ask(lambda session: tool_turn(session, asdict(call)), said, call.name)
             if told["outcome"] == Outcome.INFRA.value:
                 own.end()  # nobody knows what it left
-                raise Trouble(told["content"])
+                raise InfraError(told["content"])
             return told
 
         return await self._patiently(what, ask)
@@ -430,11 +422,11 @@ class AgentRole:
         await self._patiently("session", ask)
 
     def _lose(self, group: _InFlight, sample: Sample, lost: Diverged) -> None:
-        """Have it begin anew. Raises Trouble: that has not helped before."""
+        """Have it begin anew. Raises InfraError: that has not helped before."""
         name, stats = group.task.source, self._stats
         stats.sessions_lost[name] = stats.sessions_lost.get(name, 0) + 1
         if sample.num_lost + 1 >= self._recipe.failures.max_attempts:
-            raise Trouble(f"session: {lost} (begun anew {sample.num_lost} times)")
+            raise InfraError(f"session: {lost} (begun anew {sample.num_lost} times)")
         group.kept.pop(sample.number, None)
         sample.begin_anew(str(lost))
 
@@ -497,13 +489,13 @@ class AgentRole:
         return self._dialogue.text(sample.turns()[-1])
 
     def _taken(self, sample: Sample, verdict: Verdict) -> Verdict:
-        """A verifier's verdict, ends of its steps in tokens. Raises Trouble: it is none, or of turns that are not there."""
+        """A verifier's verdict, ends of its steps in tokens. Raises InfraError: it is none, or of turns that are not there."""
         turns = sample.turns()
         if verdict.outcome is Outcome.INFRA:
-            raise Trouble(verdict.detail)
+            raise InfraError(verdict.detail)
         if absent := [step.turn for step in verdict.steps if not 0 <= step.turn < len(turns)]:
             source = f"sources.{sample.task.source}"
-            raise Trouble(f"{source}: score() rewards turn {absent[0]}, and there are {len(turns)}")
+            raise InfraError(f"{source}: score() rewards turn {absent[0]}, and there are {len(turns)}")
         steps = tuple(
             step if step.end is None else replace(step, end=self._dialogue.num_tokens(turns[step.turn], step.end))
             for step in verdict.steps
@@ -511,7 +503,7 @@ class AgentRole:
         return replace(verdict, steps=steps)
 
     async def _patiently(self, what: str, work: Callable[[], Awaitable[T]], most: int | None = None) -> T:
-        """Await ``work()`` until it succeeds, or its last attempt is a `Trouble`; anything else is raised at once. Who is
+        """Await ``work()`` until it succeeds, or its last attempt is a `InfraError`; anything else is raised at once. Who is
         unavailable is waited for; it is the lease that ends that. ``most``: attempts, where the recipe allows more."""
         allowed, failures = self._recipe.failures.max_attempts, 0
         attempts = min(allowed, most or allowed)
@@ -519,11 +511,11 @@ class AgentRole:
         while True:
             try:
                 return await work()
-            except Trouble as trouble:
+            except InfraError as trouble:
                 self._stats.troubles[what] = self._stats.troubles.get(what, 0) + 1
                 failures += not isinstance(trouble, Unavailable)
                 if failures == attempts:
-                    raise Trouble(f"{what}: {trouble} ({failures} attempts)") from trouble
+                    raise InfraError(f"{what}: {trouble} ({failures} attempts)") from trouble
             await asyncio.sleep(pause_s)
             pause_s = min(longest_s, 2 * pause_s)
 
@@ -560,160 +552,3 @@ def _progress(samples: Sequence[Sample]) -> int:
 
 def _wait(sample: Sample, what: str) -> None:
     sample.waits_for, sample.since_s = what, time.time()
-
-
-# From messages to tokens and back
-
-
-def teacher_dialogues(recipe: RlRecipe, tokenizer: Tokenizer) -> dict[str, dict[str, Dialogue]]:
-    """By source and teacher: how a teacher's own chat template and tokenizer put a problem, where they are not the student's.
-    Raises UserError: a teacher has no tokenizer, or one that it cannot teach with."""
-    found: dict[str, dict[str, Dialogue]] = {}
-    distill = recipe.distill
-    if distill is None:
-        return found
-    for source, name in distill.teacher_of().items():
-        config = distill.teachers[name]
-        if config.checkpoint is None:
-            continue  # a server's replies are checked where it is asked
-        try:
-            folder = checkpoint_folder(config.checkpoint)
-            own = load_tokenizer(folder)
-        except UserError as error:
-            raise UserError(f"distill.teachers.{name}.checkpoint: {error}") from None
-        other = translation(recipe, name, tokenizer, own)
-        if config.template == "student":
-            own = replace(own, chat_template=tokenizer.chat_template)
-        if other is not None or own.chat_template != tokenizer.chat_template:
-            found[source] = {name: Dialogue(own)}
-    return found
-
-
-def translation(recipe: RlRecipe, name: str, own: Tokenizer, other: Tokenizer) -> Translation | None:
-    """From the student's tokens to those of the teacher ``name``; None where they are the same. Raises UserError: it cannot teach
-    with that tokenizer."""
-    if own.rust.get_vocab() == other.rust.get_vocab():
-        return None
-    assert recipe.distill is not None
-    remedy = "or name a teacher with the student's tokenizer"
-    try:
-        if recipe.distill.form != "sampled":
-            raise UserError(f'form {recipe.distill.form!r} compares tokens; set distill.form = "sampled"')
-        if recipe.rollout.max_turns > 1:
-            raise UserError("what lies between turns is not its own; set rollout.max_turns = 1")
-        return Translation(own, other, Dialogue(own).stop_ids, Dialogue(other).end_id)
-    except UserError as error:
-        told = f"distill.teachers.{name}: its tokenizer gives other ids than the student's: {error}"
-        raise UserError(f"{told}, {remedy}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the model wrote. Written by `Dialogue.calls`."""
-
-    name: str
-    arguments: Mapping[str, Any] | None
-    """None where they are no JSON object."""
-
-
-def _calls(said: Said) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(one.name, arguments_of(one.arguments)) for one in said.calls)
-
-
-class Dialogue:
-    """One tokenizer's way to write and read turns."""
-
-    def __init__(self, tokenizer: Tokenizer, tool_chars: int = MAX_TEXT):
-        """``tool_chars``: as of `RolloutConfig`."""
-        self.tokenizer = tokenizer
-        self._prompts = Prompts(tokenizer, tool_chars)
-        self.shortened = self._prompts.shortened
-        self._special = tokenizer.special_ids()
-        self._hidden = self._special - self._prompts.visible_ids
-        self.stop_ids: tuple[int, ...] = tuple(sorted({tokenizer.eos_id, *self._prompts.turn_ends}))
-        """Any of them ends the model's turn; the token belongs to the turn."""
-        template, added = tokenizer.chat_template or "", tokenizer.rust.get_added_tokens_decoder()
-        self.end_id = next((e for e in self._prompts.turn_ends if added[e].content in template), tokenizer.eos_id)
-        """The one that the chat template writes."""
-
-    def prompt(self, messages: Trees, tools: Trees = ()) -> np.ndarray:
-        """Tokens int32 [T] up to where the model begins to write; ``tools`` as of `Tool.schema`.
-        Raises UserError: no messages, or the chat template refuses them; or tools, and there is no template."""
-        if not messages:
-            raise UserError("messages: the problem has none; give at least one message")
-        if self.tokenizer.chat_template is None and not tools:
-            return self._encoded("".join(f"{message['content']}\n" for message in messages))
-        return np.array(self._chat(messages, tools), np.int32)
-
-    def tool_turn(self, messages: Trees, tools: Trees, calls: Sequence[ToolCall], answers: Sequence[str]) -> np.ndarray:
-        """Tokens int32 [T] between a turn that called tools, its end token included, and the model's next turn.
-
-        Found by rendering a conversation with and without the tools' answers: where the first begins the second, what
-        follows is what follows the model's own turn too, however that was tokenised.
-
-        Raises UserError: the chat template has no such turn, or rewrites earlier ones when later ones arrive.
-        """
-        assert len(calls) == len(answers) > 0, f"{len(answers)} answers to {len(calls)} calls"
-        ids = [f"call{number:05d}" for number in range(len(calls))]  # nine letters or digits: what Mistral's asks for
-        called = [
-            {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}
-            for name, call in zip(ids, calls, strict=True)
-        ]
-        told = [
-            {"role": "tool", "tool_call_id": name, "name": call.name, "content": answer}
-            for name, call, answer in zip(ids, calls, answers, strict=True)
-        ]
-        return self._between([*messages, {"role": "assistant", "content": "", "tool_calls": called}], told, tools)
-
-    def user_turn(self, messages: Trees, tools: Trees, text: str) -> np.ndarray:
-        """The same between a turn that called nothing, and that the user answers with ``text``. Raises as `tool_turn`."""
-        if self.tokenizer.chat_template is None:
-            return self._encoded(f"\n{text}\n")
-        before = [*messages, {"role": "assistant", "content": ""}]
-        return self._between(before, [{"role": "user", "content": text}], tools)
-
-    def _between(self, before: Trees, told: Trees, tools: Trees) -> np.ndarray:
-        """What lies between the last turn of ``before`` and the model's next, with ``told`` between them."""
-        base, full = self._chat(before, tools, generation_prompt=False), self._chat([*before, *told], tools)
-        ends = [place for place, token in enumerate(base) if token in self._special]
-        if full[: len(base)] != base or not ends:
-            raise UserError(
-                "chat_template: rewrites earlier turns when a tool or the user answers, or ends them with no special token; "
-                "use a template whose conversations only grow"
-            )
-        return np.array(base[ends[-1] + 1 :] + full[len(base) :], np.int32)
-
-    def text(self, turn: np.ndarray) -> str:
-        """What the model wrote in one turn, without special tokens."""
-        return self.tokenizer.decode(turn.tolist(), skip_special_tokens=True)
-
-    def num_tokens(self, turn: np.ndarray, num_characters: int) -> int:
-        """Leading tokens of a turn that write so many characters of its `text`."""
-        return 1 + bisect_left(range(1, len(turn)), num_characters, key=lambda num: len(self.text(turn[:num])))
-
-    def calls(self, turn: np.ndarray, tools: Trees = ()) -> tuple[ToolCall, ...]:
-        """The tool calls in a turn, in order; one that cannot be read is text. ``tools``, as of `prompt`, say of what kind the arguments
-        are where the dialect does not."""
-        return _calls(self._said(turn, tools))
-
-    def message(self, turn: np.ndarray, tools: Trees = ()) -> dict[str, Any]:
-        """A turn of the model as verifiers read it: content, and ``tool_calls`` where there are any."""
-        said = self._said(turn, tools)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if calls := _calls(said):
-            message["tool_calls"] = [{"type": "function", "function": asdict(call)} for call in calls]
-        return message
-
-    def _said(self, turn: np.ndarray, tools: Trees) -> Said:
-        """Reasoning stays in the content: a verifier looks for the answer in all that was written."""
-        visible = [token for token in turn.tolist() if token not in self._hidden]
-        offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        return read_answer(self._prompts.reader(offered, reads_thoughts=False), self.tokenizer.decode(visible))
-
-    def _encoded(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer.encode(text), np.int32)
-
-    def _chat(self, messages: Trees, tools: Trees, generation_prompt: bool = True) -> list[int]:
-        turns = [Message.model_validate(dict(message)) for message in messages]
-        offers = [OfferedTool.model_validate(dict(tool)) for tool in tools]
-        return self._prompts.chat(turns, offers, generation_prompt=generation_prompt)

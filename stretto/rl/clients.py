@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from stretto.base.errors import InfraError
 from stretto.base.trajectory import Outcome, Segment, Verdict
 from stretto.runtime.pool import ElasticPool
 from stretto.runtime.runtime import Caller, Handle, RoleDied, RoleError, RuntimeFailure
@@ -28,15 +29,11 @@ _IDLE = 4
 """Threads kept for later calls."""
 
 
-class Trouble(RuntimeError):  # noqa: N818 - data, not a fault
-    """Something of ours did not work: a dead engine, a full queue, a deadline. Worth another try; never a reward."""
-
-
-class Unavailable(Trouble):
+class Unavailable(InfraError):  # noqa: N818 - data, not a fault
     """Nobody is there to do it: an engine that died and is being started again, which takes as long as it takes."""
 
 
-class Forgotten(Trouble):
+class Forgotten(InfraError):  # noqa: N818
     """The engine has not the tokens that it is believed to have: it was started again, or had too many. Send them all."""
 
 
@@ -134,7 +131,7 @@ class RemoteEngine:
             done: Generated = await self._caller.call(self._handle, "generate", request, deadline_s=deadline_s)
         except RuntimeFailure as failure:  # a `UserError` passes
             kind = failure.kind if isinstance(failure, RoleError) else ""
-            trouble = _TROUBLES.get(kind, Unavailable if isinstance(failure, RoleDied) else Trouble)
+            trouble = _TROUBLES.get(kind, Unavailable if isinstance(failure, RoleDied) else InfraError)
             raise trouble(str(failure)) from failure
         return done
 
@@ -222,14 +219,14 @@ class Threads:
         self._idle: list[SimpleQueue[_Call | None]] = []
 
     async def run(self, work: Callable[[], T], deadline_s: float, what: str) -> T:
-        """What ``work`` returns. Raises Trouble: nothing within ``deadline_s``. Whatever ``work`` raises."""
+        """What ``work`` returns. Raises InfraError: nothing within ``deadline_s``. Whatever ``work`` raises."""
         done = self.start(work, what)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
         except TimeoutError as error:
             if done.done() and not done.cancelled() and isinstance(done.exception(), TimeoutError):
                 raise  # the work's own
-            raise Trouble(f"{what}: no answer within {deadline_s:g} s") from error
+            raise InfraError(f"{what}: no answer within {deadline_s:g} s") from error
 
     def start(self, work: Callable[[], T], what: str) -> Future[T]:
         """The same for whoever does not wait for it."""

@@ -34,9 +34,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.base.errors import UserError
-from stretto.base.trajectory import Ending, Task
-from stretto.rl.ledger import Entry, GroupRef, Ledger
+from stretto.base.trajectory import Ending, GroupRef, Task
+from stretto.rl.ledger import Entry, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,8 @@ class Limits:
     """Steps of the run: groups that none of them would train are not handed out. None: endless."""
 
     def __post_init__(self) -> None:
-        assert self.prompts > 0 and self.staleness >= 0 and self.window > 0, self
-        widest = self.staleness * self.prompts + 1
-        if self.window > widest:
-            raise UserError(
-                f"window {self.window} with staleness {self.staleness} and {self.prompts} prompts a step leaves too few "
-                f"groups for a step; set at most {widest}"
-            )
+        assert self.prompts > 0 and self.staleness >= 0, self
+        assert 0 < self.window <= self.staleness * self.prompts + 1, self  # `RlRecipe` refuses a wider one
 
     @property
     def most_alive(self) -> int:

@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any, Self
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Ending, WeightVersion
+from stretto.base.trajectory import Ending, GroupRef, WeightVersion
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.samples import discard
 from stretto.rl.agent import GroupUnfinished
 from stretto.rl.controller import Controller, Handout, Watchdog
 from stretto.rl.launch import CALL_SLACK_S, Roles
-from stretto.rl.ledger import GroupRef
-from stretto.rl.log import Span, StepReport, Trace
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.samples import discard
+from stretto.rl.log import Span, Trace
 from stretto.runtime.runtime import RoleDied, RoleError, RuntimeFailure
 
 _GUARD_S = 0.2

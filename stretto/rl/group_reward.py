@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.recipe import RewardConfig
+from stretto.learning.recipe import RewardConfig
 from stretto.text.similar import clusters_N, copied, distinct, similarity_NN, spoken, words
 
 _MOST_CONTRAST = 4.0

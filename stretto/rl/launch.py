@@ -16,9 +16,10 @@ from typing import Any
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import WeightVersion
-from stretto.rl.agent import AgentRole, Dialogue, Wait, check_room, teacher_dialogues
+from stretto.learning.dialogue import Dialogue, teacher_dialogues
+from stretto.learning.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
+from stretto.rl.agent import AgentRole, Wait, check_room
 from stretto.rl.clients import Verifiers, connect
-from stretto.rl.recipe import PoolConfig, Prompts, RlRecipe, SandboxConfig, SourceConfig, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
@@ -188,7 +189,7 @@ def make_factories(job: Job, tables: SourceTables, tokenizer: Tokenizer) -> Fact
 
 
 def _trainer(job: Job, device: str) -> Any:
-    from stretto.rl.trainer import open_trainer  # torch, where the role lives
+    from stretto.learning.trainer import open_trainer  # torch, where the role lives
 
     return open_trainer(job.recipe, job.folder, job.start, device, job.stage)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.base.trajectory import Ending
+from stretto.base.trajectory import Ending, GroupRef
 
 
 class Event(NamedTuple):
@@ -34,25 +34,6 @@ class Event(NamedTuple):
     """The name of a method of `State`."""
     facts: dict[str, Any]
     """The arguments of that method, plain JSON values."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRef:
-    """A finished group that lies stored. Written by `stretto.rl.samples.store_group`, at the agent loop's end of the edge."""
-
-    ordinal: int
-    attempt: int
-    """Of the task's hand-outs, the one that made it, from 0."""
-    location: str
-    """Its file."""
-    num_samples: int
-    num_tokens: int
-    """Sampled ones, over all samples."""
-    oldest_version: int
-    """Weight version of its oldest sampled token; staleness counts from it."""
-    mean_reward: float
-    is_uniform: bool
-    """All rewards are equal, those of steps too, so that advantages within the group are zero."""
 
 
 @dataclass(slots=True)

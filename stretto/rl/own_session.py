@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from stretto.base.errors import UserError
-from stretto.rl.clients import Threads, Trouble
+from stretto.base.errors import InfraError, UserError
+from stretto.rl.clients import Threads
 from stretto.tasks.session import Diverged, SessionSource, replay
 from stretto.tasks.task import Problem, Session, TaskSource
 
@@ -60,7 +60,7 @@ class OwnSession:
         """What ``work``, called ``what``, gives of the session.
 
         Raises:
-            Trouble: it raised, or gave no answer in time.
+            InfraError: it raised, or gave no answer in time.
             Diverged: the state that it is about cannot be reached again.
             UserError: as it comes.
         """
@@ -94,17 +94,17 @@ class _Used:
 
     def run(self, work: Callable[[Session], T], what: str) -> T:
         if self._is_given_up(is_busy=True):  # cancelled before its thread came to it
-            raise Trouble(f"{what}: its session was given up")
+            raise InfraError(f"{what}: its session was given up")
         try:
             if self._session is None:
                 self._session = self._open()
             found = work(self._session)
             self.is_over = self._session.is_over
             return found
-        except (Trouble, Diverged, UserError):
+        except (InfraError, Diverged, UserError):
             raise
         except Exception as error:  # whatever a task raises is no answer to the model
-            raise Trouble(f"{what} raised {type(error).__name__}: {error}") from error
+            raise InfraError(f"{what} raised {type(error).__name__}: {error}") from error
         finally:
             if self._is_given_up(is_busy=False):
                 self._close()

@@ -16,18 +16,17 @@ from pathlib import Path
 from torch import Tensor
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task, WeightVersion
+from stretto.base.trajectory import GroupRef, Task, WeightVersion
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe, plan_prompts
+from stretto.learning.trainer import TrainerRole
+from stretto.learning.weights import fetch
 from stretto.model.parallel import join
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients
 from stretto.rl.launch import SourceTables
-from stretto.rl.ledger import GroupRef
-from stretto.rl.log import StepReport
-from stretto.rl.recipe import RlRecipe, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
-from stretto.rl.trainer import TrainerRole
-from stretto.rl.weights import fetch
 from stretto.text.tokenizer import load_tokenizer
 
 _PATIENCE = 50

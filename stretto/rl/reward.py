@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stretto.base.errors import one_line
+from stretto.base.errors import InfraError, one_line
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.clients import RewardRequest, Threads, Trouble, infra
+from stretto.rl.clients import RewardRequest, Threads, infra
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, score_fault
 
 _How = Callable[[TaskSource, Problem, Sequence[Answer]], Sequence[Score]]
@@ -83,7 +83,7 @@ class RewardRole:
         self._stats.num_judged += 1
         try:
             return await self._threads.run(lambda: _verdicts(source, requests, judge), self._deadline_s, "score")
-        except Trouble as trouble:
+        except InfraError as trouble:
             self._stats.num_stuck += 1
             return tuple(infra(request, str(trouble)) for request in requests)
         finally:

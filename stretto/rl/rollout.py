@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.base.errors import InfraError
 from stretto.base.trajectory import Segment, WeightVersion
 from stretto.engine.async_engine import AsyncEngine, Closed, EngineFailed
 from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, EngineStats, Phases, QueueFull, Request, Sampling
+from stretto.learning.recipe import RlRecipe
+from stretto.learning.weights import fetch
 from stretto.model.spec import Subnet
-from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble, Unavailable
-from stretto.rl.recipe import RlRecipe
-from stretto.rl.weights import fetch
+from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Unavailable
 
 _PROMPT_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Of a step: a GPU takes as long for a few."""
@@ -90,7 +91,7 @@ class EngineRole:
         Raises:
             Forgotten: there are no such tokens as are to be kept already.
             Unavailable: the engine is dead.
-            Trouble: it is full, out of time, or its output is no number.
+            InfraError: it is full, out of time, or its output is no number.
             UserError: the request is impossible for this network.
         """
         try:
@@ -100,18 +101,18 @@ class EngineRole:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise Trouble(f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s") from error
+            raise InfraError(f"{self.name}: request {request.id}: not done within {request.deadline_s:g} s") from error
         except (EngineFailed, Closed) as error:
             raise Unavailable(f"{self.name}: {error}") from error
         except QueueFull as error:
-            raise Trouble(f"{self.name}: {error}") from error
+            raise InfraError(f"{self.name}: {error}") from error
 
     async def activate(self, version: WeightVersion) -> None:
         """Serve ``version`` from the next step on; requests in flight go on under it. Older ones are ignored.
 
         Raises:
             UserError: it cannot be had, or has tensors of another network; the old weights serve on.
-            Trouble: the engine is dead.
+            InfraError: the engine is dead.
         """
         async with self._activating:
             if version.number > self.version:
@@ -119,23 +120,23 @@ class EngineRole:
                 try:
                     await self._service.call(lambda engine: engine.load_weights(version.number, state))
                 except EngineFailed as error:
-                    raise Trouble(f"{self.name}: {error}") from error
+                    raise InfraError(f"{self.name}: {error}") from error
                 self.version = version.number
             self._is_ready.set()
 
     async def stats(self) -> EngineStats:
-        """Raises Trouble: the engine is dead."""
+        """Raises InfraError: the engine is dead."""
         try:
             return await self._service.stats()
         except EngineFailed as error:
-            raise Trouble(f"{self.name}: {error}") from error
+            raise InfraError(f"{self.name}: {error}") from error
 
     async def failure(self) -> str:
         """Why the engine is dead, so that this role must be started again; empty while it lives."""
         return "" if self._service.error is None else str(self._service.error)
 
     def close(self) -> None:
-        """Stop; what is in flight fails with `Trouble`."""
+        """Stop; what is in flight fails with `InfraError`."""
         self._service.close()
 
     def _whole(self, request: GenerateRequest) -> np.ndarray:
@@ -190,7 +191,7 @@ class EngineRole:
 
 def _generated(done: Completion, request: GenerateRequest, started_s: float) -> Generated:
     if done.finish_reason not in ("stop", "length"):
-        raise Trouble(f"request {request.id}: {done.error or 'given up by the engine'}")
+        raise InfraError(f"request {request.id}: {done.error or 'given up by the engine'}")
     usage = done.usage
     return Generated(
         segment=Segment(

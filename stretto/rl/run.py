@@ -15,6 +15,20 @@ from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.paths import CHECKPOINT, claimed, read_json, remove, write_json
 from stretto.base.track import read_metrics
+from stretto.learning.recipe import (
+    GROUPS,
+    JOURNAL_FILE,
+    LAYOUT,
+    LOGS,
+    OLD_JOURNAL_FILE,
+    RECIPE_FILE,
+    SNAPSHOTS,
+    START_FILE,
+    WEIGHTS,
+    Prompts,
+    RlRecipe,
+)
+from stretto.learning.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.rl.controller import Controller, Limits, default_window
 from stretto.rl.driver import Driver
 from stretto.rl.launch import (
@@ -29,20 +43,6 @@ from stretto.rl.launch import (
 )
 from stretto.rl.ledger import Ledger
 from stretto.rl.log import Advance, Logbook, Say, Trace, write_trace
-from stretto.rl.recipe import (
-    GROUPS,
-    JOURNAL_FILE,
-    LAYOUT,
-    LOGS,
-    OLD_JOURNAL_FILE,
-    RECIPE_FILE,
-    SNAPSHOTS,
-    START_FILE,
-    WEIGHTS,
-    Prompts,
-    RlRecipe,
-)
-from stretto.rl.samples import SUFFIX, discard, logged_ordinals, remove_logs
 from stretto.runtime.local import open_runtime
 from stretto.runtime.runtime import RoleDied, RuntimeFailure
 from stretto.text.tokenizer import load_tokenizer

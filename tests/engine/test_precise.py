@@ -14,11 +14,11 @@ from torch import Tensor
 
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
+from stretto.learning.samples import signed_routes
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Context, Recorder, Replay, Transformer, build
 from stretto.ops.logprob import chosen_logprobs
 from stretto.ops.matmul import Arithmetic
-from stretto.rl.samples import signed_routes
 from tests.engine.engines import LATENT, SWITCHES
 
 VOCAB = 61

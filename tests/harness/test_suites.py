@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto.apps.harness import _result
+from stretto.api.evaluate import _result
 from stretto.base.errors import UserError
 from stretto.harness import suites
 from stretto.harness.suites import Budget, Judged, ask, bfcl_python, harness_names, serving

@@ -11,11 +11,11 @@ import pytest
 from stretto.base.config import read_recipe, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
+from stretto.learning.recipe import RlRecipe, plan_prompts
 from stretto.post.pipeline import PipelineRecipe, Step, merged, plan
 from stretto.post.sft import examples, fill_rows, learn_tokenizer
 from stretto.rl.launch import SourceTables
-from stretto.rl.recipe import RlRecipe, plan_prompts
-from tests.apps.rl_recipes import TINY
+from tests.api.rl_recipes import TINY
 
 PARTS = tomllib.loads(TINY)
 START, SOURCE = PARTS.pop("start"), PARTS.pop("sources")["flip"]

@@ -17,18 +17,19 @@ import torch
 
 from stretto.base.errors import UserError
 from stretto.data.pack import IGNORED
+from stretto.learning.dialogue import Dialogue
+from stretto.learning.recipe import SUPERVISED, Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
+from stretto.learning.trainer import TrainerRole
+from stretto.learning.weights import fetch
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.parallel import join
 from stretto.model.transformer import initial_state
 from stretto.post.sft import Example, example, examples, fill_rows, learn_tokenizer, micro_batches, sft
-from stretto.rl.agent import AgentRole, Dialogue
+from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients
 from stretto.rl.plain import run_synchronously
-from stretto.rl.recipe import SUPERVISED, Prompts, RlRecipe, SourceConfig, StartConfig, plan_prompts
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole, open_rollout_engine
-from stretto.rl.trainer import TrainerRole
-from stretto.rl.weights import fetch
 from stretto.tasks.registry import open_source
 from stretto.tasks.session import recorded, schemas
 from stretto.tasks.task import Problem, TaskSource

@@ -19,6 +19,7 @@ from stretto.base.trajectory import Outcome
 from stretto.data.conversations import ConversationForm
 from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
+from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
 from stretto.post import suite as suite_module
@@ -34,7 +35,6 @@ from stretto.post.suite import (
     read_evaluation,
     write_right_answers,
 )
-from stretto.rl.recipe import RlRecipe, SourceConfig
 from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
 from tests.rl.agents import tokenizer

@@ -14,11 +14,12 @@ import numpy as np
 
 from stretto.base.config import Config
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
-from stretto.rl.agent import AgentRole, Dialogue
+from stretto.learning.dialogue import Dialogue
+from stretto.learning.recipe import LOGS, RlRecipe
+from stretto.learning.samples import log_path
+from stretto.rl.agent import AgentRole
 from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest
-from stretto.rl.recipe import LOGS, RlRecipe
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import log_path
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.task import Answer, Problem, Score, TaskSource, Tool
 from stretto.text.chat import CHATML

@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.common.lessons import SOURCES
 from stretto.base.trajectory import Group
+from stretto.learning.recipe import RlRecipe
 from stretto.model.transformer import Transformer
-from stretto.rl.recipe import RlRecipe
 from tests.rl.policies import groups, network, recipe
 
 

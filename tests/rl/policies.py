@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from stretto.base.trajectory import Group, Trajectory
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Recorder, Transformer, build
-from stretto.rl.recipe import RlRecipe
 from tests.rl.samples import VOCAB, group
 
 SHAPE: dict[str, Any] = {

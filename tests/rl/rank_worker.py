@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from stretto.learning.trainer import TrainerRole
 from stretto.model.parallel import full_state, join
-from stretto.rl.trainer import TrainerRole
 from tests.rl.policies import recipe
 
 

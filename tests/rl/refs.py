@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.base.trajectory import Task
-from stretto.rl.ledger import GroupRef
+from stretto.base.trajectory import GroupRef, Task
 
 
 def ref(ordinal: int, attempt: int = 0, *, version: int = 0, **values: Any) -> GroupRef:

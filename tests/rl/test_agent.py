@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Group, Outcome, StepReward, Verdict, WeightVersion
-from stretto.rl.agent import Dialogue, GroupFailed, ToolCall
-from stretto.rl.clients import Generated, GenerateRequest, Trouble
-from stretto.rl.recipe import GROUPS, LOGS
+from stretto.learning.dialogue import Dialogue, ToolCall
+from stretto.learning.recipe import GROUPS, LOGS
+from stretto.learning.samples import load_group
+from stretto.rl.agent import GroupFailed
+from stretto.rl.clients import Generated, GenerateRequest
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import load_group
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.tools import calculator_tool
 from stretto.text.chat import CHATML, render, tokenise_chat
@@ -334,7 +335,7 @@ def test_troubles_say_which_engine(tmp_path: Path) -> None:
         name = "full"
 
         async def generate(self, request: GenerateRequest) -> Generated:
-            raise Trouble("4096 requests wait already")
+            raise InfraError("4096 requests wait already")
 
     with pytest.raises(GroupFailed, match=r"engine: full: 4096 requests wait already \(3 attempts\)"):
         asyncio.run(agent(tmp_path, [Full()]).run_group(TASK, 0))

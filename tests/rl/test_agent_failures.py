@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.base.errors import UserError
-from stretto.base.trajectory import Group, Outcome, Verdict
+from stretto.base.errors import InfraError, UserError
+from stretto.base.trajectory import Group, GroupRef, Outcome, Verdict
+from stretto.learning.recipe import GROUPS
+from stretto.learning.samples import load_group, read_logs
 from stretto.rl.agent import GroupFailed, GroupUnfinished
-from stretto.rl.clients import Generated, GenerateRequest, RewardRequest, Trouble, infra
-from stretto.rl.ledger import GroupRef
-from stretto.rl.recipe import GROUPS
+from stretto.rl.clients import Generated, GenerateRequest, RewardRequest, infra
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import load_group, read_logs
 from stretto.sandbox.outcome import ToolResult
 from tests.rl.agents import (
     CALL,
@@ -260,7 +259,7 @@ def test_faults_of_the_code_are_not_tried_again(tmp_path: Path) -> None:
 def refusing(number: int) -> Any:
     async def refuse(num: int, request: GenerateRequest) -> None:
         if request.id.split(".")[1] == str(number):
-            raise Trouble("it does not like this one")
+            raise InfraError("it does not like this one")
 
     return refuse
 
@@ -302,7 +301,7 @@ def test_a_long_group_goes_on_in_its_next_lease(tmp_path: Path) -> None:
 
     async def stop(num: int, request: GenerateRequest) -> None:
         if num > 4:
-            raise Trouble("the lease is nearly over")
+            raise InfraError("the lease is nearly over")
 
     async def work(engine: EngineRole) -> int:
         for attempt in range(100):

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.base.errors import InfraError
 from stretto.base.trajectory import Group, Outcome, Segment, StepReward, Verdict
+from stretto.learning.recipe import RewardConfig
+from stretto.learning.samples import load_group, read_logs
 from stretto.rl.agent import AgentRole, GroupFailed
-from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, Trouble, infra
-from stretto.rl.recipe import RewardConfig
+from stretto.rl.clients import Clients, Generated, GenerateRequest, RewardRequest, infra
 from stretto.rl.reward import RewardRole
-from stretto.rl.samples import load_group, read_logs
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from tests.rl.agents import TASK, Rewards, Toy, log_of, recipe, spoken_turn, tokenizer
@@ -42,7 +43,7 @@ class Choir:
         number = int(request.id.split(".")[1])
         if self._failures.get(number, 0) > 0:
             self._failures[number] -= 1
-            raise Trouble("out of memory")
+            raise InfraError("out of memory")
         tokens = spoken_turn(self._texts[number])
         routes = np.zeros((len(request.tokens) + len(tokens) - 1, 1, 2), np.uint8)
         ones = np.full(len(tokens), -1.0, np.float32)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import Outcome
+from stretto.learning.samples import load_group
 from stretto.rl.agent import AgentRole, GroupFailed
-from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Threads, Trouble, connect
+from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Threads, connect
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
-from stretto.rl.samples import load_group
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import Placement, RoleError
@@ -123,7 +123,7 @@ def test_one_after_the_other_needs_one_thread_and_many_at_once_as_many() -> None
 def test_one_that_hangs_is_left_behind_and_comes_back_when_it_can() -> None:
     async def work() -> None:
         threads, gate = Threads(), threading.Event()
-        with pytest.raises(Trouble, match=r"slow: no answer within 0\.05 s"):
+        with pytest.raises(InfraError, match=r"slow: no answer within 0\.05 s"):
             await threads.run(gate.wait, 0.05, "slow")
         assert await threads.run(lambda: 7, 60, "next") == 7
         gate.set()

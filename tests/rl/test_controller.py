@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.common.flow import Result, Run, Schedule, random_schedule
-from stretto.base.errors import UserError
 from stretto.rl.controller import Controller, Limits, Watchdog, default_window
 from stretto.rl.ledger import Ledger
 from tests.rl.refs import ref, task
@@ -342,14 +341,6 @@ def test_engines_that_trail_are_charged() -> None:
     assert gate.may_dispatch(7, trainer_version=7, oldest_engine_version=5)
     assert not gate.may_dispatch(8, trainer_version=7, oldest_engine_version=5)
     assert not gate.may_dispatch(0, trainer_version=7, oldest_engine_version=4)
-
-
-def test_a_window_without_room_for_a_step_is_refused() -> None:
-    Limits(prompts=8, staleness=2, window=17)
-    with pytest.raises(UserError, match=r"window 18 .* at most 17"):
-        Limits(prompts=8, staleness=2, window=18)
-    with pytest.raises(UserError, match="at most 1"):
-        Limits(prompts=8, staleness=0, window=2)
 
 
 @given(prompts=st.integers(1, 64), staleness=st.integers(0, 8), capacity=st.none() | st.integers(1, 1000))

@@ -8,7 +8,7 @@ import pytest
 
 from bench.extend import EXAMPLES, PARTS, Part, run
 from stretto.base.config import validate
-from stretto.rl.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
+from stretto.learning.recipe import PRESETS, RewardConfig, RlRecipe, SourceConfig
 from stretto.tasks.registry import KINDS, open_source
 from stretto.tasks.task import Answer
 

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task, WeightVersion
+from stretto.base.trajectory import GroupRef, Task, WeightVersion
+from stretto.learning.metrics import StepReport
+from stretto.learning.recipe import RlRecipe
 from stretto.rl import driver
 from stretto.rl.agent import GroupUnfinished, Wait
 from stretto.rl.controller import Controller, Limits
 from stretto.rl.driver import Driver, EngineWeights
 from stretto.rl.launch import Factories, Roles, TrainerLost, start_roles
-from stretto.rl.ledger import GroupRef, Ledger
-from stretto.rl.log import StepReport, Trace
-from stretto.rl.recipe import RlRecipe
+from stretto.rl.ledger import Ledger
+from stretto.rl.log import Trace
 from stretto.runtime.local import LocalRuntime
 from stretto.runtime.runtime import RoleDied
 from tests.rl.refs import ref, task

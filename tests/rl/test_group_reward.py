@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from stretto.base.trajectory import Outcome, Verdict
-from stretto.rl.algorithms import advantages
+from stretto.learning.algorithms import advantages
+from stretto.learning.recipe import RewardConfig
 from stretto.rl.group_reward import (
     Written,
     contrast,
@@ -17,7 +18,6 @@ from stretto.rl.group_reward import (
     refusal,
     within_budget,
 )
-from stretto.rl.recipe import RewardConfig
 from stretto.text.similar import words
 
 PROMPT = "Describe the harbour of a small town at night, in a few plain sentences of your own."

@@ -11,8 +11,8 @@ import pytest
 
 from bench.sync_equality import KILLED, plain_run, recipe, start_of, whole_run
 from stretto.base.track import read_metrics
+from stretto.learning.recipe import RlRecipe
 from stretto.rl.launch import Job
-from stretto.rl.recipe import RlRecipe
 from stretto.rl.run import run_rl
 
 PICK = {"kind": f"{Path(__file__).with_name('pick.py')}:Pick", "args": {}}

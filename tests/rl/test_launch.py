@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from stretto.base.trajectory import Outcome
+from stretto.learning.recipe import RlRecipe, SandboxConfig
 from stretto.model.parallel import Ranks
 from stretto.rl import rollout
 from stretto.rl.agent import AgentRole
 from stretto.rl.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
 from stretto.rl.launch import Factories, Job, Roles, SourceTables, make_factories, spread, start_roles
 from stretto.rl.log import pool_rows, pool_scalars
-from stretto.rl.recipe import RlRecipe, SandboxConfig
 from stretto.rl.reward import RewardRole
 from stretto.rl.rollout import EngineRole
 from stretto.runtime.local import LocalRuntime

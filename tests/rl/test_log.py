@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stretto.engine.request import EngineStats
+from stretto.learning.recipe import SPANS_FILE
 from stretto.rl.agent import AgentStats
 from stretto.rl.log import Counts, RoleScalars, Span, Trace, read_spans, write_trace
-from stretto.rl.recipe import SPANS_FILE
 from stretto.rl.reward import RewardStats
 
 ENGINE = EngineStats(3, 2, 100, 40, 10, 1600, 1 << 20, True, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from stretto.base.trajectory import Group, Outcome, Trajectory
+from stretto.learning.samples import read_logs
 from stretto.rl.agent import AgentRole, GroupFailed
 from stretto.rl.clients import RewardRequest
 from stretto.rl.reward import RewardRole
-from stretto.rl.samples import read_logs
 from stretto.tasks.user import STOP as OVER
 from stretto.tasks.user import ModelUser, UserConfig
 from tests.rl.agents import LONG, ONE, Rewards, Spoken, agent, log_of, spoken_turn, tokenizer, tokens_of

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from bench.sync_equality import KILLED, Outcome, plain_run, start_of, variants, whole_run
 from bench.sync_equality import recipe as recipe_of
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task, WeightVersion
+from stretto.base.trajectory import GroupRef, Task, WeightVersion
+from stretto.learning.metrics import StepReport
 from stretto.rl.controller import Controller, Handout, Limits
-from stretto.rl.ledger import GroupRef, Ledger
-from stretto.rl.log import StepReport
+from stretto.rl.ledger import Ledger
 from stretto.rl.plain import run_synchronously
 from tests.rl.policies import recipe
 from tests.rl.refs import ref, task

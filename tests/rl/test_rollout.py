@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.base.errors import UserError
+from stretto.base.errors import InfraError, UserError
 from stretto.base.trajectory import WeightVersion
 from stretto.ops.native import load
 from stretto.rl import rollout
-from stretto.rl.clients import Forgotten, Generated, GenerateRequest, Trouble
+from stretto.rl.clients import Forgotten, Generated, GenerateRequest
 from stretto.rl.rollout import EngineRole
 from tests.engine.engines import FULL, full_routes, network
 from tests.rl.agents import MODEL, OTHER, role, settled, with_engines
@@ -188,7 +188,7 @@ def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
     async def work(engine: EngineRole) -> None:
         asked = asyncio.create_task(engine.generate(ASK))
         hurried = asyncio.create_task(engine.generate(replace(ASK, id="b", deadline_s=0.05)))
-        with pytest.raises(Trouble, match=r"engine: request b: not done within 0\.05 s"):
+        with pytest.raises(InfraError, match=r"engine: request b: not done within 0\.05 s"):
             await hurried
         assert not asked.done()
         await engine.activate(NEW)
@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_request_that_is_given_up(how: str) -> None:
             while not (await engine.stats()).num_running:
                 await asyncio.sleep(0)
             running.cancel()
-        with pytest.raises((asyncio.CancelledError, Trouble)):
+        with pytest.raises((asyncio.CancelledError, InfraError)):
             await running
         await settled(engine)
         again = await engine.generate(ASK)  # the same name as the one that was given up
@@ -228,18 +228,18 @@ def test_failures_are_trouble_and_mistakes_are_not() -> None:
             subject.step = step
 
         await engine._service.call(die)
-        with pytest.raises(Trouble, match="engine: the engine has failed: MemoryError: no pages"):
+        with pytest.raises(InfraError, match="engine: the engine has failed: MemoryError: no pages"):
             await engine.generate(ASK)
         assert "MemoryError" in await engine.failure()
         for call in (engine.stats(), engine.activate(NEW)):
-            with pytest.raises(Trouble, match="MemoryError"):
+            with pytest.raises(InfraError, match="MemoryError"):
                 await call
         engine.close()
 
     asyncio.run(work())
     closed = role()
     closed.close()
-    with pytest.raises(Trouble, match=r"closed|shutting down"):
+    with pytest.raises(InfraError, match=r"closed|shutting down"):
         asyncio.run(closed.generate(ASK))
 
 
@@ -248,7 +248,7 @@ def test_a_full_queue_is_trouble() -> None:
         asks = [replace(ASK, id=str(n), tokens=PROMPT[n:], max_tokens=30) for n in range(8)]
         found = await asyncio.gather(*map(engine.generate, asks), return_exceptions=True)
         full = [error for error in found if isinstance(error, BaseException)]
-        assert full and all(isinstance(error, Trouble) and "wait already" in str(error) for error in full)
+        assert full and all(isinstance(error, InfraError) and "wait already" in str(error) for error in full)
 
     with_engines(work, role(max_waiting=2, max_batch=1))
 

@@ -20,20 +20,21 @@ from bench.common.killing import GROUP, PROMPTS, RECIPE, STEPS, Killed
 from bench.common.run_account import Account, paired_difference
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
-from stretto.base.trajectory import Task, WeightVersion
+from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.engine.engine import Engine
 from stretto.engine.request import Event
-from stretto.rl import rollout, trainer
+from stretto.learning import trainer
+from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
+from stretto.learning.samples import log_path
+from stretto.learning.weights import fetch, publish
+from stretto.rl import rollout
 from stretto.rl import rollout as engines
 from stretto.rl.clients import Generated
 from stretto.rl.controller import Controller, Limits
 from stretto.rl.launch import Job
-from stretto.rl.ledger import GroupRef, Ledger
+from stretto.rl.ledger import Ledger
 from stretto.rl.log import read_status
-from stretto.rl.recipe import JOURNAL_FILE, RlRecipe
 from stretto.rl.run import Result, run_rl, sweep, take_up
-from stretto.rl.samples import log_path
-from stretto.rl.weights import fetch, publish
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     recipe = folder / "recipe.toml"
     recipe.write_text(f"staleness = 2\n{RECIPE}")
-    code = "import sys; from pathlib import Path; from stretto.apps.rl import made_start; from stretto.base.config import read_recipe; from stretto.rl.recipe import RlRecipe; made_start(read_recipe(sys.argv[1], RlRecipe), Path(sys.argv[2]))"  # noqa: E501
+    code = "import sys; from pathlib import Path; from stretto.api.rl import made_start; from stretto.base.config import read_recipe; from stretto.learning.recipe import RlRecipe; made_start(read_recipe(sys.argv[1], RlRecipe), Path(sys.argv[2]))"  # noqa: E501
     subprocess.run([sys.executable, "-c", code, recipe, folder], check=True)
     return folder / "sft"
 
@@ -230,7 +231,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
         pytest.skip("no file system of a chosen size is to be had here")
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = f"{sys.executable} -m stretto.apps.cli rl {recipe_file} -o {disk}/run --device cpu --set train.steps=8"
+    command = f"{sys.executable} -m stretto.cli.main rl {recipe_file} -o {disk}/run --device cpu --set train.steps=8"
     command += " --set runtime.isolate=none --set rollout.engines=1"
     script = f"""
         mount -t tmpfs -o size=1700k none {disk} && mkdir {disk}/run && cp -r {start} {disk}/run/sft

@@ -14,7 +14,7 @@ from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
 from stretto.base.trajectory import Outcome
-from stretto.rl.recipe import SourceConfig
+from stretto.learning.recipe import SourceConfig
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import (
     Answer,

@@ -1,0 +1,519 @@
+"""`stretto adopt`: a checkpoint of any supported family becomes a run, in every size of it, without ever being in memory whole.
+
+checkpoint/   an ordinary folder of its own family; what it keeps first is in stretto.json
+data/         the text on which that was measured, as tokens
+order.json    what was measured (`Measured`): a run that was killed goes on from there
+run.json      as in every run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from stretto.api.data import TextOptions, prepare_data, sources_named, tokenise_documents
+from stretto.base.config import Config, validate
+from stretto.base.errors import UserError, one_line
+from stretto.base.numbers import si
+from stretto.base.paths import (
+    CHECKPOINT,
+    LOCK_FILE,
+    RUN_FILE,
+    checkpoint_folder,
+    claimed,
+    read_json,
+    remove,
+    write_json,
+)
+from stretto.base.records import LINEAGE_FILE, Elsewhere, Lineage, Meter, new_lineage, read_lineage
+from stretto.base.track import progress, say
+from stretto.data.demo_text import demo_documents
+from stretto.data.loader import Loader, Mixture, Part
+from stretto.data.shards import TOKENIZER
+from stretto.evals.loss import EvalBatch
+from stretto.evals.neurons import plan_layer, plan_network
+from stretto.evals.order import ExpertRule, expert_orders, layer_order, pieces, survey
+from stretto.evals.routing import LayerRouting
+from stretto.model.checkpoint import generation_settings, write_checkpoint
+from stretto.model.families import Family, remarks, stored_tensors
+from stretto.model.gguf_read import GgufFile, gguf_file, packaged
+from stretto.model.parallel import device_name
+from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
+from stretto.model.streamed import StreamedNetwork, StreamedState
+from stretto.model.upcycle import FAMILY as UPCYCLED
+from stretto.model.upcycle import UpcycledState, Upcycling, upcycled_config, upcycled_presets
+from stretto.ops.tuning import rough_products
+from stretto.text.tokenizer import load_tokenizer
+from stretto.train.recipe import default_anchors
+from stretto.train.run_folder import RunInfo, read_info
+
+ORDER_FILE, DATA = "order.json", "data"
+ROWS, ROW_TOKENS = 4, 512
+"""Of a calibration batch: enough for its products to be fast, few enough for its activations to be small beside a layer."""
+LAYER_BATCHES, NEURON_BATCHES = 4, 8
+"""That layers are measured on where there are no experts to tell apart; and that experts are made of neurons with."""
+LEFT_OUT_BATCHES = 2
+"""Of a dense network's, on which each layer is left out: another text orders layers anew, more of it less so (ours)."""
+SHARD_BYTES = 10**9
+"""Of files that are written anew: one is in memory at a time."""
+OWN_TEXT_CHARS = {"max_code_chars": 1_500_000, "max_exercise_chars": 500_000}
+"""Of the text every machine has, where no other is named."""
+HUB_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+)
+"""What is fetched from the hub: weights and descriptions, and no code."""
+HASHED_BYTES = 1 << 24
+_HUB_NAME = r"[\w][\w.-]*/[\w][\w.-]*"
+
+
+class AdoptOptions(Config):
+    """What `adopt_command` is told beside the source."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights written; ``auto``: as they are, bf16 where they are quantised."""
+    order: ExpertRule | Literal["none"] = "reap"
+    """How experts are compared; ``none``: neither experts nor layers are measured, and no text is read."""
+    layer_order: Literal["leave-one-out", "influence"] = "leave-one-out"
+    calibration: tuple[str, ...] = ()
+    """``PATH[@WEIGHT]`` each; none: text that every machine has."""
+    calibration_tokens: int = Field(default=32_768, gt=0)
+    text_field: str = "text"
+    """Of records in the text, the one that is read."""
+    upcycling: Upcycling | None = None
+    """How a dense network is to become experts; None: it stays what it is."""
+    before: Elsewhere = Elsewhere()
+    """What its training had cost, as far as the user knows; the ledger marks it as told."""
+
+
+class Measured(Config):
+    """What order.json holds."""
+
+    told: dict[str, str]
+    """What it was measured on and how; another source or another text is measured anew."""
+    expert_order: tuple[tuple[int, ...], ...]
+    layer_order: tuple[int, ...]
+    influence: dict[int, float]
+    """By layer: one minus the cosine of the residual stream before and after it."""
+    logit_error: dict[int, float]
+    """By layer that may be dropped: relative squared error of the logits without it; empty where that was not measured."""
+    experts: tuple[LayerRouting, ...]
+    flops: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network that is about to be written."""
+
+    config: ModelConfig
+    family: Family
+    state: Mapping[str, Tensor]
+    """Asked for in the order of the layers, one part at a time."""
+    presets: Mapping[str, SubnetChoice]
+
+    @property
+    def num_elements(self) -> int:
+        """On disk."""
+        return sum(math.prod(stored.shape) for stored in stored_tensors(self.config, self.family))
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What was made."""
+
+    folder: Path
+    """Of the checkpoint."""
+    config: ModelConfig
+    presets: dict[str, SubnetChoice]
+    num_tokens: int
+    """That the orders were measured on; 0 where they were not."""
+
+
+def adopt_command(source: str, out: Path, options: AdoptOptions) -> Adopted:
+    """Make the run ``out`` of ``source``: a run, a checkpoint's folder, a GGUF file, a model that is installed as a package
+    (``smollm2``), or a name on the hub. Killed, it goes on when it is called again: from what was fetched, tokenised and measured.
+
+    Raises:
+        UserError: no such source, one that is damaged, not supported or without a tokenizer; ``out`` holds something else or is
+            another process's; too little text; no room on the disk.
+    """
+    _require_clear(out)  # before a claim, which would leave its mark in a folder that is somebody's
+    with claimed(out):
+        _clear(out)
+        folder = find_source(source)
+        tokenizer = _tokenizer(folder, out)
+        parent = read_lineage(folder) if (folder / LINEAGE_FILE).is_file() else None
+        if parent is not None and options.before != Elsewhere():
+            raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
+        with StreamedState(folder) as state:
+            for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
+                say(f"{folder}: {remark}")
+            generation_settings(tokenizer, state.config)  # refused before anything is measured
+            dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+            target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
+            _require_room(out, Network(target, _family(state, options), state, {}), dtype)
+            meter = Meter("adopt", device_name(torch.device("cpu")))
+            whole = state.unchanged(dtype) if options.upcycling is None else ()
+            with meter, _hashes([path for path in _weight_files(folder) if path not in whole]) as hashes:
+                text = _text(out, tokenizer, state, options)
+                measured = _measured(out, folder, state, text, options)
+                if measured is not None:
+                    meter.add(flops=measured.flops)
+                network = _as_it_is(state, measured)
+                if options.upcycling is not None:
+                    network = _upcycled(state, network.config, text, options.upcycling)
+                info = RunInfo(stage="adopt", tokenizer=(out / CHECKPOINT).resolve(), parent=folder)
+                if text is not None:
+                    info = info.replace(data=text.mixture, data_hash=text.data_hash, sources=text.sources)
+                write_json(out / RUN_FILE, info.model_dump(mode="json"))
+
+                def lineage(copied: Mapping[Path, str]) -> Lineage:
+                    digests = hashes() | {path.name: digest for path, digest in copied.items()}
+                    told = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
+                    return _lineage(out.name, parent, tokenizer, network.config, info, meter, told, options.before)
+
+                _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
+    num_tokens = measured.num_tokens if measured is not None else 0
+    return Adopted(out / CHECKPOINT, network.config, dict(network.presets), num_tokens)
+
+
+def upcycling(experts: int | None, top_k: int | None, method: str, shared: int | None) -> Upcycling | None:
+    """What the flags of these names ask for. Raises `UserError`: it is impossible, or is nothing without ``--experts``."""
+    if experts is None:
+        for flag, value in (("--top-k", top_k), ("--shared", shared)):
+            if value is not None:
+                raise UserError(
+                    f"{flag} {value}: says how a dense network becomes experts; say --experts, or leave it out"
+                )
+        return None
+    if top_k is None:
+        top_k = 2 if method == "copy" else max(1, (experts - (1 if shared is None else shared) + 1) // 2)
+    told = {"method": method, "experts": experts, "top_k": top_k, "shared": shared}
+    return validate(Upcycling, told, source="--experts")
+
+
+def find_source(source: str) -> Path:
+    """The checkpoint that ``source`` names: a folder, or a GGUF file; what has a name on the hub is fetched. Raises `UserError`:
+    there is none.
+    """
+    if Path(source).exists():
+        return gguf_file(source) or checkpoint_folder(source).resolve()
+    if (packed := packaged(source)) is not None:
+        return packed
+    if re.fullmatch(_HUB_NAME, source):
+        return _fetched(source)
+    raise UserError(f"{source}: no such folder, and no name on the hub, which has an owner: Qwen/Qwen3-30B-A3B")
+
+
+def _fetched(name: str) -> Path:
+    """The snapshot of ``name`` in the hub's own cache; what was fetched before is not fetched again. Never any code."""
+    from huggingface_hub import errors, snapshot_download  # slow to import, and only needed here
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except errors.GatedRepoError:
+        raise UserError(f"{name}: its owner asks for consent; give it on the hub, then `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{name}: the hub has no such model, or it is private; check the name, or `hf auth login`"
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise UserError(
+            f"{name}: not on this machine, and the hub cannot be reached; connect it, or name a folder that holds the checkpoint"
+        ) from None
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        problem = one_line(error, 200)
+        raise UserError(f"{name}: could not be fetched: {problem}; call again, it goes on where it stopped") from None
+
+
+def _require_clear(out: Path) -> None:
+    """Raises `UserError`: ``out`` holds anything but what an earlier call left that did not end."""
+    if (out / CHECKPOINT).exists():
+        raise UserError(f"{out}: holds a checkpoint already; choose another folder")
+    if (out / RUN_FILE).is_file() and (stage := read_info(out).stage) != "adopt":
+        raise UserError(f"{out}: the folder of a {stage} run; choose another")
+    for path in sorted(out.iterdir()) if out.is_dir() else ():
+        if path.name not in (LOCK_FILE, RUN_FILE, ORDER_FILE, DATA) and not _is_partial(path):
+            raise UserError(f"{out}: holds {path.name}, which is no part of a run; choose a new folder")
+
+
+def _clear(out: Path) -> None:
+    """Remove what a process that was killed left in ``out``, which is ours. Raises as `_require_clear`."""
+    _require_clear(out)
+    for path in filter(_is_partial, out.iterdir()):
+        remove(path)
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.startswith(f".{CHECKPOINT}.") and path.name.endswith(".partial")
+
+
+def _tokenizer(folder: Path, out: Path) -> Path:
+    """The folder of the tokenizer that belongs to the checkpoint ``folder``. Raises `UserError`: it has none."""
+    packed = gguf_file(folder)
+    if packed is None:
+        load_tokenizer(folder)  # refused before anything else is done
+        return folder
+    with GgufFile(packed) as file:
+        file.tokenizer().save(out / DATA / TOKENIZER)
+    return out / DATA / TOKENIZER
+
+
+def _family(state: StreamedState, options: AdoptOptions) -> Family:
+    return state.description.family if options.upcycling is None else UPCYCLED
+
+
+def _as_it_is(state: StreamedState, measured: Measured | None) -> Network:
+    """The source's network, in its new orders."""
+    config = state.config
+    if measured is not None:
+        config = config.replace(expert_order=measured.expert_order or None, layer_order=measured.layer_order)
+    return Network(config, state.description.family, state, state.description.presets or default_anchors(config))
+
+
+def _upcycled(state: StreamedState, dense: ModelConfig, text: Text | None, how: Upcycling) -> Network:
+    """The dense network of ``state`` with experts made of its neurons, chosen by routers that ``text`` informs."""
+    config = upcycled_config(dense, how)
+    if text is None:
+        names = (
+            (f"blocks.{layer}.mlp.gate_up.weight", f"blocks.{layer}.mlp.down.weight")
+            for layer in range(dense.num_layers)
+        )
+        plans = [
+            plan_layer(layer, state[gate_up], state[down], None, how) for layer, (gate_up, down) in enumerate(names)
+        ]
+    else:
+        streamed = StreamedNetwork(dense, state)
+        batches = text.batches[:NEURON_BATCHES]
+        rough = rough_products(torch.device("cpu"), dense.hidden_size)
+        with progress("make experts", dense.num_layers * len(batches)) as advance, rough:
+            plans = plan_network(streamed.model, batches, how, hold=streamed.hold, advance=advance)
+    return Network(config, UPCYCLED, UpcycledState(config, how, plans, state), upcycled_presets(config, how))
+
+
+def _require_room(out: Path, network: Network, dtype: torch.dtype) -> None:
+    """Raises `UserError` where the disk has less room than the checkpoint needs."""
+    needed, free = network.num_elements * dtype.itemsize, shutil.disk_usage(out).free
+    if free < needed:
+        raise UserError(
+            f"{out}: needs {si(needed, 'B')} and {si(free, 'B')} are free; free some space or choose another folder"
+        )
+
+
+@contextmanager
+def _hashes(files: Sequence[Path]) -> Iterator[Callable[[], dict[str, str]]]:
+    """Yields what waits for the SHA-256 of ``files``, by name, as the hub shows them; they are read meanwhile."""
+    stopped = threading.Event()
+
+    def read() -> dict[str, str]:
+        found = {}
+        for path in files:
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while not stopped.is_set() and (chunk := file.read(HASHED_BYTES)):
+                    digest.update(chunk)
+            found[path.name] = digest.hexdigest()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(read)
+        try:
+            yield result.result
+        finally:
+            stopped.set()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a network is measured on."""
+
+    mixture: Mixture
+    sources: tuple[str, ...]
+    data_hash: str
+    batches: tuple[EvalBatch, ...]
+
+
+def _text(out: Path, tokenizer: Path, state: StreamedState, options: AdoptOptions) -> Text | None:
+    """The calibration text, tokenised into the run; None where none is needed."""
+    if options.order == "none" or _is_elastic(state.config):
+        return None
+    vocab_size = state.config.vocab_size
+    if options.calibration:
+        fields = TextOptions(text_field=options.text_field)
+        mixture, _, data_hash = prepare_data(out, options.calibration, tokenizer, vocab_size, fields)
+        sources = sources_named(options.calibration, fields)
+    else:
+        say("--calibration: none named; measured on Python's library, its documentation and exercises")
+        place = out / DATA / "00"
+        manifest = tokenise_documents({"train": demo_documents(**OWN_TEXT_CHARS)}, place, load_tokenizer(tokenizer))
+        mixture = Mixture(parts=(Part(name="00-demo", path=place.resolve(), weight=1.0),))
+        sources, data_hash = (), manifest.data_hash
+    return Text(mixture, sources, data_hash, _batches(mixture, state.config, options.calibration_tokens))
+
+
+def _is_elastic(config: ModelConfig) -> bool:
+    """Whether it was trained or adopted with orders, which are then part of it."""
+    return len(config.widths) > 1 or config.expert_order is not None or config.layer_order is not None
+
+
+def _measured(
+    out: Path, folder: Path, state: StreamedState, text: Text | None, options: AdoptOptions
+) -> Measured | None:
+    """The orders, measured or found; None where the network has its own, or none were asked for."""
+    if text is None:
+        if _is_elastic(state.config):
+            say(f"{folder}: elastic already; its orders are kept")
+        return None
+    told = {
+        "source": str(folder),
+        "files": ", ".join(f"{path.name} {path.stat().st_size}" for path in _weight_files(folder)),
+        "network": state.config.model_dump_json(),
+        "data": text.data_hash,
+        "options": options.model_dump_json(include={"order", "layer_order", "calibration_tokens"}),
+    }
+    path = out / ORDER_FILE
+    if path.is_file() and (before := validate(Measured, read_json(path), str(path))).told == told:
+        say(f"{path}: measured before, and taken from there")
+        return before
+    measured = _measure(state, text.batches, options, told)
+    write_json(path, measured.model_dump(mode="json"))
+    return measured
+
+
+def _batches(mixture: Mixture, config: ModelConfig, num_tokens: int) -> tuple[EvalBatch, ...]:
+    """As many whole batches as ``num_tokens`` are, or as the text has. Raises `UserError`: not even one."""
+    length = min(ROW_TOKENS, config.max_positions)
+    parts = mixture.open("train")
+    available = sum(part.num_tokens for part in parts)
+    if available < ROWS * length:
+        raise UserError(
+            f"--calibration: the text has {available:,} tokens, and a batch {ROWS * length:,}; name more text, or --order none"
+        )
+    num = max(1, min(num_tokens, available) // (ROWS * length))
+    loader = Loader(parts, mixture.weights, ROWS, length, seed=0)
+    return tuple(EvalBatch.of(loader.next(), "cpu") for _ in range(num))
+
+
+def _measure(
+    state: StreamedState, batches: Sequence[EvalBatch], options: AdoptOptions, told: dict[str, str]
+) -> Measured:
+    """Walk the text through the network, one part of it in memory at a time."""
+    config = state.config
+    streamed = StreamedNetwork(config, state)
+    if not config.num_moe_layers:
+        batches = batches[:LAYER_BATCHES]
+    left_out = 1 if options.layer_order == "leave-one-out" else 0
+    batches = [*pieces(batches[0], config), *batches[1:]]  # as much is left out of at once as memory holds
+    if left_out and not config.num_moe_layers and len(batches) == LAYER_BATCHES:
+        left_out = LEFT_OUT_BATCHES
+    what = "measure experts and layers" if config.num_moe_layers else "measure layers"
+    if left_out:
+        num = sum(batch.ids_BT.numel() for batch in batches[:left_out])
+        what += f" (and the network without each of {len(droppable_layers(config))}, on {num:,} tokens)"
+    # removal looks at differences of outputs, which bf16 does not show
+    rough = nullcontext() if options.order == "removal" else rough_products(torch.device("cpu"), config.hidden_size)
+    with progress(what, config.num_layers * len(batches)) as advance, rough:
+        found = survey(
+            streamed.model,
+            batches,
+            hold=streamed.hold,
+            left_out=left_out,
+            removal=options.order == "removal",
+            advance=advance,
+        )
+    if not all(map(math.isfinite, (*found.influence.values(), *found.logit_error.values()))):
+        raise UserError(
+            f"{state.folder}: the network computes what is no finite number on this text, so nothing can be ordered by it; fetch the"
+            " checkpoint again, try --dtype float32, or --order none"
+        )
+    assert options.order != "none"
+    return Measured(
+        told=told,
+        expert_order=expert_orders(config, found, options.order),
+        layer_order=layer_order(config, found.logit_error or found.influence),
+        influence=found.influence,
+        logit_error=found.logit_error,
+        experts=found.experts,
+        flops=found.flops,
+        num_tokens=sum(int(batch.real_BT.sum()) for batch in batches),
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _lineage(
+    name: str,
+    parent: Lineage | None,
+    tokenizer: Path,
+    config: ModelConfig,
+    info: RunInfo,
+    meter: Meter,
+    told: dict[str, object],
+    before: Elsewhere,
+) -> Lineage:
+    """Of a foreign network there are no parents; one of ours brings its own record, and what it cost."""
+    counts = count(config, config.full())
+    return new_lineage(
+        name=name,
+        stage="adopt",
+        parents=() if parent is None else (parent,),
+        adopted=before if parent is None else None,
+        total_params=counts.total_params,
+        active_params=counts.active_params,
+        receipt=meter.receipt(),
+        data_hash=info.data_hash,
+        tokenizer_hash=load_tokenizer(tokenizer).fingerprint(),
+        config=told,
+    )
+
+
+def _write(
+    out: Path,
+    network: Network,
+    tokenizer: Path,
+    dtype: torch.dtype,
+    whole: Sequence[Path],
+    lineage: Callable[[Mapping[Path, str]], Lineage],
+) -> None:
+    with progress("write", network.num_elements * dtype.itemsize) as advance:
+        write_checkpoint(
+            out,
+            network.state,
+            network.config,
+            family=network.family,
+            tokenizer_dir=tokenizer,
+            presets=network.presets,
+            lineage=lineage,
+            dtype=dtype,
+            max_shard_bytes=SHARD_BYTES,
+            whole=whole,
+            advance=advance,
+        )

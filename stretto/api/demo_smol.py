@@ -1,0 +1,230 @@
+"""The same job with a real chat model: SmolLM2-135M-Instruct → experts → every size of it → search → cut → heal → the same ten
+questions answered at each size.
+
+What it is trained on is what it says itself: generated questions and its own answers to them, rendered by its chat template, with
+some of the text that every machine has. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import rich
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from stretto.api.adopt import AdoptOptions, adopt_command
+from stretto.api.data import tokenise_documents
+from stretto.api.demo import Stage, run_stages
+from stretto.api.report import report_command
+from stretto.api.search import LATENCY_FILE, SEARCH_FILE, extract_command, latency_command, search_command
+from stretto.api.serve import console_sampling
+from stretto.api.train import elasticize_command, heal_command
+from stretto.base.config import read_recipe
+from stretto.base.paths import CHECKPOINT, RECIPES, checkpoint_folder, write_json, write_text
+from stretto.base.track import progress
+from stretto.data.demo_text import CHAT_PROMPTS, chat_questions, demo_documents
+from stretto.data.holdout import Holdout
+from stretto.data.shards import TOKENIZER, tokenise
+from stretto.data.sources import Document
+from stretto.engine.loading import OpenedEngine, open_engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling
+from stretto.model.upcycle import Upcycling
+from stretto.ops.tuning import multiplies_bf16
+from stretto.search.search import Limits, SearchOptions
+from stretto.tasks.task import Range, read_records
+from stretto.text.chat import named_tokens, render
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+from stretto.train.recipe import ElasticizeRecipe, HealRecipe
+from stretto.train.run_folder import SAMPLES_FILE, Sample, read_samples
+
+MODEL = "smollm2"
+NUM_NEW_TOKENS = 48
+ANSWER_TOKENS = 64
+AT_ONCE = 64
+"""Requests that the engine computes side by side: weights are read once for all of them."""
+HOW = Upcycling(experts=8, top_k=4)
+LIMITS = Limits(max_total=0.8, max_active=0.75)
+ELASTICIZE = ["train.steps=40", "train.eval_every=10", "train.eval_rows=8", "train.snapshot_every=10"]
+HEAL = [
+    "train.steps=32",
+    "train.rows=8",
+    "train.eval_every=8",
+    "train.eval_rows=8",
+    "train.snapshot_every=8",
+    "optim.lr=2e-4",
+]
+CODE_CHARS, EXERCISE_CHARS = 400_000, 200_000
+HELD_OUT = 0.05
+"""Of the conversations, which are few."""
+CHAT_WEIGHT = 3
+"""Of the conversations, to 1 of other text."""
+
+
+def demo_smol_command(run: Path, fresh: bool = False) -> None:
+    """Run the demo in ``run``; go on where an earlier attempt stopped, or start over with ``fresh``."""
+    command = run_stages(run, _stages, "smol", fresh)
+    console = rich.get_console()
+    console.print(_answers_table(read_samples(run)))
+    console.print(report_command(run, quiet=False))
+    console.print(
+        f"\nThe small model is in {run / 'healed'}. Talk to it: {command} chat {run / 'healed'}"
+        f"\nServe every size of the large one, with a page to try them: {command} serve {run}"
+    )
+
+
+def _stages(run: Path) -> tuple[Stage, ...]:
+    """The spine: what happens, in order."""
+    elasticizing = read_recipe(RECIPES / "elasticize.toml", ElasticizeRecipe, ELASTICIZE)
+    healing = read_recipe(RECIPES / "heal.toml", HealRecipe, HEAL)
+    smol, moe, best, healed = run / "smol", run / "moe", run / "best", run / "healed"
+    data = [str(run / "data" / "00"), f"{run / 'data' / '01'}@{CHAT_WEIGHT}"]
+    resume, resume_heal = ((folder / "snapshots").is_dir() for folder in (run, run / "healed.run"))
+    return (
+        Stage(
+            "adopt SmolLM2-135M-Instruct, as it is",
+            f"smol/{CHECKPOINT}",
+            partial(adopt_command, MODEL, smol, AdoptOptions(order="none")),
+        ),
+        Stage("let it answer generated questions", "data/chat.jsonl", partial(_converse, run)),
+        Stage("tokenise them, and text of this Python's library", "data/01/data.json", partial(_tokenise, run)),
+        Stage(
+            "make experts of its neurons: another network, the same function",
+            f"moe/{CHECKPOINT}",
+            partial(adopt_command, str(smol), moe, AdoptOptions(calibration=tuple(data), upcycling=HOW)),
+        ),
+        Stage(
+            "train it so that every size of it works",
+            CHECKPOINT,
+            partial(elasticize_command, elasticizing, moe, data, smol, run, resume=resume, device="cpu"),
+        ),
+        Stage("measure this machine's latency", LATENCY_FILE, partial(latency_command, run, "cpu")),
+        Stage(
+            f"search: at most {LIMITS.max_total:.0%} of the parameters, {LIMITS.max_active:.0%} of the active ones",
+            SEARCH_FILE,
+            partial(
+                search_command, run, LIMITS, SearchOptions(num_evaluated=4, num_spread=2, num_nested=2), None, "cpu"
+            ),
+        ),
+        Stage("cut out the best", "best", partial(extract_command, run, "best", best, "cpu")),
+        Stage(
+            "heal the best",
+            "healed",
+            partial(heal_command, healing, best, healed, data, None, resume=resume_heal, device="cpu"),
+        ),
+        Stage("ask each size the same ten questions", SAMPLES_FILE, partial(_ask, run)),
+    )
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def _converse(run: Path) -> None:
+    """The model's own greedy answers, as conversations, one a line: ``{"text": …}`` as its template renders it."""
+    half = torch.bfloat16 if multiplies_bf16(torch.device("cpu")) else None
+    opened = open_engine(run / "smol", EngineConfig(max_batch=AT_ONCE), dtype=half)
+    questions = chat_questions()
+    answers = answer(opened, questions, Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS), "converse")
+    tokenizer, template = _template(opened.tokenizer)
+    lines = []
+    for question, text in zip(questions, answers, strict=True):
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+        lines.append(
+            json.dumps({"text": render(template, messages, variables=named_tokens(tokenizer))}, ensure_ascii=False)
+        )
+    write_text(run / "data" / "chat.jsonl", "\n".join(lines) + "\n")
+
+
+def _tokenise(run: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint_folder(run / "smol"))
+    tokenise_documents({"train": demo_documents(CODE_CHARS, EXERCISE_CHARS)}, run / "data" / "00", tokenizer)
+    rows = read_records(run / "data" / "chat.jsonl", Range(), [["text"]])
+    # the token that ends a document is the one that ends a turn
+    texts = [row["text"].removesuffix("\n").removesuffix(tokenizer.eos_token) for row in rows]
+    tokenizer.save(run / "data" / "01" / TOKENIZER)
+    documents = {"train": [Document(text, "chat") for text in texts]}
+    tokenise(documents, Rendered(tokenizer), run / "data" / "01", holdout=Holdout("documents", HELD_OUT))
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Encodes what a chat template rendered: the spellings of special tokens in it are those tokens."""
+
+    inner: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self.inner.eos_id
+
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint()
+
+    def encode_batch(self, texts: Sequence[str], /) -> list[list[int]]:
+        return [self.inner.encode_rendered(text) for text in texts]
+
+
+def _template(tokenizer: Tokenizer | None) -> tuple[Tokenizer, str]:
+    assert tokenizer is not None and tokenizer.chat_template is not None, f"{MODEL} has a chat template"
+    return tokenizer, tokenizer.chat_template
+
+
+def answer(
+    opened: OpenedEngine, questions: Sequence[str], sampling: Sampling, what: str, size: str = "full"
+) -> list[str]:
+    """Answers of one size of a network, each to a question on its own."""
+    tokenizer, template = _template(opened.tokenizer)
+    phases = Phases(opened.presets[size])
+    answers = []
+    with progress(what, len(questions)) as advance:
+        for start in range(0, len(questions), AT_ONCE):
+            asked = []
+            for question in questions[start : start + AT_ONCE]:
+                messages = [{"role": "user", "content": question}]
+                text = render(template, messages, add_generation_prompt=True, variables=named_tokens(tokenizer))
+                asked.append(Request(question, tuple(tokenizer.encode_rendered(text)), sampling, phases))
+            done = opened.engine.generate(asked)
+            answers += [tokenizer.decode(each.tokens, skip_special_tokens=True).strip() for each in done]
+            advance(len(asked))
+    return answers
+
+
+# --- what each size says ----------------------------------------------------------------------------------------------
+
+
+def _ask(run: Path) -> None:
+    """Ask the original, the full elastic network, its half, and the healed best, as `stretto chat` does but greedily."""
+    sampling = console_sampling(0.0, NUM_NEW_TOKENS, None)
+    samples: list[Sample] = []
+    for size, folder, preset in (
+        ("original", run / "smol", "full"),
+        ("full", run, "full"),
+        ("half", run, "half"),
+        ("best", run / "healed", "full"),
+    ):
+        opened = open_engine(folder, EngineConfig(max_batch=AT_ONCE))
+        for prompt, text in zip(CHAT_PROMPTS, answer(opened, CHAT_PROMPTS, sampling, size, preset), strict=True):
+            samples.append(Sample(size=size, prompt=prompt, text=text))
+    write_json(run / SAMPLES_FILE, [sample.model_dump() for sample in samples])
+
+
+def _answers_table(samples: Iterable[Sample]) -> Table:
+    """Each question, and below it what every size says: whole lines, which a narrow console shows as well."""
+    table = Table(show_header=False, title="Ten questions, as stretto chat answers them, greedily")
+    rows: dict[str, list[Sample]] = {}
+    for sample in samples:
+        rows.setdefault(sample.prompt, []).append(sample)
+    for prompt, answers in rows.items():
+        table.add_row("", Text(prompt, style="bold"))
+        for sample in answers:
+            table.add_row(sample.size, Text(sample.text))
+        table.add_section()
+    return table

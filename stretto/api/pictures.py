@@ -1,0 +1,260 @@
+"""`stretto enhance`, `stretto paint` and `stretto studio`: requests written out as prompts, painted, and talked about."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import rich
+import uvicorn
+from PIL import Image
+from rich.markup import escape
+
+from stretto.api.agent import endpoint
+from stretto.api.serve import ServeOptions, check_text
+from stretto.base.errors import UserError, nearest, one_line
+from stretto.base.paths import claimed, replacing
+from stretto.base.track import progress
+from stretto.model.parallel import join
+from stretto.pictures.agent import PaintOptions, Version, painted, respond
+from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check_request
+from stretto.pictures.enhance import Enhanced, enhance, readable
+from stretto.pictures.renderer import Renderer
+from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
+from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
+from stretto.serve.client import ApiFailure
+from stretto.serve.server import open_socket
+from stretto.tasks.shapes.ledger import Ledger, describe
+
+BACKENDS = ("renderer", "diffusers", "comfy")
+_SIZE = re.compile(r"(\d{1,5})[x×](\d{1,5})")
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of ``1024x768``. Raises `UserError`: it is none."""
+    found = _SIZE.fullmatch(text.strip().lower())
+    if found is None or 0 in (size := (int(found[1]), int(found[2]))):
+        raise UserError(f"--size: {text!r} is no width and height in pixels; write 1024x1024")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes a request out, and how. Neither a model nor a server: nobody does."""
+
+    model: Path | None = None
+    server: str | None = None
+    subnet: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    serving: ServeOptions = field(default_factory=ServeOptions)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.server is not None:
+            raise UserError("who writes: name either --model FOLDER or --server URL, not both")
+
+    @property
+    def is_there(self) -> bool:
+        return self.model is not None or self.server is not None
+
+    def enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
+        """Raises UserError: bad input, or a server that refuses or does not answer."""
+        try:
+            return asyncio.run(self._enhanced(prompt, size))
+        except httpx.TransportError as error:
+            problem = f"nobody answers there ({type(error).__name__}); check the address"
+            raise UserError(f"--server {self.server}: {problem}") from None
+        except ApiFailure as failure:
+            raise UserError(f"{self.model or self.server}: {failure.message}; see docs/PICTURES.md") from None
+
+    async def _enhanced(self, prompt: str, size: tuple[int, int]) -> Enhanced:
+        async with endpoint(self.model, self.server, self.serving) as asked:
+            own = {"model": asked.model, "temperature": self.temperature, "seed": self.seed}
+            own |= {"elastic": self.subnet} if self.subnet else {}
+
+            async def ask(body: Mapping[str, Any]) -> Any:
+                return await asked.client.chat({**body, **own})
+
+            return await enhance(ask, prompt, *size)
+
+
+def enhance_command(prompt: str, size: tuple[int, int], writer: Writer, *, as_json: bool = False) -> None:
+    """Print the prompt that ``prompt`` was written out as, and what was put right; or all of it as JSON.
+
+    Raises:
+        UserError: as `Writer.enhanced`.
+    """
+    check_text(prompt, "prompt")
+    readable(prompt)  # before a model is loaded
+    if not writer.is_there:
+        raise UserError("stretto enhance: name either --model FOLDER or --server URL")
+    made = writer.enhanced(prompt, size)
+    if as_json:
+        told = {"prompt": made.prompt, "fields": made.fields, "notes": made.notes, "subnet": made.subnet}
+        print(json.dumps(told | {"ms": round(1e3 * made.seconds)}, ensure_ascii=False))  # noqa: T201
+        return
+    print(made.prompt)  # noqa: T201
+    for note in made.notes:
+        rich.get_console().print(escape(note), style="dim")
+
+
+def paint_command(
+    request: PaintRequest,
+    backend: str,
+    writer: Writer,
+    images: int,
+    out: Path,
+    device: str,
+    verifier: str | None = None,
+    *,
+    as_is: bool = False,
+    is_sized: bool = True,
+) -> Version:
+    """Paint ``request`` until the picture shows what it asks for, or ``images`` times; the best is written to ``out``.
+
+    Args:
+        verifier: as `open_verifier`.
+        as_is: the prompt is not read, whatever language it is in, and the picture held against nothing.
+        is_sized: the request has a size of its own; else that of the prompt is taken, where it says one.
+
+    Raises:
+        UserError: bad input, or a backend that cannot do this.
+    """
+    check_text(request.prompt, "prompt")
+    ledger = Ledger() if as_is else readable(request.prompt)
+    if out.is_dir():
+        raise UserError(f"-o {out}: this is a folder; name a file in it")
+    if ledger.size is not None and ledger.size != (request.width, request.height):
+        if is_sized:
+            said = "x".join(map(str, ledger.size))
+            raise UserError(
+                f"--size {request.width}x{request.height}: the prompt asks for {said}; leave one of them away"
+            )
+        request = replace(request, width=ledger.size[0], height=ledger.size[1])
+    with open_verifier(verifier) as judge, closing(open_backend(backend, device)) as painter:
+        check_request(painter, request)
+        order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
+        with progress("paint", 100) as advance:
+            told = 0
+
+            def tell(done: float) -> None:
+                nonlocal told
+                advance(round(100 * done) - told)
+                told = round(100 * done)
+
+            try:
+                version = painted(ledger, order, painter, judge, images, tell)
+            except RuntimeError as error:  # the painter's, on the way
+                raise UserError(f"it could not be painted: {one_line(error)}") from error
+    with replacing(out) as path:
+        version.picture.save(path, format="PNG")
+    console = rich.get_console()
+    console.print(escape(f"{out}: {version.prompt}"))
+    if unchecked := "nobody has checked the picture" if as_is else version.verdict.unchecked:
+        console.print(escape(unchecked), style="dim")
+    for fault in version.verdict.faults:
+        console.print(escape(f"after {version.num_images} pictures: {fault.says}"), style="red")
+    return version
+
+
+def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
+    return writer.enhanced(prompt, size).prompt if writer.is_there else prompt
+
+
+@contextmanager
+def open_verifier(named: str | None) -> Iterator[Verifiers]:
+    """Shapes and words are judged here, the rest by a model at ``URL`` or ``MODEL@URL``. Raises `UserError`: nobody is there."""
+    here = ShapesVerifier(), TextVerifier()
+    if named is None:
+        yield Verifiers(*here)
+        return
+    with closing(EndpointVerifier(named)) as model:
+        yield Verifiers(*here, model)
+
+
+def open_backend(named: str, device: str) -> Backend:
+    """``renderer``, ``diffusers:FOLDER`` or ``comfy:URL``. Raises `UserError`: there is no such one, or what it needs is not installed."""
+    kind, _, place = named.partition(":")
+    if kind not in BACKENDS or (kind == "renderer") == bool(place):
+        known = "renderer, diffusers:FOLDER, comfy:http://127.0.0.1:8188"
+        raise UserError(f"--backend {named}: no such painter{nearest(kind, BACKENDS)}; one of {known}")
+    if kind == "renderer":
+        return Renderer()
+    try:
+        if kind == "comfy":
+            from stretto.pictures.comfy import Comfy
+
+            return Comfy(place)
+        from stretto.pictures.diffusers import Diffusers
+    except ModuleNotFoundError as error:
+        raise UserError(f"--backend {named}: needs {error.name}; pip install 'stretto[pictures]'") from None
+    return Diffusers(place, str(join(device).device))
+
+
+def parse_lora(text: str) -> Lora:
+    """``NAME`` or ``NAME@WEIGHT``. Raises `UserError`: the weight is no number."""
+    name, _, weight = text.rpartition("@") if "@" in text else (text, "", "1")
+    try:
+        if not math.isfinite(number := float(weight)):
+            raise ValueError
+        return Lora(name, number)
+    except ValueError:
+        raise UserError(f"--lora {text}: {weight!r} is no weight; write NAME or NAME@0.8") from None
+
+
+def parse_control(text: str) -> Control:
+    """``KIND=FILE``. Raises `UserError`: no kind, or no picture there."""
+    kind, _, file = text.partition("=")
+    if not kind or not file:
+        raise UserError(f"--control {text}: no kind and picture; write canny=reference.png")
+    try:
+        with Image.open(file) as image:
+            return Control(kind, image.convert("RGB"))
+    except (OSError, Image.DecompressionBombError) as error:
+        problem = getattr(error, "strerror", None) or "it cannot be read as a picture"
+        raise UserError(f"--control {text}: {file}: {problem}; name a PNG or JPEG file") from None
+
+
+def studio_command(
+    backend: str,
+    size: tuple[int, int],
+    images: int,
+    server: str | None,
+    seed: int,
+    out: Path | None,
+    port: int,
+    device: str,
+    verifier: str | None = None,
+) -> None:
+    """Serve the studio on this machine until stopped.
+
+    Raises:
+        UserError: bad input, a port that is taken, or a folder that cannot be written or holds a conversation already.
+    """
+    options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
+    writer = Writer(server=server)
+    with (
+        nullcontext() if out is None else claimed(out),
+        open_verifier(verifier) as judge,
+        closing(open_socket("127.0.0.1", port)) as listening,
+        closing(open_backend(backend, device)) as painter,
+    ):
+        if out is not None and (out / CONVERSATION_FILE).exists():
+            raise UserError(f"{out}: it holds a conversation already; name another folder")
+        check_request(painter, PaintRequest("a picture", *size, seed))
+
+        def write(ledger: Ledger) -> str:
+            return _written(writer, describe(ledger), ledger.size or size)
+
+        studio = Studio(partial(respond, backend=painter, verifier=judge, options=options, write=write), out)
+        rich.get_console().print(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        uvicorn.Server(uvicorn.Config(create_studio(studio), log_level="warning")).run(sockets=[listening])

@@ -1,0 +1,173 @@
+"""``stretto rl``, ``online`` and ``distill``: what is special about each, then one run, then where to look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import rich
+import torch
+from rich.markup import escape
+
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
+from stretto.base.track import progress
+from stretto.learning.algorithms import load_algorithm
+from stretto.learning.recipe import START, DistillConfig, RlRecipe, TeacherConfig
+from stretto.learning.teachers import check_teachers
+from stretto.model.parallel import join
+from stretto.post.distill import STAGE as DISTILL
+from stretto.post.distill import gaps
+from stretto.post.panel import EVALUATES
+from stretto.post.sft import sft
+from stretto.report.rl import report_rl_run
+from stretto.rl.launch import Job, SourceTables
+from stretto.rl.run import Result, has_begun, run_rl, start_of
+from stretto.tasks.registry import source_kind
+
+STUDENT = "student"
+"""In the folder of `stretto distill`: a student that was cut out for it."""
+
+
+def rl_command(
+    recipe: RlRecipe,
+    folder: Path,
+    model: Path | None,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+    stage: str = "rl",
+) -> Result:
+    """Run ``recipe`` in ``folder``, from ``model`` or from the start that the recipe describes, as a stage of that name.
+
+    Raises:
+        UserError: bad input, or a run that cannot go on.
+    """
+    console = rich.get_console()
+    for name, source in recipe.sources.items():
+        judge = source.args.get("judge")
+        if isinstance(judge, dict) and str(judge.get("model")).startswith(EVALUATES):
+            raise UserError(
+                f"sources.{name}: judge: {judge['model']} was trained to evaluate, and would know what it has taught; reward with one of "
+                "`stretto judge train --part reward`"
+            )
+    load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it before anything is written
+    if resume and not folder.is_dir():
+        raise UserError(f"{folder}: --resume: there is no such run; start it without --resume")
+    has_begun(folder, resume)
+    start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
+    if start is None or (recipe.start is not None and recipe.start.model is None):
+        start = made_start(recipe, folder, start, device)
+    devices = _devices(device)
+    job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
+    with progress(stage, recipe.train.steps) as advance:
+        result = run_rl(job, advance, lambda text: console.print(text))
+    console.print(
+        f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
+        f"{result.moved:.3g} nats a token (KL) from its start\ncheckpoint: {result.checkpoint}\n"
+        f"who was busy when: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
+        f"next: stretto chat {result.checkpoint}; tensorboard --logdir {folder}"
+    )
+    console.print(f"report: {report_rl_run(folder)}")
+    return result
+
+
+def online_command(
+    recipe: RlRecipe,
+    folder: Path,
+    model: Path | None,
+    *,
+    self_teacher: bool = False,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+) -> Result:
+    """Run ``recipe`` in ``folder`` from ``model``; with ``self_teacher`` the start teaches all verifiable sources too.
+
+    Raises:
+        UserError: bad input, or a run that cannot go on.
+    """
+    is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
+    judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
+    if not judged and not recipe.rewards:
+        raise UserError("recipe: sources: none is judged, and there is no [rewards]; add one, or use stretto rl")
+    start = checkpoint_folder(model) if model is not None else start_of(folder) if resume else None
+    if start is None and recipe.start is None:
+        raise UserError("--model: missing; name the run or checkpoint that is to learn")
+    if self_teacher:
+        if not verifiable or start is None or recipe.distill is not None:
+            raise UserError("--self-teacher: wants --model, a verifiable source and a recipe without [distill]")
+        recipe = self_taught(recipe, start, verifiable, judged)
+    held = [f"a KL of weight {recipe.loss.kl_weight:g} to the start"] if recipe.loss.kl_weight else []
+    held += [f"{', '.join(verifiable)}, which can be verified"] if verifiable else []
+    held += [f"the teachers {', '.join(recipe.distill.teachers)}"] if recipe.distill else []
+    said = " and ".join(held) or "nothing: what pleases the judge is all that is left in the end; set loss.kl_weight"
+    rich.print(escape(f"judged: {', '.join(judged) or 'nothing'}; the policy is held by {said}"))
+    return rl_command(recipe, folder, start, resume=resume, device=device, wandb_project=wandb_project, stage="online")
+
+
+def self_taught(recipe: RlRecipe, start: Path, verifiable: Sequence[str], judged: Sequence[str]) -> RlRecipe:
+    """``recipe`` with ``start`` as the teacher of its ``verifiable`` sources; those that are ``judged`` have their reward alone."""
+    teacher = TeacherConfig(checkpoint=str(start.resolve()), domains=tuple(verifiable))
+    told = DistillConfig(teachers={"start": teacher}, untaught=tuple(judged), outcome_weight=1.0, kl_floor=0.0)
+    return recipe.replace(distill=told)
+
+
+def distill_command(
+    recipe: RlRecipe,
+    folder: Path,
+    model: Path | None,
+    *,
+    subnet: str | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    wandb_project: str | None = None,
+) -> Result:
+    """Run ``recipe`` in ``folder`` from ``model``, or from its ``subnet``, which is cut out first.
+
+    Raises:
+        UserError: bad input, or a run that cannot go on.
+    """
+    if recipe.distill is None:
+        raise UserError("recipe: distill: missing; name teachers in [distill.teachers], or with --teacher NAME=DIR")
+    if subnet is not None and model is None:
+        raise UserError("--subnet: of no network; name the one that it is cut out of with --model")
+    if model is None and not resume and recipe.start is None:
+        raise UserError("--model: missing; name the run or checkpoint that is to learn")
+    if model is not None and subnet is None:
+        check_teachers(recipe, checkpoint_folder(model))
+    elif model is not None and subnet is not None and not has_begun(folder, resume):
+        from stretto.api.search import extract_command  # the search is no part of a start without it
+
+        extract_command(model, subnet, folder / STUDENT, device)
+    student = folder / STUDENT if subnet is not None else model
+    result = rl_command(
+        recipe, folder, student, resume=resume, device=device, wandb_project=wandb_project, stage=DISTILL
+    )
+    for each in gaps(folder, recipe.distill):
+        said = f"{each.source}: KL to {each.teacher} {each.first_kl:.3g} → {each.last_kl:.3g} nats a token"
+        rich.print(escape(f"{said}, {each.share:.0%} of the gradient"))
+    return result
+
+
+def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:
+    """The recipe's own start in the run's folder, trained (of the checkpoint ``origin``, where it describes no network) unless
+    it is there."""
+    out = folder / START
+    if out.is_dir():
+        return out
+    if recipe.start is None:
+        raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
+    with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
+        for source in sources.values():
+            source.validate()
+        return sft(recipe, sources, out, origin=origin, ranks=join(device))
+
+
+def _devices(name: str) -> tuple[str, ...]:
+    """All that a run may use."""
+    device = join(name).device
+    if device.type == "cpu":
+        return ("cpu",)
+    return tuple(f"{device.type}:{number}" for number in range(torch.cuda.device_count()))

@@ -1,0 +1,265 @@
+"""The commands on a trained network: measure latency, search, extract, export."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from stretto.api.data import AS_IT_IS, TextOptions, prepare_data, sources_named
+from stretto.api.train import EVAL_BATCH_ROWS, held_out, open_loader
+from stretto.base.config import Config, validate
+from stretto.base.errors import UserError
+from stretto.base.paths import RUN_FILE, checkpoint_folder, claimed, read_json, require_apart, write_json
+from stretto.base.records import Meter, Receipt
+from stretto.base.track import progress, say
+from stretto.evals.loss import EvalBatch, evaluate
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from stretto.model.elastic import extract
+from stretto.model.families import kept_family, parse_family
+from stretto.model.gguf import write_gguf
+from stretto.model.parallel import Ranks, device_name, join
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
+from stretto.model.transformer import Context
+from stretto.search.extract import Extracted, verified_extract
+from stretto.search.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
+from stretto.search.search import Limits, SearchOptions, SearchResult, SearchSpace, search
+from stretto.train.loop import Job, heal, write_trained
+from stretto.train.recipe import HealRecipe
+from stretto.train.run_folder import RunInfo, read_info
+from stretto.train.step import metered
+
+LATENCY_FILE, SEARCH_FILE = "latency.json", "search.json"
+BEST = "best"
+"""Of sizes, the one that the last search of a run chose."""
+
+
+def latency_command(run: Path, device: str = "auto") -> LatencyTable:
+    """Measure this machine's latency table for the network of ``run``; written to the run folder."""
+    model = _load(run, join(device)).model
+    space = SearchSpace.of(model.config)
+    experts, top_ks = _ends(space.experts), _ends(space.top_k)
+    table = measure(model, experts, top_ks, usual_workloads(model.config))
+    write_table(run / LATENCY_FILE, table)
+    say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
+    if table.num_uncertain:
+        say(f"{table.num_uncertain} times were disturbed whenever they were taken; measure again on a calmer machine")
+    for timing in table.timings:
+        full_ms = table.predict_ms(model.config, model.config.full(), timing.workload)
+        say(
+            f"{timing.workload.label()}: {full_ms:.3g} ms a step at full size; sizes in between, which the table was not made "
+            f"from, are at most {timing.held_out_error:.1%} off"
+        )
+    return table
+
+
+def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
+    """Relative error of the table's prediction against a true measurement, for every preset and the full network."""
+    checkpoint = _load(run, join(device))
+    table = read_table(run / LATENCY_FILE, checkpoint.model)
+    names = named_subnets(checkpoint.config, checkpoint.presets)
+    found = check(table, checkpoint.model, list(names.values()), num_rounds=3)
+    kinds = len(table.timings)
+    return {
+        f"{name}, {result.workload.phase}": result.error
+        for index, name in enumerate(names)
+        for result in found[index * kinds : (index + 1) * kinds]
+    }
+
+
+def parse_limits(max_total: float | None, max_active: float | None, max_latency_ms: float | None) -> Limits:
+    """Raises `UserError` for a share that is none, such as a number of per cent."""
+    for flag, share in (("--max-total", max_total), ("--max-active", max_active)):
+        if share is not None and not 0 < share <= 1:
+            raise UserError(f"{flag} {share:g}: not a share of the full network's parameters; for 34 % write 0.34")
+    if max_latency_ms is not None and not 0 < max_latency_ms < math.inf:
+        raise UserError(f"--max-latency-ms {max_latency_ms:g}: not a time; write milliseconds above 0")
+    return Limits(max_total=max_total, max_active=max_active, max_latency_ms=max_latency_ms)
+
+
+def search_command(
+    run: Path,
+    limits: Limits,
+    options: SearchOptions | None = None,
+    heal_recipe: HealRecipe | None = None,
+    device: str = "auto",
+    *,
+    data: Sequence[str] = (),
+    text: TextOptions = AS_IT_IS,
+    nested: bool = False,
+    per_layer: bool = False,
+) -> SearchResult:
+    """Search ``run`` for the best Subnet within ``limits``; the result is kept in the run folder.
+
+    Args:
+        data, text: to measure and heal on instead of what the run was trained on.
+        heal_recipe: the best few are healed briefly by it, and the choice is made among the healed.
+        nested: drop layers in the order of training only.
+        per_layer: expert counts may differ by layer.
+    """
+    info, ranks = read_info(run), join(device)
+    if isinstance(info.recipe, HealRecipe):
+        raise UserError(
+            f"{run}: a {info.stage} run, whose network has one size; name the folder of the pre-training run"
+        )
+    checkpoint = _load(run, ranks)
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(claimed(run / "search")))  # where text is tokenised and candidates heal
+        if data:
+            info = ranks.first(lambda: _on_other_data(run, info, data, text, checkpoint))
+        batches = held_out(info, info.train, ranks)
+        table = read_table(run / LATENCY_FILE, checkpoint.model) if (run / LATENCY_FILE).is_file() else None
+        meter = Meter("search", device_name(ranks.device), ranks.world)
+        numbers = itertools.count()
+
+        def healed_nll(subnet: Subnet) -> float:
+            """Loss of ``subnet`` after a few steps of healing; each heals in a folder of its own."""
+            assert heal_recipe is not None and info.data_hash is not None
+            seen = meter.receipt().flops
+            loader = open_loader(info, heal_recipe.train, ranks)
+            job = Job(run / "search" / f"heal-{next(numbers):02d}", loader, (), info.data_hash, ranks)
+            healed = heal(heal_recipe, job, extract(checkpoint.model, subnet), lambda: checkpoint.model)
+            # what the search's meter saw of it already are the teacher's passes through the maximum network
+            spent, seen = healed.meter.receipt(), meter.receipt().flops - seen
+            meter.add(flops=spent.flops - seen, tokens=spent.tokens)
+            return evaluate(healed.model, healed.model.config.full(), batches).nll
+
+        with meter, metered(checkpoint.model, meter):
+            result = search(
+                checkpoint.model,
+                batches,
+                limits,
+                space=SearchSpace.of(
+                    checkpoint.config,
+                    layers="nested" if nested else "free",
+                    widths="per_layer" if per_layer else "uniform",
+                ),
+                options=options,
+                presets=named_subnets(checkpoint.config, checkpoint.presets),
+                table=table,
+                heal=healed_nll if heal_recipe is not None else None,
+            )
+        write_json(run / SEARCH_FILE, SearchRecord(result=result, receipt=meter.receipt()).model_dump(mode="json"))
+    return result
+
+
+def _on_other_data(run: Path, info: RunInfo, data: Sequence[str], text: TextOptions, checkpoint: Checkpoint) -> RunInfo:
+    """``info`` with ``data``, which is tokenised beside the run's own."""
+    folder = checkpoint.folder
+    tokenizer = _tokenizer_of(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder}: has no tokenizer.json; put the tokenizer beside the weights")
+    mixture, _, data_hash = prepare_data(run / "search", data, tokenizer, checkpoint.config.vocab_size, text)
+    return info.replace(data=mixture, data_hash=data_hash, sources=sources_named(data, text))
+
+
+class SearchRecord(Config):
+    """What search.json holds."""
+
+    result: SearchResult
+    receipt: Receipt
+    """Cost of the search, short healing included; extracting its choice adds it to the lineage."""
+
+
+def read_search(run: Path) -> SearchRecord | None:
+    """The run's last search; None if there was none."""
+    path = run / SEARCH_FILE
+    return validate(SearchRecord, read_json(path), source=str(path)) if path.is_file() else None
+
+
+def extract_command(source: Path, subnet_name: str, out: Path, device: str = "auto") -> Extracted:
+    """Cut a Subnet out of ``source`` into the checkpoint ``out``; refuses unless its logits are the masked ones.
+
+    Args:
+        subnet_name: a preset, ``best`` (what the run's last search chose), or ``layers=…,experts=…,top_k=…``.
+    """
+    require_apart(out, checkpoint_folder(source))
+    ranks = join(device)
+    checkpoint = _load(source, ranks)
+    subnet = named_subnet(source, subnet_name, checkpoint.config, checkpoint.presets)
+    meter = Meter("extract", device_name(ranks.device), ranks.world)
+    with meter, metered(checkpoint.model, meter):
+        extracted = verified_extract(checkpoint.model, subnet, _probe(source, checkpoint, ranks))
+    found = read_search(source) if subnet_name == BEST else None
+    write_trained(
+        out,
+        extracted.model,
+        meter,
+        ranks,
+        name=out.name,
+        stage="extract",
+        config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
+        family=kept_family(extracted.model.config, checkpoint.family),
+        tokenizer_dir=_tokenizer_of(checkpoint.folder),
+        parents=(checkpoint.lineage,) if checkpoint.lineage else (),
+        spent=found.receipt if found else None,
+    )
+    return extracted
+
+
+def named_subnet(source: Path, name: str, config: ModelConfig, presets: Mapping[str, SubnetChoice]) -> Subnet:
+    """What ``--subnet`` names of ``source``: `BEST`, or as of `parse_subnet`. Raises `UserError`: nothing that it has."""
+    return best_subnet(source, config) if name == BEST else parse_subnet(name, config, presets)
+
+
+def best_subnet(source: Path, config: ModelConfig) -> Subnet:
+    """What the run's last search chose. Raises `UserError` where there was none."""
+    found = read_search(source)
+    if found is None:
+        raise UserError(f"{source}: --subnet best: no search has been made here; run `stretto search {source}` first")
+    return check_subnet(config, found.result.chosen.subnet)
+
+
+def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf: bool) -> None:
+    """Write the checkpoint ``source`` as a Hugging Face folder of ``family`` (None: `kept_family`), or as a GGUF file."""
+    folder = checkpoint_folder(source)
+    if gguf:
+        with progress("write GGUF", None) as advance:
+            short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+            write_gguf(folder, out, dtype=short, advance=advance)
+        return
+    require_apart(out, folder)
+    checkpoint = read_checkpoint(folder)
+    chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
+    with progress(f"write {chosen}", None) as advance:
+        write_checkpoint(
+            out,
+            checkpoint.model,
+            checkpoint.config,
+            family=chosen,
+            tokenizer_dir=_tokenizer_of(folder),
+            presets=checkpoint.presets,
+            lineage=checkpoint.lineage,
+            dtype=getattr(torch, dtype),
+            advance=advance,
+        )
+
+
+def _tokenizer_of(folder: Path) -> Path | None:
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def _load(source: Path, ranks: Ranks) -> Checkpoint:
+    return read_checkpoint(checkpoint_folder(source), device=ranks.device)
+
+
+def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Smallest, middle and largest: the table interpolates between them."""
+    return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
+
+
+def _probe(source: Path, checkpoint: Checkpoint, ranks: Ranks) -> tuple[EvalBatch, ...]:
+    """A few hundred tokens to compare logits on: held-out text of the run, which reaches experts as text does.
+
+    A checkpoint without a run, or whose run saw none, is probed with random ids; equality must hold for any input.
+    """
+    if (source / RUN_FILE).is_file() and (info := read_info(source)).data is not None:
+        return held_out(info, info.train.replace(eval_rows=EVAL_BATCH_ROWS), ranks)[:1]
+    config = checkpoint.config
+    shape = (4, min(128, config.max_positions))
+    ids_BT = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(ranks.device)
+    return (EvalBatch(ids_BT, ids_BT, Context.plain(ids_BT)),)

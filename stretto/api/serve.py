@@ -1,0 +1,458 @@
+"""Serving a checkpoint: the server, a chat and a completion on the console; and which Subnet this machine can carry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import httpx
+import rich
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+from starlette.applications import Starlette
+
+from stretto.api.search import BEST, best_subnet, read_search
+from stretto.base.config import validate
+from stretto.base.errors import UserError
+from stretto.base.numbers import params, size_in_bytes
+from stretto.base.paths import checkpoint_folder
+from stretto.base.records import Lineage
+from stretto.base.track import progress
+from stretto.engine.async_engine import AsyncEngine
+from stretto.engine.engine import Engine
+from stretto.engine.loading import OpenedEngine, generation_ends, least_bytes, open_engine
+from stretto.engine.request import EngineConfig, Phases, Request, Sampling, SpeculateConfig, TokenEvent
+from stretto.harness.suites import SERVING, serving
+from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.elastic import extract
+from stretto.model.parallel import join
+from stretto.model.spec import (
+    ModelConfig,
+    Subnet,
+    SubnetChoice,
+    count,
+    extracted_config,
+    fixed_layers,
+    named_subnets,
+    parse_choice,
+    parse_subnet,
+)
+from stretto.model.transformer import Transformer
+from stretto.ops.memory import free_bytes
+from stretto.ops.tuning import ROUGH_WIDTH, fastest_threads, multiplies_bf16, thread_counts
+from stretto.pictures.door import open_door
+from stretto.search.latency import engine_seconds, serving_dtype, usual_workloads
+from stretto.serve.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, run_load
+from stretto.serve.dialects import Piece, Thought
+from stretto.serve.elastic import Least, ServedModel, environment_subnet
+from stretto.serve.messages import Message, Prompts
+from stretto.serve.server import ServeSettings, create_app, make_server, open_socket
+from stretto.text.chat import tool_form
+
+AUTO = "auto"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TEXT_STAGES = {"pretrain", "extract", "heal"}
+"""Stages that train on running text, or not at all."""
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `stretto serve`, `chat` and `generate` were asked for."""
+
+    subnet: str | None = None
+    """A preset, ``best`` or ``auto`` (both cut out), or ``layers=…,experts=…,top_k=…``; None: the environment's, else full."""
+    memory: str | None = None
+    cache_memory: str | None = None
+    """Of ``memory``, or of what is free; None: a share of what the weights leave."""
+    latency_ms: float | None = None
+    device: str = "auto"
+    dtype: str | None = None
+    max_batch: int = 64
+    max_len: int | None = None
+    max_wait_s: float | None = None
+    fast_prefill: bool = False
+    speculate: bool = False
+
+
+def serve_command(source: Path, options: ServeOptions, settings: ServeSettings) -> None:
+    """Serve ``source`` until stopped."""
+    with closing(open_socket(settings.host, settings.port)) as listening:
+        opened, model = _open(source, options)
+        with closing(AsyncEngine(opened.engine).start()) as service:
+            app = create_app(service, model, settings)
+            open_door(app)
+            host, port = listening.getsockname()[:2]
+            _announce(opened, model, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            make_server(app).run(sockets=[listening])
+            if service.error is not None:  # whoever supervises this starts it again
+                sys.stderr.write(f"stretto: {service.error}; the server ends\n")
+                raise typer.Exit(1)
+
+
+@contextmanager
+def served_here(source: Path, options: ServeOptions) -> Iterator[tuple[Starlette, ServedModel]]:
+    """The application over an engine in this process, for clients in it: no port is opened."""
+    opened, model = _open(source, options)
+    with closing(AsyncEngine(opened.engine).start()) as service:
+        app = create_app(service, model, ServeSettings())
+        open_door(app)
+        yield app, model
+
+
+def generate_command(source: Path, prompt: str, options: ServeOptions, sampling: Sampling) -> None:
+    """The completion of ``prompt`` on the console as it comes."""
+    check_text(prompt, "--prompt")
+    opened, model = _open(source, options)
+    assert opened.tokenizer is not None
+    ids = opened.tokenizer.encode(prompt) or [opened.tokenizer.eos_id]
+    for piece in _stream(opened.engine, ids, model.default.of(model.config), sampling):
+        _say(piece, end="")
+    _say("")
+
+
+def chat_command(source: Path, options: ServeOptions, sampling: Sampling, system: str | None) -> None:
+    """A conversation on the console; ends at end of input. A line that cannot be answered is told, and no part of it."""
+    check_text(system or "", "--system")
+    opened, model = _open(source, options)
+    subnet = model.default.of(model.config)
+    assert opened.tokenizer is not None
+    if opened.tokenizer.chat_template is None:
+        problem = "the tokenizer has none; use `stretto generate`, or put a chat_template.jinja there"
+        raise UserError(f"{opened.folder}: chat_template: {problem}")
+    prompts = Prompts(opened.tokenizer)
+    sampling = sampling.replace(stop_ids=prompts.turn_ends)
+    messages = [Message(role="system", content=system)] if system else []
+    rich.print(f"[dim]{opened.name}, {subnet.label()}; Ctrl-D ends[/dim]")
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes that are not UTF-8 end their line, not the session
+        sys.stdin.reconfigure(errors="surrogateescape")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line.strip():
+            continue
+        asked = [*messages, Message(role="user", content=line)]
+        try:
+            check_text(line, "this line")
+            answer = _answer(opened.engine, prompts, asked, subnet, sampling)
+        except UserError as error:
+            _say(f"not answered: {error}")
+            continue
+        messages = [*asked, answer]
+
+
+def _answer(
+    engine: Engine, prompts: Prompts, messages: Sequence[Message], subnet: Subnet, sampling: Sampling
+) -> Message:
+    """The next turn, which is also said. It is read as the server reads it: reasoning is shown, but is no content."""
+    ids = prompts.chat(messages)
+    reader = prompts.reader(None, reads_thoughts=True, is_thinking=prompts.thinks(ids))
+    pieces: list[Piece] = []
+    for text in _stream(engine, ids, subnet, sampling, prompts.visible_ids):
+        _say(text, end="")
+        pieces += reader.push(text)
+    _say("")
+    pieces += reader.finish()
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return Message(role="assistant", content=content, reasoning_content=thoughts or None)
+
+
+def check_text(text: str, source: str) -> None:
+    """Raises `UserError` for what Python made of bytes that are no UTF-8 (argv and a console may hold any)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"character {error.start + 1} is not UTF-8"
+        raise UserError(f"{source}: {problem}; send text in that encoding") from None
+
+
+def serve_settings(api_keys: Sequence[str], **asked: Any) -> ServeSettings:
+    """Settings of the command line; keys and the admin's key also from the environment, where nobody reads them."""
+    keys = {"api_keys": [*api_keys, *environment_keys()], "admin_key": os.environ.get("STRETTO_ADMIN_KEY") or None}
+    return validate(ServeSettings, keys | asked, "stretto serve")
+
+
+def environment_keys() -> list[str]:
+    """Keys that ``STRETTO_API_KEYS`` names: a server asks for one of them, a client shows the first."""
+    return list(filter(None, os.environ.get("STRETTO_API_KEYS", "").split(",")))
+
+
+def console_sampling(temperature: float, max_tokens: int, seed: int | None) -> Sampling:
+    """Settings of the console's commands. Raises `UserError` for an impossible value."""
+    fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "repetition_penalty": 1.1}
+    return validate(Sampling, fields, "--temperature, --max-tokens")
+
+
+def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedModel]:
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UserError(f"--dtype {options.dtype}: unknown; use {' or '.join(DTYPES)}")
+    folder, device = checkpoint_folder(source), join(options.device).device
+    dtype = DTYPES[options.dtype] if options.dtype else serving_dtype(device)
+    memory = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    sizes = {"max_batch": options.max_batch, "max_len": options.max_len, "max_wait_s": options.max_wait_s}
+    config = validate(EngineConfig, sizes, "--max-batch, --max-len, --max-wait-s").replace(
+        cache_bytes=None if options.cache_memory is None else parse_bytes(options.cache_memory, "--cache-memory"),
+        max_step_tokens=max(1024, options.max_batch),
+        fast_prefill=options.fast_prefill,
+        speculate=SpeculateConfig() if options.speculate else None,
+    )
+    kept, cut, presets = read_config(folder), None, read_presets(folder)
+    if options.subnet == AUTO:
+        fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
+        cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
+        loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
+        _say(f"auto: {fit.name} ({cut.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
+    elif options.subnet == BEST:
+        cut = best_subnet(source, kept)
+    elif options.latency_ms is not None:
+        raise UserError("--latency-ms: chooses a sub-model, so it goes with --subnet auto; add that")
+    if cut is not None:  # served as a network of its own, which has no other size
+        kept, presets = extracted_config(kept, cut), {}
+    opened = open_engine(source, config, device=device, dtype=dtype, memory_bytes=memory, cut=cut)
+    default = SubnetChoice()
+    if cut is None and options.subnet is not None:
+        parse_subnet(options.subnet, opened.config, presets)  # refuses what the network does not have
+        default = parse_choice(options.subnet, presets)
+    elif cut is None:
+        default = environment_subnet(os.environ, opened.config) or default
+    _take_threads(opened.engine.model)
+    least = least_trained(opened)
+    for warning in least.warnings(cut or default.of(opened.config)):
+        _warn(warning)
+    return opened, ServedModel(
+        name=opened.name,
+        config=opened.config,
+        presets=presets,
+        tokenizer=opened.tokenizer,
+        max_len=opened.engine.max_len,
+        default=default,
+        stop_ids=generation_ends(folder, opened.config.vocab_size),
+        weight_bytes=dtype.itemsize,
+        least=least,
+        is_chat_tuned=is_chat_tuned(opened),
+    )
+
+
+def _take_threads(model: Transformer) -> None:
+    """On a CPU, so many threads as decode a token fastest, the machine being as busy as it is."""
+    device = model.head_VD.device
+    if device.type == "cpu" and len(thread_counts()) > 1:
+        seconds, workload = engine_seconds(device), usual_workloads(model.config)[0]
+        fastest_threads(lambda: seconds(model, workload))
+
+
+def _stream(
+    engine: Engine, ids: list[int], subnet: Subnet, sampling: Sampling, visible_ids: frozenset[int] = frozenset()
+) -> Iterator[str]:
+    engine.add(Request("console", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids))
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                yield event.text
+            elif event.error is not None:
+                raise UserError(f"the completion failed: {event.error}")
+
+
+def least_trained(opened: OpenedEngine) -> Least:
+    """The least of each axis that the network was trained with, as its recipe says; no limit where none is known."""
+    recipe = (opened.lineage.config.get("recipe") if opened.lineage else None) or {}
+    config, elastic = opened.config, recipe.get("elastic")
+    if elastic is None:
+        return Least()
+    if elastic.get("sampler") == "off":
+        return Least(config.num_layers, config.num_experts, config.top_k)
+    anchors = opened.presets.values()
+    drawn = max(elastic.get("min_depth", 1), len(fixed_layers(config.num_layers)))
+    return Least(
+        layers=min([drawn, *(len(subnet.layers) for subnet in anchors)]),
+        experts=min([*config.widths, *(experts for subnet in anchors for experts in subnet.experts)]),
+        top_k=min([elastic.get("min_top_k", 1), *(top_k for subnet in anchors for top_k in subnet.top_k)]),
+    )
+
+
+def is_chat_tuned(opened: OpenedEngine) -> bool:
+    """Whether the template may have been trained with. Of a network that began as ours, its stages tell; another brings
+    the template because it was."""
+    stages = set(_stages(opened.lineage)) if opened.lineage else set()
+    return "pretrain" not in stages or not stages <= _TEXT_STAGES
+
+
+def _stages(lineage: Lineage) -> Iterator[str]:
+    """Its own, and its parents'."""
+    yield lineage.stage
+    for parent in lineage.parents:
+        yield from _stages(parent)
+
+
+def _announce(opened: OpenedEngine, model: ServedModel, url: str) -> None:
+    config, usual = model.config, model.default.of(model.config)
+    total, active = count(config, config.full()).total_params, count(config, usual).active_params
+    kernels = ", ".join(f"{name}: {kind}" for name, kind in sorted(opened.engine.stats().kernels.items()))
+    _say(f"{opened.name}: {params(total)} parameters; by default {usual.label()} ({params(active)} active)")
+    _say(f"presets: {', '.join(f'{opened.name}:{name}' for name in opened.presets)}")
+    weight = opened.engine.model.embedding.weight
+    is_slower = weight.dtype == torch.float32 and config.hidden_size >= ROUGH_WIDTH and multiplies_bf16(weight.device)
+    hint = " (--dtype bfloat16 is faster on this processor)" if is_slower else ""
+    _say(f"kernels: {kernels}, in {str(weight.dtype).removeprefix('torch.')}{hint}")
+    stats, most = opened.engine.stats(), config.max_positions
+    if opened.tokenizer is not None and (note := tool_form(opened.tokenizer.chat_template or "").note()):
+        _say(note)
+    limit = "" if stats.max_len == most else f" (of {most:,} the network has)"
+    _say(f"context: {stats.max_len:,} tokens{limit}; cache: {size_in_bytes(stats.cache_bytes)}")
+    _say(f"{SERVING}{url}")
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"stretto: warning: {text}\n")
+
+
+def _say(text: str, end: str = "\n") -> None:
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A Subnet within the limits. Written by `fitting_subnet`."""
+
+    subnet: Subnet
+    name: str
+    weight_bytes: int
+    step_ms: float | None
+    """Measured time of one decoded token, alone in the batch; None where no latency was asked for."""
+    nll: float | None
+    """Held-out loss, where the run's search evaluated it."""
+
+
+def parse_bytes(text: str, source: str) -> int:
+    """``8GB``, ``512MiB``, ``1e9``; else raises `UserError`, beginning with ``source``."""
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    value = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
+    if not 0 < value < float("inf"):
+        raise UserError(f"{source} {text}: not a size; write for example 8GB or 512MiB")
+    return int(value)
+
+
+def fitting_subnet(
+    source: Path,
+    memory_bytes: int | None,
+    latency_ms: float | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+) -> Fit:
+    """The best Subnet of ``source`` whose weights and one longest sequence fit, and that decodes fast enough.
+
+    Best is the lowest held-out loss where the run was searched, else the most active parameters. Speed is measured here
+    and now, on the Subnet cut out, one sequence at a time. Raises `UserError` with what comes nearest.
+    """
+    checkpoint = read_checkpoint(checkpoint_folder(source), device=device, dtype=dtype)
+    model, network = checkpoint.model.requires_grad_(False), checkpoint.config
+    available = free_bytes(device) if memory_bytes is None else memory_bytes
+    ranked = _candidates(source, network, checkpoint.presets)
+    sizes = [least_bytes(extracted_config(network, subnet), config, dtype) for _, subnet, _ in ranked]
+    fitting = [
+        Fit(subnet, name, count(network, subnet).total_params * dtype.itemsize, None, nll)
+        for (name, subnet, nll), size in zip(ranked, sizes, strict=True)
+        if size <= available
+    ]
+    if not fitting:
+        needs = f"needs {min(sizes)} bytes with one sequence; give it that much"
+        raise UserError(f"--memory {available}: the smallest sub-model of {source} {needs}")
+    if latency_ms is None:
+        return fitting[0]
+    seconds, workload = engine_seconds(device), usual_workloads(network)[0]
+    fastest = float("inf")
+    with progress("measure sizes", len(fitting)) as advance:
+        for fit in fitting:
+            step_ms = 1e3 * seconds(extract(model, fit.subnet), workload)
+            advance(1, f"{fit.name}: {step_ms:.2f} ms a token")
+            if step_ms <= latency_ms:
+                return replace(fit, step_ms=step_ms)
+            fastest = min(fastest, step_ms)
+    takes = f"takes {fastest:.2f} ms a token here; allow that much"
+    raise UserError(f"--latency-ms {latency_ms:g}: the fastest sub-model of {source} that fits {takes}")
+
+
+def _candidates(
+    source: Path, network: ModelConfig, presets: Mapping[str, SubnetChoice]
+) -> Sequence[tuple[str, Subnet, float | None]]:
+    """Name, Subnet and known loss, best first."""
+    record = read_search(source)
+    if record is None:
+        found = [(name, subnet, None) for name, subnet in named_subnets(network, presets).items()]
+        return sorted(found, key=lambda each: -count(network, each[1]).active_params)
+    known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
+    known.sort(key=lambda pair: pair[1])
+    return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]
+
+
+# load on a server
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What `stretto bench-serve` was asked for."""
+
+    requests: int
+    concurrency: int
+    rate: float | None
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+
+
+def bench_serve_command(source: Path | None, url: str | None, subnet: str | None, options: LoadOptions) -> None:
+    """Load ``url``, or a server of ``source`` started for it; print what the clients saw."""
+    if (source is None) == (url is None):
+        raise UserError("bench-serve: name either a run or --url of a running server")
+    for name in ("requests", "concurrency", "prompt_tokens", "max_tokens", "rate"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
+    flags = ["--subnet", subnet] if subnet else []
+    with serving(source, *flags) if source is not None else nullcontext((str(url), None)) as (started, _):
+        _show(asyncio.run(_load(started, options)))
+
+
+async def _load(url: str, options: LoadOptions) -> LoadResult:
+    async with Client(url, next(iter(environment_keys()), None)) as client:
+        try:
+            info = await client.get("/api/info")
+        except httpx.TransportError:
+            raise UserError(f"--url {url}: nobody answers there; start `stretto serve` first") from None
+        except ApiFailure as error:
+            raise UserError(f"--url {url}: {error}; name a server of `stretto serve` that takes this key") from None
+        rng = random.Random(options.seed)
+        prompts = [rng.choices(range(info["vocab_size"]), k=options.prompt_tokens) for _ in range(options.requests)]
+        num_open = options.requests if options.rate else options.concurrency
+        load = Load(options.requests, num_open, prompts, options.max_tokens, options.rate, seed=options.seed)
+        return await run_load(client, load)
+
+
+def _show(result: LoadResult) -> None:
+    table = Table(title=f"{len(result.seen)} answers in {result.wall_s:.1f} s")
+    for column in ("", *(f"p{each}" for each in PERCENTILES)):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("time to first token, ms", *(f"{value:,.2f}" for value in result.first_token_ms()))
+    table.add_row("between tokens, ms", *(f"{value:,.2f}" for value in result.between_tokens_ms()))
+    rich.print(table)
+    rich.print(f"{result.tokens_per_s:,.0f} tokens/s, {result.requests_per_s:,.2f} requests/s")
+    for reason, times in sorted(result.errors.items()):
+        rich.print(f"[red]{times} x {escape(reason)}")
+    if not result.seen:
+        raise UserError(f"bench-serve: none of the {sum(result.errors.values())} requests was answered; see above")

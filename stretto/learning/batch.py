@@ -1,0 +1,244 @@
+"""Groups packed into the arrays that a trainer steps on, what samples share with each other only once.
+
+The samples of a group begin alike: a prompt that none of them is trained on. Such a beginning is laid down once, and each
+sample continues it: no key or value depends on what comes after it, so every loss and every gradient is what it would be
+with a copy for each sample. (Prefix sharing, as in the tree training of agentic trajectories.)
+
+Shape letters: B rows, T positions, S tokens of one sample less one, L MoE layers of the maximum network, K route slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.base.errors import UserError
+from stretto.data.pack import IGNORED, PADDING, Piece, plan_rows
+from stretto.learning.algorithms import Streams, TokenCredit
+from stretto.learning.samples import signed_routes
+
+_ROUND = 8
+"""Rows are cut to the longest that is used, rounded up to this: few distinct shapes, little padding."""
+_LENGTHS = 8
+"""Row lengths that are tried."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows of one forward and backward pass, written by `pack`. Streams describe the target of each position."""
+
+    tokens_BT: NDArray[np.int64]
+    targets_BT: NDArray[np.int64]
+    """The next token where the model sampled it, `IGNORED` elsewhere."""
+    positions_BT: NDArray[np.int64]
+    """Place in the sample."""
+    documents_BT: NDArray[np.int64]
+    """Number of the sample, or of a shared beginning, within its row; `PADDING` where there is none: attention stays
+    within equal numbers, and within the next."""
+    shared_BT2: NDArray[np.int64]
+    """First column of the beginning that this sample continues, and the one after its last; 0 and 0 without one."""
+    samples_BT: NDArray[np.int64]
+    """Number of the sample within the update, over all its batches, −1 at padding and shared beginnings."""
+    behaviour_BT: NDArray[np.float32]
+    """Processed log-probability when it was sampled; 0 without a target, as in the next two."""
+    advantages_BT: NDArray[np.float32]
+    """0 until `credited`, as the next."""
+    weights_BT: NDArray[np.float32]
+    """What its loss is multiplied by; the weights of an update know all of its tokens, so that losses just add up."""
+    versions_BT: NDArray[np.int32]
+    """Weight version it was sampled under, −1 without a target."""
+    routes_BTLK: NDArray[np.int16] | None
+    """Experts that the engine used for the *input*, −1 for none and at padding."""
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets_BT != IGNORED).sum())
+
+    @property
+    def num_inputs(self) -> int:
+        """Positions that hold a token."""
+        return int((self.documents_BT != PADDING).sum())
+
+    def rows(self, part: slice) -> Batch:
+        """Some of the rows: a rank's share."""
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {name: None if value is None else value[part] for name, value in whole.items()}
+        return Batch(**cut)
+
+
+def credited(batch: Batch, credits: Sequence[TokenCredit]) -> Batch:
+    """``batch`` with advantages and weights; ``credits`` by the samples' numbers."""
+    kept_BT = batch.targets_BT != IGNORED
+    at_N = _flat_places(batch, kept_BT, [len(each.weights_S) for each in credits])
+    streams: dict[str, Any] = {}
+    for name in ("advantages", "weights"):
+        value_BT = np.zeros(kept_BT.shape, np.float32)
+        value_BT[kept_BT] = np.concatenate([getattr(each, f"{name}_S") for each in credits])[at_N]
+        streams[f"{name}_BT"] = value_BT
+    return replace(batch, **streams)
+
+
+def by_sample(
+    batches: Sequence[Batch], values: Sequence[NDArray[np.float32]], lengths: Sequence[int]
+) -> list[NDArray[np.float32]]:
+    """What each sample's inputs have of ``values`` [B, T], by number, 0 without a target; ``lengths``: their inputs."""
+    flat = np.zeros(sum(lengths), np.float32)
+    for batch, value_BT in zip(batches, values, strict=True):
+        kept_BT = batch.targets_BT != IGNORED
+        flat[_flat_places(batch, kept_BT, lengths)] = value_BT[kept_BT]
+    return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def target_places(batch: Batch, samples: Sequence[Streams]) -> NDArray[np.int64]:
+    """Which of all targets of ``samples``, one sample after the other, each position [B, T] has; −1: none. They must be those
+    that `pack` was given, by number."""
+    kept_BT = batch.targets_BT != IGNORED
+    numbers = np.cumsum(np.concatenate([sample.mask_S for sample in samples])) - 1
+    places_BT = np.full(kept_BT.shape, -1, np.int64)
+    places_BT[kept_BT] = numbers[_flat_places(batch, kept_BT, [sample.num_inputs for sample in samples])]
+    return places_BT
+
+
+def _flat_places(batch: Batch, kept_BT: NDArray[np.bool_], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Where the inputs of targets lie among those of all samples, one after the other."""
+    starts = np.cumsum([0, *lengths])
+    return starts[batch.samples_BT[kept_BT]] + batch.positions_BT[kept_BT]
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """Samples in one row that begin like the first; made by `_bundles`."""
+
+    samples: list[Streams]
+    shared: list[int]
+    """By sample: inputs it has from the beginning that is laid down once; the first's is the longest of the others'."""
+
+    @property
+    def length(self) -> int:
+        """Positions that it takes."""
+        return sum(sample.num_inputs for sample in self.samples) - sum(self.shared[1:])
+
+
+def pack(
+    groups: Sequence[Sequence[Streams]], seq_len: int, rows: int, *, share: int = 1, with_routes: bool = True
+) -> list[Batch]:
+    """Rows of at most ``seq_len`` inputs, best-fit decreasing; samples are never cut. The same call, the same batches.
+
+    Args:
+        groups: of one update.
+        rows: of each batch; the last may have fewer.
+        share: the number of rows is a multiple of it, by empty rows: as many as ranks.
+        with_routes: carry the recorded routes.
+
+    Raises:
+        UserError: a sample that is longer, or has no routes where they are wanted.
+    """
+    assert rows % share == 0, f"{rows} rows among {share} ranks"
+    for each in (sample for group in groups for sample in group):
+        if each.num_inputs > seq_len:
+            raise UserError(
+                f"train.seq_len: {seq_len} is less than the {len(each.tokens)} tokens of {each.where}; raise it"
+            )
+        if with_routes and each.routes_SLK is None:
+            raise UserError(f'{each.where}: routes: it has none; let the engine record them, or set replay = "off"')
+    if not with_routes:
+        groups = [[replace(sample, routes_SLK=None) for sample in group] for group in groups]
+    bundles = [bundle for group in groups for bundle in _bundles(group, seq_len)]
+    shortest = min(_rounded(max(bundle.length for bundle in bundles)), seq_len)
+    # rows that hold much may be half empty: of some lengths, the one with the fewest positions
+    lengths = sorted({_rounded(int(each)) for each in np.linspace(shortest, seq_len, _LENGTHS)})
+    plans = [_plan(bundles, min(length, seq_len), rows, share) for length in lengths]
+    shortest_plan = min(plans, key=lambda plan: sum(len(part) * length for part, length in plan))
+    return [_fill(part, length) for part, length in shortest_plan]
+
+
+def _agreement(one: Streams, other: Streams) -> int:
+    """Leading inputs that one computation can do for both; nothing is lost where neither has a target yet."""
+    most = int(min(one.mask_S.argmax(), other.mask_S.argmax()))
+    same = one.tokens[:most] == other.tokens[:most]
+    if one.routes_SLK is not None and other.routes_SLK is not None:
+        same &= (one.routes_SLK[:most] == other.routes_SLK[:most]).all((1, 2))
+    return most if same.all() else int(same.argmin())
+
+
+def _bundles(samples: Sequence[Streams], seq_len: int) -> list[_Bundle]:
+    """Each sample behind the first of those that it agrees with longest, as far as rows hold them."""
+    bundles: list[_Bundle] = []
+    for sample in samples:
+        found = [(each, _agreement(sample, each.samples[0])) for each in bundles]
+        fitting = [pair for pair in found if pair[1] and pair[0].length + sample.num_inputs - pair[1] <= seq_len]
+        if fitting:
+            bundle, shared = max(fitting, key=lambda pair: pair[1])
+            bundle.samples.append(sample)
+            bundle.shared = [max(bundle.shared[0], shared), *bundle.shared[1:], shared]
+        else:
+            bundles.append(_Bundle([sample], [0]))
+    return bundles
+
+
+def _plan(bundles: Sequence[_Bundle], seq_len: int, rows: int, share: int) -> list[tuple[list[list[_Bundle]], int]]:
+    """Best-fit rows of at most ``seq_len``, by batch, and how long those of the batch must be."""
+    pieces = [Piece(index, 0, bundle.length, False) for index, bundle in enumerate(bundles)]
+    whole = [[bundles[piece.document] for piece in row] for row in plan_rows(pieces, seq_len)]
+    # full rows together: short ones are cut to what they hold
+    whole.sort(key=lambda row: -sum(bundle.length for bundle in row))
+    plan = []
+    for start in range(0, len(whole), rows):
+        some = whole[start : start + rows]
+        some += [[]] * (-len(some) % share)
+        plan.append((some, min(seq_len, _rounded(sum(bundle.length for bundle in some[0])))))
+    return plan
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND
+
+
+def _fill(rows: Sequence[Sequence[_Bundle]], length: int) -> Batch:
+    shape = (len(rows), length)
+    routes_SLK = next(row for row in rows if row)[0].samples[0].routes_SLK
+    batch = Batch(
+        tokens_BT=np.zeros(shape, np.int64),
+        targets_BT=np.full(shape, IGNORED, np.int64),
+        positions_BT=np.zeros(shape, np.int64),
+        documents_BT=np.full(shape, PADDING, np.int64),
+        shared_BT2=np.zeros((*shape, 2), np.int64),
+        samples_BT=np.full(shape, -1, np.int64),
+        behaviour_BT=np.zeros(shape, np.float32),
+        advantages_BT=np.zeros(shape, np.float32),
+        weights_BT=np.zeros(shape, np.float32),
+        versions_BT=np.full(shape, -1, np.int32),
+        routes_BTLK=None if routes_SLK is None else np.full((*shape, *routes_SLK.shape[1:]), -1, np.int16),
+    )
+    for row, bundles in enumerate(rows):
+        at = number = 0
+        for bundle in bundles:
+            begin, first, shared = at, bundle.samples[0], bundle.shared[0]
+            if shared:
+                _lay(batch, first, 0, shared, (row, slice(at, at + shared)), number)
+                at, number = at + shared, number + 1
+            for sample, own in zip(bundle.samples, bundle.shared, strict=True):
+                end = at + sample.num_inputs - own
+                here = (row, slice(at, end))
+                _lay(batch, sample, own, sample.num_inputs, here, number)
+                batch.samples_BT[here], batch.shared_BT2[here] = sample.number, (begin, begin + own)
+                at, number = end, number + 1
+    return batch
+
+
+def _lay(batch: Batch, sample: Streams, start: int, stop: int, here: tuple[int, slice], number: int) -> None:
+    """Write inputs ``start`` to ``stop`` of a sample, and what belongs to their targets, to ``here``."""
+    part = slice(start, stop)
+    mask = sample.mask_S[part]
+    batch.tokens_BT[here] = sample.tokens[:-1][part]
+    batch.targets_BT[here] = np.where(mask, sample.tokens[1:][part], IGNORED)
+    batch.positions_BT[here], batch.documents_BT[here] = np.arange(start, stop), number
+    batch.behaviour_BT[here] = np.where(mask, sample.logprobs_S[part], 0.0)
+    batch.versions_BT[here] = np.where(mask, sample.versions_S[part], -1)
+    if batch.routes_BTLK is not None:
+        assert sample.routes_SLK is not None, "checked by the caller"
+        batch.routes_BTLK[here] = signed_routes(sample.routes_SLK[part])

@@ -1,0 +1,308 @@
+"""On-policy distillation: what a teacher says of the tokens that the student sampled, as a loss; and what each source weighs.
+
+The student's distribution is always the one of its current weights, so that samples may be stale or written under several
+versions. Teachers' final hidden states are kept, not their logits (V ≫ D): both heads are applied inside a chunk of tokens,
+and the [N, V] logits of neither network ever exist whole.
+
+Every form of the loss is zero, and so is its gradient, where the two distributions are equal. That is not so of a plain top-k
+sum: Σ_K π·(log π − log q) has the gradient of Σ_K π there, and is left out.
+
+Shape letters: N positions of a pass, M tokens that a teacher scores, C of these in a chunk, D hidden, V vocabulary, K of its
+tokens, S what is told of each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.learning.objective import PolicyObjective
+from stretto.learning.recipe import DistillConfig
+from stretto.ops.grouped import compute_dtype
+from stretto.ops.logprob import IGNORED, Teacher, chosen_logprobs
+from stretto.ops.operators import ORDINARY, Operators
+from stretto.train.step import Measured
+
+_TINY = torch.finfo(torch.float32).tiny
+_CHUNK, _CHUNK_LOGITS = 1024, 1 << 26
+"""Tokens of a chunk, and its logits: 256 MiB in fp32, some six times over."""
+_LEAST_GAP = 0.01
+"""Least weight of a source beside one that has not moved: what is learnt is still looked after."""
+TOLD = ("logp", "entropy", "kl", "signal", "teacher_entropy", "slope")
+"""Of each token: log π, the student's entropy, KL(π ‖ q), log q − log π, the teacher's entropy, and the sum of the absolute
+gradient of the loss by the logits: the source's share of that is its share of the gradient."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lesson:
+    """What one teacher says of some positions of a pass. Made by `stretto.learning.teachers`."""
+
+    places_M: Tensor
+    """Of the flattened positions of a rank's rows; int64."""
+    said: Teacher | Tensor
+    """Final hidden states [M, D] and the head they go through, or log-probabilities [M] of the targets, or of their spans."""
+    spans_M: Tensor | None = None
+    """Of a teacher with another tokenizer: which span of text each target is of, int64; it has said its log-probability of the
+    whole span at each of them. None: each target by itself."""
+
+    def summed(self, values_M: Tensor) -> Tensor:
+        """``values_M`` of the targets added up over each span, at each of its targets."""
+        if self.spans_M is None:
+            return values_M
+        spans, at_M = self.spans_M.unique(return_inverse=True)
+        return values_M.new_zeros(len(spans)).index_add(0, at_M, values_M)[at_M]
+
+    def estimate(self, gap_M: Tensor) -> Tensor:
+        """Of a target's part in KL(π ‖ q), never negative: ½ of the squared gap, shared out over its span."""
+        return 0.5 * gap_M.square() / self.summed(torch.ones_like(gap_M))
+
+
+# Forms of the loss
+
+
+def form_loss(student_CV: Tensor, teacher_CV: Tensor, config: DistillConfig) -> tuple[Tensor, Tensor]:
+    """The loss [C] of tokens and its gradient [C, V] by the student's logits; both are given log-probabilities [C, V]."""
+    probs_CV, gap_CV = student_CV.exp(), student_CV - teacher_CV
+    if config.form == "full":
+        loss_C1 = (probs_CV * gap_CV).sum(-1, keepdim=True)
+        grad_CV = probs_CV * (gap_CV - loss_C1)
+    else:
+        ids_CK = student_CV.topk(min(config.top_k, student_CV.shape[-1])).indices
+        gap_CK, probs_CK = gap_CV.gather(-1, ids_CK), probs_CV.gather(-1, ids_CK)
+        loss_C1 = (probs_CK * gap_CK).sum(-1, keepdim=True)
+        if config.form == "top_k":  # d/dπ of π·log(π/q) − π + q is log(π/q) alone
+            rest_C1, mean_C1 = torch.zeros_like(loss_C1), loss_C1
+            loss_C1 = loss_C1 + (teacher_CV.gather(-1, ids_CK).exp() - probs_CK).sum(-1, keepdim=True)
+        else:
+            own_C1, others_C1 = (
+                each.scatter(-1, ids_CK, 0.0).sum(-1, keepdim=True) for each in (probs_CV, teacher_CV.exp())
+            )
+            rest_C1 = own_C1.clamp_min(_TINY).log() - others_C1.clamp_min(_TINY).log()
+            loss_C1 = mean_C1 = loss_C1 + own_C1 * rest_C1
+        grad_CV = probs_CV * (rest_C1 - mean_C1)
+        grad_CV.scatter_(-1, ids_CK, probs_CK * (gap_CK - mean_C1))
+    if config.entropy_aware is not None:
+        taught_CV = teacher_CV.exp()
+        is_open_C1 = -(taught_CV * teacher_CV).sum(-1, keepdim=True) > config.entropy_aware
+        loss_C1 = loss_C1 - is_open_C1 * (taught_CV * gap_CV).sum(-1, keepdim=True)
+        grad_CV += is_open_C1 * (probs_CV - taught_CV)
+    return loss_C1.squeeze(-1), grad_CV
+
+
+def _log_probs(logits_CV: Tensor) -> Tensor:
+    """At least in fp32."""
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
+
+
+class _TaughtLoss(torch.autograd.Function):
+    """The gradient is computed in the forward pass, where the logits of a chunk are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        lessons: Sequence[Lesson],
+        config: DistillConfig,
+        operators: Operators,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(hidden_ND)
+        weight_VD = head_VD.to(dtype)
+        head = operators.head(weight_VD)
+        wide = torch.promote_types(dtype, torch.float32)
+        loss = hidden_ND.new_zeros((), dtype=wide)
+        told_SN = hidden_ND.new_zeros((len(TOLD), len(hidden_ND)), dtype=wide)
+        wants_grad = any(ctx.needs_input_grad[:2])
+        grad_ND, grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD)
+        for lesson in lessons:
+            assert isinstance(lesson.said, Teacher), f"form {config.form!r} needs the teacher's hidden states"
+            teacher_head = operators.head(lesson.said.head_VD.detach().to(dtype))
+            for at_C, taught_CD in zip(lesson.places_M.split(chunk), lesson.said.hidden_ND.split(chunk), strict=True):
+                hidden_CD, target_C1 = hidden_ND[at_C].to(dtype), targets_N[at_C, None]
+                student_CV = _log_probs(head(hidden_CD))
+                teacher_CV = _log_probs(teacher_head(taught_CD.to(dtype)))
+                loss_C, grad_CV = form_loss(student_CV, teacher_CV, config)
+                weights_C = weights_N[at_C].to(wide)
+                loss += (weights_C * loss_C).sum()
+                grad_CV *= weights_C[:, None]
+                logp_C, taught_C = (each.gather(-1, target_C1)[:, 0] for each in (student_CV, teacher_CV))
+                probs_CV = student_CV.exp()
+                told_SN[:, at_C] = torch.stack(
+                    [
+                        logp_C,
+                        -(probs_CV * student_CV).sum(-1),
+                        (probs_CV * (student_CV - teacher_CV)).sum(-1),
+                        taught_C - logp_C,
+                        -(teacher_CV.exp() * teacher_CV).sum(-1),
+                        grad_CV.abs().sum(-1),
+                    ]
+                )
+                if wants_grad:
+                    delta_CV = grad_CV.to(dtype)
+                    grad_ND[at_C] = (delta_CV @ weight_VD).to(grad_ND.dtype)
+                    grad_VD.addmm_(delta_CV.T.to(grad_VD.dtype), hidden_CD.to(grad_VD.dtype))
+        ctx.save_for_backward(grad_ND, grad_VD)
+        ctx.mark_non_differentiable(told_SN)
+        return loss, told_SN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ND, grad_VD = ctx.saved_tensors
+        return grad_ND * grads[0], grad_VD * grads[0], *[None] * 6
+
+
+def taught_loss(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    lessons: Sequence[Lesson],
+    config: DistillConfig,
+    operators: Operators = ORDINARY,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sum over all lessons' tokens of their weight times the loss of ``config.form``, which is not ``sampled``.
+
+    Returns: the loss (a scalar, differentiable in ``hidden_ND`` and ``head_VD``), and of each position what `TOLD` names
+    [S, N], 0 where no teacher said anything.
+    """
+    chunk = chunk or max(1, min(_CHUNK, _CHUNK_LOGITS // len(head_VD)))
+    return _TaughtLoss.apply(hidden_ND, head_VD, targets_N, weights_N, lessons, config, operators, chunk)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistillObjective:
+    """Distillation on one rank's rows of a batch, beside what the policy loss makes of rewards and of a reference."""
+
+    config: DistillConfig
+    lessons: tuple[Lesson, ...]
+    policy: PolicyObjective
+    has_policy: bool
+    """Whether the policy loss has a part in it: advantages, or a KL to the reference."""
+
+    def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
+        """The sum over the targets of weight·(form of the reverse KL + policy loss)."""
+        operators, streams = self.policy.operators, self.policy.streams
+        weights_N, behaviour_N = streams["weights_BT"].flatten(), streams["behaviour_BT"].flatten()
+        if self.config.form == "sampled":
+            logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
+            signal_N, kl_N = torch.zeros_like(logp_N), torch.zeros_like(logp_N)
+            for lesson in self.lessons:
+                assert isinstance(lesson.said, Tensor)
+                gap_M = lesson.said - lesson.summed(logp_N.detach()[lesson.places_M])
+                signal_N[lesson.places_M], kl_N[lesson.places_M] = gap_M, lesson.estimate(gap_M)
+            advantages_N = signal_N.clamp(-self.config.clip, self.config.clip)
+            measured = self.policy.measured(
+                logp_N, entropy_N, targets_N, streams["advantages_BT"].flatten() + advantages_N
+            )
+            slope_N = 2 * (weights_N * advantages_N).abs() * -torch.expm1(logp_N.detach())
+            told = {"signal": signal_N, "kl": kl_N, "slope": slope_N}
+            return replace(measured, streams_N={**measured.streams_N, **told})
+        loss, told_SN = taught_loss(hidden_ND, head_VD, targets_N, weights_N, self.lessons, self.config, operators)
+        told = dict(zip(TOLD, told_SN.float(), strict=True))
+        if self.has_policy:
+            measured = self.policy(hidden_ND, head_VD, targets_N)
+            return Measured(loss + measured.loss, measured.nll_N, {**told, **measured.streams_N})
+        ratio_N = torch.where(targets_N != IGNORED, (told["logp"] - behaviour_N).exp(), 0.0)
+        return Measured(loss, -told["logp"], {**told, "ratio": ratio_N})
+
+
+# What each source weighs
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the student is from the teacher of a source. Written by `progressed`, kept in snapshots."""
+
+    first_kl: float
+    """Nats a token where the source came up first: the gap to be closed. Of the form ``sampled``, half the mean square of
+    log q − log π stands for the KL everywhere, being positive."""
+    kl: float
+    """Where it came up last."""
+    sigma: float
+    """There, the standard deviation of log q − log π over its tokens."""
+
+
+def source_weights(
+    sources: Sequence[str],
+    nums: Sequence[int],
+    balance: str,
+    shares: Mapping[str, float],
+    progress: Mapping[str, Progress],
+) -> list[float]:
+    """Weight of every token of each sample, over all samples of an update; they add up to 1.
+
+    Args:
+        sources: of each sample.
+        nums: its trained tokens.
+        balance: as `DistillConfig.balance`.
+        shares: what a source is to weigh among those of the update.
+        progress: of the sources that came up before.
+    """
+    if balance == "none":
+        return [1.0 / max(1, sum(nums))] * len(nums)
+    samples, tokens = dict.fromkeys(sources, 0), dict.fromkeys(sources, 0)
+    for source, num in zip(sources, nums, strict=True):
+        samples[source] += num > 0
+        tokens[source] += num
+    factors = {source: shares[source] for source in tokens if tokens[source]}
+    known = {source: progress[source] for source in factors if source in progress}
+    if balance == "gap":
+        factors = {
+            source: share * max(known[source].kl / max(known[source].first_kl, _TINY), _LEAST_GAP)
+            if source in known
+            else share
+            for source, share in factors.items()
+        }
+    elif balance == "sigma" and len(known) == len(factors):
+        least = max(1e-3 * max(each.sigma for each in known.values()), _TINY)
+        factors = {source: share / max(known[source].sigma, least) for source, share in factors.items()}
+    total = sum(factors.values())
+    if balance == "sequence":
+        return [
+            factors[source] / (total * samples[source] * num) if num else 0.0
+            for source, num in zip(sources, nums, strict=True)
+        ]
+    return [
+        factors[source] / (total * tokens[source]) if num else 0.0 for source, num in zip(sources, nums, strict=True)
+    ]
+
+
+Streams = Mapping[str, NDArray[np.float64]]
+"""What was found out about each token of a step, [N]."""
+
+
+def progressed(
+    before: Mapping[str, Progress], streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]
+) -> dict[str, Progress]:
+    """``before`` with what a step has found of the sources in it that are ``taught``."""
+    after = dict(before)
+    for source in taught:
+        here_N = sources_N == source
+        if here_N.any():
+            kl, sigma = float(streams["kl"][here_N].mean()), float(streams["signal"][here_N].std())
+            after[source] = Progress(before[source].first_kl if source in before else kl, kl, sigma)
+    return after
+
+
+def source_scalars(streams: Streams, sources_N: NDArray[np.str_], taught: Sequence[str]) -> dict[str, float]:
+    """For the log, of each source that is ``taught``: its KL, entropies, and share of the gradient."""
+    scalars: dict[str, float] = {}
+    total = max(float(streams["slope"].sum()), _TINY)
+    for source in taught:
+        here_N = sources_N == source
+        scalars[f"distill/share/{source}"] = float(streams["slope"][here_N].sum()) / total
+        if here_N.any():
+            for name in ("kl", "entropy", "teacher_entropy"):
+                if name in streams:
+                    scalars[f"distill/{name}/{source}"] = float(streams[name][here_N].mean())
+    return scalars

@@ -1,0 +1,70 @@
+"""One forward pass of a batch on this rank's device: of the policy, which is to be trained, and of networks that only score.
+
+Shape letters: B rows, T positions, L MoE layers, K route slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from stretto.learning.batch import Batch
+from stretto.learning.distillation import Lesson
+from stretto.model.parallel import Ranks
+from stretto.model.transformer import Context, Replay, Routing, Transformer
+from stretto.ops.logprob import chosen_logprobs
+from stretto.ops.matmul import Arithmetic
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One batch and what is found out about it before the update; made by `place`."""
+
+    batch: Batch
+    """All ranks' rows."""
+    mine: dict[str, Tensor]
+    """Streams of this rank's rows, on the device, by their names in `Batch`."""
+    ctx: Context
+    """Of every pass of the policy; its routes are what is replayed."""
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    """Log-probabilities [B, T] of the targets, 0 elsewhere: by ``policy``, as it is before the update, and other networks."""
+    lessons: tuple[Lesson, ...] = ()
+    """What teachers say of this rank's rows."""
+    num_flips: int = 0
+    """Places, (token, MoE layer), where the policy's own choice of experts is not what the engine recorded."""
+    num_recorded: int = 0
+
+
+def place(batch: Batch, ranks: Ranks, arithmetic: Arithmetic, *, replays: bool) -> Pass:
+    """This rank's rows of ``batch``, on its device. ``replays``: with the engine's routes (R3)."""
+    part = batch.rows(ranks.rows(len(batch.tokens_BT)))
+    mine = {
+        name: torch.from_numpy(value).to(ranks.device)
+        for name in Batch.__slots__
+        if (value := getattr(part, name)) is not None
+    }
+    ctx = Context(
+        mine["positions_BT"],
+        mine["documents_BT"],
+        shared_BT2=mine["shared_BT2"],
+        operators=arithmetic.operators,
+        routing=Replay(mine["routes_BTLK"]) if replays else None,
+    )
+    return Pass(batch, mine, ctx)
+
+
+@torch.no_grad()
+def score(model: Transformer, each: Pass, temperature: float, routing: Routing | None = None) -> Tensor:
+    """Log-probabilities [B, T] of the targets under ``model``, 0 elsewhere; without ``routing`` by its own routes."""
+    tokens_BT, ctx = each.mine["tokens_BT"], replace(each.ctx, routing=routing)
+    output = model(tokens_BT, model.config.full(), ctx)
+    logp_N, _ = chosen_logprobs(
+        output.hidden_BTD.flatten(0, 1),
+        model.head_VD,
+        each.mine["targets_BT"].flatten(),
+        temperature,
+        operators=ctx.operators,
+    )
+    return logp_N.view_as(tokens_BT)

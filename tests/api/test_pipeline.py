@@ -1,0 +1,204 @@
+"""A pipeline is done stage by stage, and whatever ends it, it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.api.pipeline import Pipeline, State, StepState, check_unchanged
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
+from stretto.base.records import read_lineage
+from stretto.post.pipeline import PipelineRecipe, plan
+from tests.api.conftest import Run
+from tests.post.test_pipeline import PARTS, SOURCE, START
+from tests.rl.policies import checkpoint as small_checkpoint
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Two experts and their student, at staleness 0: what comes out is the same to the bit."""
+    other = {**SOURCE, "args": {**SOURCE["args"], "operation": "reverse"}}
+    tree = {
+        "domains": {"flip": {"sources": {"flip": SOURCE}}, "back": {"sources": {"back": other}}},
+        "common": {**PARTS, "staleness": 0},
+        "sft": {"recipe": {"start": START}},
+        "experts": {},
+        "distill": {"distill": {"form": "full", "kl_floor": 0.0}},
+        "evaluate": None,
+    }
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def state(folder: Path) -> dict[str, StepState]:
+    path = folder / "pipeline.json"
+    return State.model_validate_json(path.read_text()).steps if path.is_file() else {}
+
+
+def changed(path: Path, **tables: Any) -> Path:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **tables}))
+    return path
+
+
+def in_few_processes(pipeline: Path, path: Path) -> Path:
+    """The same pipeline in ``path``, each stage in one process, engine and trainer in it: what comes out is the same to the bit."""
+    tree = json.loads(pipeline.read_text())
+    runtime = {**tree["common"]["runtime"], "isolate": "none"}
+    path.write_text(json.dumps({**tree, "common": {**tree["common"], "runtime": runtime}}))
+    return path
+
+
+def test_a_plan_is_printed_and_nothing_is_done(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    shown = stretto("run", pipeline, "-o", tmp_path / "out", "--dry-run")
+    assert shown.code == 0 and not (tmp_path / "out").exists()
+    commands = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("stretto ")]
+    assert commands == [["stretto", name] for name in ("sft", "rl", "rl", "distill")]
+    assert "known once a stage has run" in shown.out
+
+
+def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    """No recipe was written down yet that a resumed run could be held to."""
+    sft = {"data": ["chats.jsonl"], "recipe": {"optim": {"lr": 1e-3}, "train": {"steps": 2, "rows": 2, "seq_len": 64}}}
+    small_checkpoint(tmp_path / "model")
+    told, folder = changed(pipeline, sft=sft), tmp_path / "out" / "sft"
+    for is_begun in (False, True):
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        if is_begun:
+            (folder / "run.json").touch()
+        shown = stretto("run", told, "-o", tmp_path / "out", "--model", tmp_path / "model", "--dry-run")
+        assert shown.code == 0, shown.err
+        assert ("--resume" in shown.out.splitlines()[0]) == is_begun
+
+
+@pytest.mark.parametrize(
+    ("tables", "flags", "problem"),
+    [
+        ({}, ["--from", "distil"], "--from distil: no such stage (did you mean 'distill'?)"),
+        ({"sft": None}, [], "--model: missing"),
+        ({"experts": {"recipe": {"optim": {"lr": -1}}}}, [], "experts, flip: optim.lr"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    stretto: Run, pipeline: Path, tmp_path: Path, tables: dict[str, Any], flags: list[str], problem: str
+) -> None:
+    told = stretto("run", changed(pipeline, **tables), "-o", tmp_path / "out", *flags)
+    assert told.code == 2 and problem in told.err and told.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_path: Path) -> None:
+    folder, ended = tmp_path / "out", {}
+    for stop_s in (None, 5.0):
+        common = {**PARTS, "staleness": 0, "runtime": {"stop_s": stop_s}}
+        told = read_recipe(changed(pipeline, common=common), PipelineRecipe)
+        steps = plan(told, "p.json")
+        ended[stop_s] = Pipeline(folder, told, steps, None, "cpu")
+    told = {
+        "recipe": ended[None].steps[0].recipe.model_dump(mode="json"),
+        "arguments": ["sft", "{recipe}"],
+        "weights": {},
+    }
+    (folder / "sft" / "sft").mkdir(parents=True)
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    check_unchanged(ended[5.0])
+    told["recipe"]["staleness"] = 3
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"told": told, "has_ended": True}}}))
+    with pytest.raises(UserError, match=r"recipe\.staleness was 3 when this stage ran"):
+        check_unchanged(ended[5.0])
+
+
+@pytest.mark.slow
+def test_killed_anywhere_it_goes_on_to_the_same_student(stretto: Run, pipeline: Path, tmp_path: Path) -> None:
+    whole = in_few_processes(pipeline, tmp_path / "whole.json")
+    assert stretto("run", whole, "-o", tmp_path / "a").code == 0
+    command = [sys.executable, "-m", "stretto", "run", str(pipeline), "-o"]
+    folder = tmp_path / "b"
+    for delay_s in (5.0, 9.0, 14.0):
+        process = subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = {name: each for name, each in state(folder).items() if each.has_ended}
+        try:
+            process.wait(delay_s)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)  # its step's process ends by itself, and so do that one's
+            process.wait()
+        assert before.items() <= state(folder).items(), "a stage that had ended was done again"
+    for _ in range(20):  # until the last step's processes have seen that they are alone
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+        if "is running in it" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    hashes = [read_lineage(checkpoint_folder(tmp_path / each / "distill")).weights_hash for each in "ab"]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.slow
+def test_a_stage_that_was_told_something_else_is_not_taken_for_this_one(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    assert stretto("run", pipeline, "-o", folder, "--until", "sft").code == 0
+    made = read_lineage(folder / "sft/sft").weights_hash
+    longer = {"recipe": {"start": {**START, "steps": START["steps"] + 1}}}
+    told = stretto("run", changed(pipeline, sft=longer), "-o", folder, "--until", "sft")
+    assert told.code == 2 and "sft: recipe.start.steps was 25 when this stage ran, is 26 now" in told.err
+    assert stretto("run", pipeline, "-o", folder, "--until", "sft", "--from", "sft").code == 0
+    assert read_lineage(folder / "before-1/sft/sft").weights_hash == made
+    assert read_lineage(folder / "sft/sft").weights_hash != made
+
+
+@pytest.mark.slow
+def test_an_expert_that_diverges_is_tried_again_and_does_not_keep_the_others(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    domains = expert(pipeline, "flip", optim={"lr": 1e30, "clip_norm": 1e30})
+    told = stretto("run", changed(pipeline, domains=domains), "-o", folder, "--until", "experts")
+    assert told.code == 2 and "experts/flip diverged; correct that" in told.err
+    assert told.out.count("experts/flip diverged; trying again from its last good snapshot") == 1
+    steps = state(folder)
+    assert steps["experts/back"].has_ended and not steps["experts/flip"].has_ended
+    assert (folder / "experts/back/checkpoint").is_dir() and not (folder / "distill").exists()
+
+
+ONCE = """
+from pathlib import Path
+
+def once(groups):
+    seen = Path(__file__).with_suffix(".seen")
+    seen.write_text(seen.read_text() + "x" if seen.exists() else "x")
+    return [[1e38 if len(seen.read_text()) == 3 else 1.0 for _ in group] for group in groups]
+"""
+"""An algorithm whose third step is too much."""
+
+
+@pytest.mark.slow
+def test_an_expert_goes_on_from_its_last_good_snapshot_and_one_that_stood_still_is_named(
+    stretto: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    folder, plugin = tmp_path / "out", tmp_path / "own.py"
+    plugin.write_text(ONCE)
+    in_few_processes(pipeline, pipeline)
+    changed(pipeline, domains=expert(pipeline, "flip", loss={"advantage": f"{plugin}:once"}))
+    changed(pipeline, domains=expert(pipeline, "back", optim={"lr": 1e-12}), distill={"distill": {"form": "full"}})
+    told = stretto("run", pipeline, "-o", folder)
+    assert "experts/flip diverged; trying again" in told.out
+    assert plugin.with_suffix(".seen").read_text() == "x" * 5, "steps 1, 2 and 3, then 3 and 4"
+    assert told.code == 2 and "experts/back has not moved" in told.err and "domains.back.expert" in told.err
+    assert told.err.count("there is nothing to distil") == 1
+    assert "KL to where they began, nats a token: experts/flip" in told.out and not (folder / "distill").exists()
+
+
+def expert(path: Path, domain: str, **tables: Any) -> dict[str, Any]:
+    """The domains of a pipeline, one of them with an expert of its own."""
+    domains: dict[str, Any] = json.loads(path.read_text())["domains"]
+    return domains | {domain: {**domains[domain], "expert": tables}}

@@ -1,0 +1,138 @@
+"""What ``stretto rl`` refuses: one line that names the place and the remedy, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.learning.recipe import JOURNAL_FILE
+from stretto.rl.ledger import read_events
+from tests.api.conftest import Run, refused
+from tests.api.rl_recipes import OWN, TINY
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("train.stepz=3", ("tiny.toml: train.stepz", "unknown key", "steps")),
+        ("rollout.grp=3", ("tiny.toml: rollout.grp", "unknown key", "group")),
+        ("nonsense", ("--set nonsense", "key.path=value")),
+        ("staleness=-1", ("tiny.toml: staleness", "greater than or equal to 0")),
+        ("window=99", ("tiny.toml", "window 99", "at most 3")),
+        ("train.minibatches=3", ("tiny.toml", "train.prompts 2", "train.minibatches 3")),
+        ("rollout.max_tokens=64", ("tiny.toml", "rollout.max_tokens 64", "train.seq_len 64")),
+        ("train.seq_len=12", ("sources.flip: item 0: its prompt of 24 tokens", "train.seq_len 12")),
+        ("train.seq_len=24", ("sources.flip: item 0: its prompt of 24 tokens", "raise that")),
+        ("runtime.kind=slurm", ("tiny.toml: runtime.kind", "'local' or 'ray'")),
+        ("sources.flip.kind=strinks", ("sources.flip: kind", "did you mean 'strings'", "file.py:Class")),
+        ("sources.flip.kind=none.py:Task", ("sources.flip: kind", "cannot import 'none.py'")),
+        ("loss.advantage=none.py:mine", ("loss.advantage: cannot import 'none.py'", "check the name")),
+        ("loss.advantage=grop", ("tiny.toml: loss: advantage: no 'grop'", "did you mean 'grpo'")),
+        ("loss.preset=gpso", ("tiny.toml: loss: preset: no 'gpso'", "did you mean 'gspo'")),
+        ("loss.proximal=recompute", ("tiny.toml", "loss.proximal 'recompute'", "train.minibatches")),
+        ("loss.correction=tis", ("tiny.toml: loss: correction 'tis'", "proximal")),
+        ("sources.flip.args.operation=halve", ("sources.flip.args: operation", "'complement'")),
+    ],
+)
+def test_a_bad_recipe_is_refused_before_anything_is_written(
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path, setting: str, words: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    overrides = ("--set", "rollout.max_tokens=10", "--set", setting)
+    refused(stretto("rl", tiny, "--out", run, "--model", finished / "sft", "--device", "cpu", *overrides), *words)
+    assert not run.exists()
+
+
+def test_r2_needs_several_updates(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    refused(stretto("rl", tiny, "--out", tmp_path / "run", "--set", "replay=r2"), "replay 'r2'", "train.minibatches")
+    assert not (tmp_path / "run").exists()
+
+
+def test_starts_that_are_none(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def start(model: Path) -> Any:
+        return stretto("rl", tiny, "--out", run, "--model", model, "--device", "cpu")
+
+    refused(start(tmp_path / "none"), "none: config.json: no such file", "checkpoint folder")
+    bare = tmp_path / "bare"
+    shutil.copytree(finished / "sft", bare)
+    (bare / "tokenizer.json").unlink()
+    refused(start(bare), "bare/tokenizer.json: no such file")
+    broken = tmp_path / "broken"
+    shutil.copytree(finished / "sft", broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(start(broken), "broken/model.safetensors")
+    assert not list(run.glob("groups*"))
+
+    without = tmp_path / "without.toml"
+    without.write_text(TINY[: TINY.index("[start]")] + TINY[TINY.index("[rollout]") :])
+    refused(stretto("rl", without, "--out", run), "--model", "[start]")
+    refused(stretto("rl", tiny, "--out", tmp_path / "nothing", "--resume"), "nothing", "no such run")
+    assert not (tmp_path / "nothing").exists()
+
+
+def own(tmp_path: Path, fault: str) -> tuple[str, ...]:
+    (tmp_path / "own.py").write_text(OWN)
+    source = f"sources.flip={{kind = '{tmp_path}/own.py:Own', args = {{fault = '{fault}'}}}}"
+    return ("--set", source)
+
+
+def test_a_task_that_refuses_its_own_answers_is_named(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for start in ((), ("--model", finished / "sft")):
+        result = stretto("rl", tiny, "--out", run, *start, "--device", "cpu", *own(tmp_path, "gold"))
+        refused(result, "sources.flip: item 0: its own gold answer '0' is refused", "correct the task")
+    assert not run.exists()
+
+
+def test_ctrl_c_is_one_line_and_its_exit_code(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
+    for start in ((), ("--model", finished / "sft")):
+        run = tmp_path / "run"
+        result = stretto("rl", tiny, "--out", run, *start, "--device", "cpu", *own(tmp_path, "interrupted"))
+        assert result.code == 130 and result.err.count("\n") == 1 and "interrupted" in result.err, result
+        assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raises", "raised KeyError"),
+        ("nan", "score() gave reward as nan, not a finite number"),
+        ("string", "score() returned '1.0', not a Score"),
+        ("hangs", "no answer within 2 s"),
+        ("exits", "its process"),
+    ],
+)
+def test_a_verifier_that_fails_later_ends_the_run_by_its_name(
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path, fault: str, said: str
+) -> None:
+    few = (
+        "train.eval_prompts=1",
+        "train.prompts=1",
+        "rollout.group=2",
+        "failures.max_attempts=1",
+    )  # each meets the fault
+    told = (*(word for setting in few for word in ("--set", setting)), *own(tmp_path, fault))
+    start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")
+    refused(stretto("rl", tiny, *start, *told), "sources.flip: item", said, "--resume")
+    events = read_events(tmp_path / "run" / JOURNAL_FILE)
+    assert not any("step" in event.facts for event in events), "a fault of ours was trained on"
+
+
+def test_a_run_of_an_older_version_is_left_to_it(stretto: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "groups.jsonl").touch()
+    refused(stretto("rl", tiny, "--out", tmp_path, "--resume"), "groups.jsonl: written by an older version", "--out")
+
+
+def test_a_cluster_that_does_not_answer(stretto: Run, tiny: Path, finished: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    start = ("--out", tmp_path / "run", "--model", finished / "sft", "--device", "cpu")
+    result = stretto("rl", tiny, *start, "--runtime", "ray", "--address", "127.0.0.1:1")
+    refused(result, "--address 127.0.0.1:1: no Ray cluster answers there", "ray start --head", "--runtime local")
+    assert not (tmp_path / "run").exists()

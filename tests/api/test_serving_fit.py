@@ -1,0 +1,151 @@
+"""Which sub-model a machine can carry: sizes in words, the order of candidates, and speed only where it matters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.api.search import SEARCH_FILE, SearchRecord
+from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
+from stretto.base.errors import UserError
+from stretto.base.records import Receipt
+from stretto.engine.loading import least_bytes, open_engine
+from stretto.engine.request import EngineConfig
+from stretto.model.spec import Subnet, count, extracted_config
+from stretto.ops.native import Library
+from stretto.ops.tuning import threads_kept
+from stretto.search.search import (
+    Candidate,
+    Correlations,
+    Limits,
+    SearchOptions,
+    SearchResult,
+    SearchSpace,
+    Sensitivities,
+)
+from tests.api.conftest import PRESETS, SERVED
+
+SMALL = PRESETS["corner"].of(SERVED)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GB", 8 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("1.5 gib", 3 * 2**29),
+        (" 20 kB ", 20_000),
+        ("1e9", 10**9),
+        ("1e3KB", 10**6),
+        ("7B", 7),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text, "--memory") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "8XB", "0", "0GB", "-1GB", "1..5GB", "nan", "inf", "1e400", "8 GB 2"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--memory .*not a size") as caught:
+        parse_bytes(text, "--memory")
+    assert "\n" not in str(caught.value)
+
+
+def fit(source: Path, memory: int | None = 10**9, latency_ms: float | None = None) -> Fit:
+    return fitting_subnet(source, memory, latency_ms, CPU, torch.float32, EngineConfig())
+
+
+def needs(subnet: Subnet) -> int:
+    return least_bytes(extracted_config(SERVED, subnet), EngineConfig(), torch.float32)
+
+
+def test_unsearched_it_is_the_most_active_parameters(served_run: Path) -> None:
+    best = fit(served_run)
+    assert (best.name, best.subnet, best.nll, best.step_ms) == ("full", SERVED.full(), None, None)
+    assert best.weight_bytes == 4 * count(SERVED, SERVED.full()).total_params
+    assert fit(served_run, needs(best.subnet) - 1).name == "half"
+
+
+def test_what_is_chosen_can_be_opened(served_run: Path) -> None:
+    """With not one byte to spare; one byte less is refused with what is missing."""
+    needed = needs(SMALL)
+    assert fit(served_run, needed).subnet == SMALL
+    opened = open_engine(served_run, memory_bytes=needed, cut=SMALL, library=Library(None, "not needed"))
+    assert opened.engine.max_len == SERVED.max_positions and opened.config.num_layers == 2
+    with pytest.raises(UserError, match=rf"^--memory {needed - 1}: .* needs {needed} bytes"):
+        fit(served_run, needed - 1)
+
+
+def searched(source: Path, folder: Path, losses: dict[Subnet, float | None]) -> Path:
+    """A copy of the run ``source`` whose search found ``losses``; None was only predicted."""
+    shutil.copytree(source, folder)
+    full = count(SERVED, SERVED.full())
+    candidates = []
+    for subnet, nll in losses.items():
+        cost = count(SERVED, subnet)
+        candidates.append(
+            Candidate(
+                subnet=subnet,
+                total_params=cost.total_params,
+                active_params=cost.active_params,
+                total_share=cost.total_params / full.total_params,
+                active_share=cost.active_params / full.active_params,
+                predicted_nll=9.0,
+                nll=nll,
+            )
+        )
+    result = SearchResult(
+        limits=Limits(),
+        space=SearchSpace(droppable=(1,), experts=(2, 8), top_k=(1, 2)),
+        options=SearchOptions(),
+        third="active",
+        workload=None,
+        sensitivities=Sensitivities(full_nll=2.0, drop={}, depth={}, experts={}, top_k={}),
+        num_predicted=len(candidates),
+        num_tokens=100,
+        candidates=tuple(candidates),
+        front=(0,),
+        chosen=candidates[0],
+        correlations=Correlations(predicted_true=None, predicted_true_within=None, before_after_healing=None),
+        wall_s=1.0,
+    )
+    record = SearchRecord(result=result, receipt=Receipt(stage="search", device="cpu"))
+    (folder / SEARCH_FILE).write_text(json.dumps(record.model_dump(mode="json")))
+    return folder
+
+
+def test_searched_it_is_the_lowest_loss_that_fits(served_run: Path, tmp_path: Path) -> None:
+    """Loss, not size: here a smaller Subnet was better than the full network, and one was never evaluated."""
+    half, shallow = PRESETS["half"].of(SERVED), SERVED.subnet(depth=3)
+    run = searched(served_run, tmp_path / "run", {SERVED.full(): 2.5, SMALL: 2.9, half: 2.4, shallow: None})
+    assert (fit(run).subnet, fit(run).nll) == (half, 2.4)
+    least = fit(run, needs(half) - 1)
+    assert (least.subnet, least.nll, least.name) == (SMALL, 2.9, SMALL.label())
+
+
+def test_speed_is_measured_where_it_is_asked_for(served_run: Path) -> None:
+    fast = fit(served_run, latency_ms=60_000.0)
+    assert fast.name == "full" and fast.step_ms is not None and fast.step_ms > 0
+    with pytest.raises(UserError, match=r"^--latency-ms 1e-06: the fastest .* takes \d+\.\d+ ms a token") as caught:
+        fit(served_run, latency_ms=1e-6)
+    assert "\n" not in str(caught.value)
+
+
+def test_serving_takes_the_threads_that_decode_fastest(served_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {4: 0.4, 2: 0.1, 1: 0.3}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("stretto.api.serve.engine_seconds", lambda device: lambda *_: seconds[torch.get_num_threads()])
+    with threads_kept():
+        torch.set_num_threads(4)
+        _open(served_run, ServeOptions(device="cpu"))
+        assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")  # what a user set stands
+        torch.set_num_threads(4)
+        _open(served_run, ServeOptions(device="cpu"))
+        assert torch.get_num_threads() == 4

@@ -1,0 +1,263 @@
+"""``stretto sft`` from a checkpoint and files to a checkpoint: packing changes nothing, a resume goes on to the bit, sizes stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stretto.api.data import TextOptions
+from stretto.api.report import report_command
+from stretto.api.train import ADAPTER, sft_command
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
+from stretto.base.paths import RECIPES
+from stretto.base.track import read_metrics
+from stretto.data.conversations import ConversationForm
+from stretto.data.holdout import Holdout
+from stretto.data.loader import Mixture
+from stretto.data.pack import IGNORED
+from stretto.data.shards import TOKENIZER, tokenise
+from stretto.data.sources import open_source
+from stretto.model.checkpoint import read_checkpoint, read_presets, write_checkpoint
+from stretto.model.parallel import join
+from stretto.model.spec import ModelConfig, SubnetChoice
+from stretto.model.transformer import Context, build
+from stretto.post.sft import open_conversations
+from stretto.text.chat import CHATML, ChatEncoder
+from stretto.text.tokenizer import load_tokenizer, train_tokenizer
+from stretto.train.recipe import SftRecipe
+from stretto.train.step import MicroBatch, forward_backward
+
+CHAT = TextOptions(is_chat=True)
+MODEL = {
+    "vocab_size": 300, "hidden_size": 32, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_experts": 4,
+    "top_k": 2, "expert_intermediate_size": 16, "max_positions": 512, "widths": (4, 2), "num_branches": 2,
+}  # fmt: skip
+SMALL = SubnetChoice(experts=2, top_k=1)
+
+
+def recipe(*told: str) -> SftRecipe:
+    usual = (
+        "train.steps=6",
+        "train.rows=4",
+        "train.seq_len=128",
+        "train.micro_batches=2",
+        "optim.lr=3e-3",
+        "optim.warmup_steps=0",
+    )
+    every = (
+        "train.eval_every=3",
+        "train.snapshot_every=2",
+        "train.log_every=1",
+        "train.eval_rows=4",
+        "train.dtype=float32",
+    )
+    return read_recipe(RECIPES / "sft.toml", SftRecipe, [*usual, *every, *told])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = train_tokenizer(iter([Path(__file__).read_text()]), 300, CHATML)
+    tokenizer.save(folder / "tokenizer")
+    config = ModelConfig.model_validate(MODEL)
+    presets = {"small": SMALL}
+    write_checkpoint(folder / "m", build(config, 0), config, tokenizer_dir=folder / "tokenizer", presets=presets)
+    return folder / "m"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    for name, sign in (("sums", "+"), ("products", "*")):
+        rows = []
+        for number in range(60):
+            asked = {"role": "user", "content": f"{number}{sign}{number % 7}?"}
+            answer = {
+                "role": "assistant",
+                "content": f"{number} {sign} {number % 7} is {number + number % 7}." * (1 + number % 3),
+            }
+            rows.append(
+                {"messages": [asked, answer] if number % 2 else [asked, {**answer, "train": False}, asked, answer]}
+            )
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(base: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The conversations as the command would tokenise them."""
+    folder = tmp_path_factory.mktemp("data")
+    sources = [open_source(file, ConversationForm(file.stem)) for file in sorted(chats.iterdir())]
+    documents = [each for source in sources for each in source.read("train")]
+    tokenizer = load_tokenizer(base)
+    tokenise({"train": documents}, ChatEncoder(tokenizer), folder, processes=1, holdout=Holdout("documents", 0.1))
+    tokenizer.save(folder / TOKENIZER)
+    return folder
+
+
+def run(base: Path, chats: Path, out: Path, *told: str, **given: Any) -> Path:
+    return sft_command(recipe(*told), base, out, [str(chats)], text=CHAT, device="cpu", **given)
+
+
+def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_path: Path) -> None:
+    made = run(base, chats, tmp_path / "run")
+    done = read_checkpoint(made)
+    assert done.lineage is not None and done.lineage.stage == "sft" and done.lineage.receipt.tokens > 0
+    assert read_presets(made) == {"small": SMALL}
+    logged = [row for row in read_metrics(tmp_path / "run") if "loss/full" in row]
+    assert [row["step"] for row in logged] == [3, 6] and logged[-1]["loss/full"] < logged[0]["loss/full"] - 0.1
+    assert all("loss/small" in row for row in logged)
+    page = report_command(tmp_path / "run").read_text()
+    assert "small" in page
+    with pytest.raises(UserError, match="a run lies here already; add --resume"):
+        run(base, chats, tmp_path / "run")
+
+
+def test_packing_changes_no_gradient(base: Path, data: Path, tmp_path: Path) -> None:
+    """Rows of several conversations against every conversation alone: the same sum of gradients."""
+    run(base, data, tmp_path / "run", "train.steps=1")
+    mixture = Mixture.model_validate(json.loads((tmp_path / "run" / "run.json").read_text())["data"])
+    told = recipe("train.micro_batches=1", "train.rows=6", "train.seq_len=512")
+    batch = open_conversations(mixture, told, join("cpu")).next()
+    model = read_checkpoint(base, dtype=torch.float32).model
+
+    def gradients(batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        for each in batches:
+            forward_backward(model, each, torch.float32)
+        return {
+            name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
+
+    def micro(rows: list[np.ndarray]) -> MicroBatch:
+        ids, targets, documents, positions = (torch.from_numpy(row) for row in rows)
+        num = int((targets != IGNORED).sum())
+        return MicroBatch("full", ids, targets, Context(positions, documents), model.config.full(), num)
+
+    packed = gradients([micro([batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT])])
+    alone = []
+    for row in range(len(batch.tokens_BT)):
+        for document in range(batch.documents_BT[row].max() + 1):
+            here = batch.documents_BT[row] == document
+            arrays = (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
+            alone.append(micro([array[row, here][None] for array in arrays]))
+    assert len(alone) > 2 * len(batch.tokens_BT)
+    apart = gradients(alone)
+    for name, gradient in packed.items():  # fp32, sums of hundreds of terms in another order
+        assert torch.allclose(gradient, apart[name], rtol=0, atol=2e-5 * float(gradient.abs().max()) + 1e-6), name
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_to_the_bit(base: Path, data: Path, tmp_path: Path) -> None:
+    whole = run(base, data, tmp_path / "whole")
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
+        "from tests.api.test_sft import run; run(*map(Path, sys.argv[2:5]), 'train.steps=6', resume=len(sys.argv) > 5)"
+    )
+    cut = tmp_path / "cut"
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen([sys.executable, "-c", code, root, str(base), str(data), str(cut)], cwd=root) as child:
+        while child.poll() is None and not list((cut / "snapshots").glob("step-*")):
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGKILL)
+    made = run(base, data, cut, resume=True)
+    assert (made / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    told = recipe("long=cut")
+    with pytest.raises(UserError, match="long"):
+        sft_command(told, base, cut, [], text=CHAT, resume=True, device="cpu")
+
+
+def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: Path) -> None:
+    made = run(base, data, tmp_path / "run", "lora.rank=4", "optim.lr=3e-2", keep_adapter=True)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, made))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("proj" in name for name in moved)
+    kept = tmp_path / "run" / ADAPTER
+    assert json.loads((kept / "adapter_config.json").read_text())["r"] == 4
+    # gone on with, where they were kept: a step of rate zero changes nothing
+    again = run(base, data, tmp_path / "again", "train.steps=1", "optim.lr=1e-30", adapters=kept)
+    found = load_file(again / "model.safetensors")
+    assert all(torch.equal(found[name], after[name]) for name in after)
+    with pytest.raises(UserError, match="--keep-adapter: no adapters are trained; add --lora 16"):
+        run(base, data, tmp_path / "other", keep_adapter=True)
+
+
+def test_killed_adapters_go_on_to_the_bit(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(base, data, tmp_path / "whole", "lora.rank=2")
+    steps = iter(range(100))
+    import stretto.train.loop as loop
+
+    real = loop.optimisation_step
+
+    def stops(*given: Any, **named: Any) -> Any:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return real(*given, **named)
+
+    monkeypatch.setattr(loop, "optimisation_step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(base, data, tmp_path / "cut", "lora.rank=2")
+    made = run(base, data, tmp_path / "cut", "lora.rank=2", resume=True)
+    assert (made / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_every_size_is_trained(base: Path, data: Path, tmp_path: Path) -> None:
+    plain, elastic = tmp_path / "plain", tmp_path / "elastic"
+    long = ("train.steps=30", "train.eval_every=30", "train.snapshot_every=30", "optim.lr=1e-2")
+    run(base, data, plain, *long)
+    made = run(base, data, elastic, *long, "elastic.anchor_share=0.4")
+    assert set(read_presets(made)) == {"small"}
+    mixture = read_checkpoint(made).lineage.config["mixture"]  # type: ignore[union-attr]
+    assert mixture["small"] > 0 and mixture["full"] > 0
+    lost = [
+        next(row["loss/small"] for row in read_metrics(folder) if "loss/small" in row) for folder in (elastic, plain)
+    ]
+    assert lost[0] < lost[1]
+
+
+def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> None:
+    told = recipe("train.steps=1", "train.rows=40", "domains.sums=3", "domains.products=1")
+    sft_command(told, base, tmp_path / "run", [str(data)], text=CHAT, device="cpu")
+    mixture = Mixture.model_validate(json.loads((tmp_path / "run" / "run.json").read_text())["data"])
+    parts = np.concatenate([open_conversations(mixture, told, join("cpu")).next().parts_B for _ in range(2)])
+    assert (
+        abs(float((parts == 1).mean()) - 0.75) <= 0.08
+    )  # within a few rows; domains as the files come: products, sums
+    with pytest.raises(UserError, match=r"domains.math: no conversation is of it; the data has products, sums"):
+        open_conversations(mixture, recipe("domains.math=1", "domains.sums=1"), join("cpu"))
+    with pytest.raises(UserError, match="domains: products is in the data and has no share"):
+        open_conversations(mixture, recipe("domains.sums=1"), join("cpu"))
+
+
+def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train.seq_len: 16 tokens hold all but \d+ of \d+ conversations"):
+        run(base, data, tmp_path / "a", "train.seq_len=16")
+    with pytest.raises(UserError, match=r"train.seq_len: 4096 exceeds the network's 512 positions"):
+        run(base, data, tmp_path / "b", "train.seq_len=4096")
+    (tmp_path / "text.txt").write_text("plain text " * 100)
+    with pytest.raises(UserError, match=r"text.txt: plain text, and records are wanted"):
+        run(base, tmp_path / "text.txt", tmp_path / "c")
+    with pytest.raises(UserError, match=r"step [23]: the (loss|gradient) of full is not finite"):
+        run(
+            base,
+            data,
+            tmp_path / "d",
+            "optim.lr=1e30",
+            "optim.clip_norm=1e30",
+            "train.steps=3",
+            "optim.warmup_steps=0",
+        )

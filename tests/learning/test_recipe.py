@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from stretto.base.errors import UserError
+from stretto.learning.recipe import (
+    PRESETS,
+    SUPERVISED,
+    LossConfig,
+    Prompts,
+    RlRecipe,
+    RlTrainConfig,
+    SourceConfig,
+    plan_prompts,
+)
+from stretto.optim.schedule import OptimConfig
+from tests.rl.policies import recipe
+
+RECIPE = RlRecipe(
+    sources={"many": SourceConfig(kind="gym", weight=3.0), "few": SourceConfig(kind="math")},
+    optim=OptimConfig(lr=1e-3),
+    train=RlTrainConfig(steps=10, prompts=4, seq_len=128, eval_prompts=10),
+)
+SIZES = {"many": None, "few": 25}
+
+
+def test_the_same_ordinal_is_the_same_task_in_every_process() -> None:
+    one, other = plan_prompts(RECIPE, SIZES), plan_prompts(RECIPE, SIZES)
+    assert [one.task(ordinal) for ordinal in range(50)] == [other.task(ordinal) for ordinal in range(50)]
+    assert len({one.task(ordinal).seed for ordinal in range(1000)}) == 1000
+
+
+def test_sources_come_by_weight_and_a_finite_one_is_shuffled_anew_each_time() -> None:
+    prompts = plan_prompts(RECIPE, SIZES)
+    tasks = [prompts.task(ordinal) for ordinal in range(4000)]
+    shares = Counter(task.source for task in tasks)
+    assert 0.72 < shares["many"] / 4000 < 0.78
+    items = [task.item for task in tasks if task.source == "few"]
+    assert set(items) == set(range(20))
+    endless = [task.item for task in tasks if task.source == "many"]
+    assert len(set(endless)) == len(endless)
+
+
+def test_held_out_problems_are_never_trained_on() -> None:
+    prompts = plan_prompts(RECIPE, SIZES)
+    held_out = [prompts.held_out(number) for number in range(10)]
+    assert len({(task.source, task.item) for task in held_out}) == 10
+    assert {task.group for task in held_out} == {1} and all(task.ordinal < 0 for task in held_out)
+    trained = {(task.source, task.item) for task in map(prompts.task, range(4000))}
+    assert not trained & {(task.source, task.item) for task in held_out}
+
+
+def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
+    with pytest.raises(UserError, match=r"sources\.few: has 5 problems, and 5 are held out"):
+        plan_prompts(RECIPE, {"many": None, "few": 5})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sources=st.lists(
+        st.tuples(st.floats(0.01, 10.0), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=5
+    ),
+    phase=st.sampled_from([0, SUPERVISED]),
+    seed=st.integers(0, 2**40),
+)
+def test_an_epoch_sees_every_item_once_before_one_comes_again(
+    sources: list[tuple[float, int | None]], phase: int, seed: int
+) -> None:
+    """Of each source by itself, whatever the mixture, and in supervised training too."""
+    total = sum(weight for weight, _ in sources)
+    names = tuple(map(str, range(len(sources))))
+    shares, sizes = tuple(weight / total for weight, _ in sources), tuple(size for _, size in sources)
+    prompts = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    drawn: dict[str, list[int]] = {name: [] for name in names}
+    for ordinal in range(phase, phase + 300):
+        task = prompts.task(ordinal)
+        drawn[task.source].append(task.item)
+    for name, size, share in zip(names, sizes, shares, strict=True):
+        assert abs(len(drawn[name]) - 300 * share) <= 64 + len(names), (
+            "by weight, but for what the last deck still holds"
+        )
+        epoch = size or 300
+        for start in range(0, len(drawn[name]), epoch):
+            items = drawn[name][start : start + epoch]
+            assert len(set(items)) == len(items), f"an item of {name} comes twice in an epoch of {epoch}"
+            assert size is None or set(items) <= set(range(size))
+    # as an agent of a resumed run asks: any ordinal, in any order
+    again = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    assert [again.task(phase + ordinal) for ordinal in (299, 7, 63, 64)] == [
+        prompts.task(phase + ordinal) for ordinal in (299, 7, 63, 64)
+    ]
+
+
+def test_epochs_are_shuffled_each_in_its_own_way() -> None:
+    prompts = Prompts(("few",), (1.0,), (20,), group=2, max_tokens=8, seed=0)
+    epochs = [[prompts.task(20 * epoch + within).item for within in range(20)] for epoch in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_written_down_in_full(preset: str) -> None:
+    """A run's recipe on the disk says every value, and reads as the same one."""
+    loss = LossConfig(preset=preset)
+    assert LossConfig.model_validate_json(loss.model_dump_json()) == loss
+    assert LossConfig(**loss.model_dump()) == loss
+
+
+def test_what_the_recipe_says_comes_before_the_preset() -> None:
+    assert LossConfig(preset="gspo", clip_high=1e-3).clip_low == 3e-4
+    assert LossConfig(preset="gspo", policy="ppo").clip_high == 0.2, "bounds of a policy belong to it"
+    assert LossConfig(preset="decoupled", correction="tis").tis_cap == 2.0
+    assert LossConfig(preset="decoupled").icepop_range == (0.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "train", "message"),
+    [
+        ({"proximal": "recompute"}, {}, "loss.proximal 'recompute' .* set train.minibatches to 2 or more"),
+        ({"correction": "tis"}, {"minibatches": 2}, "correction 'tis' .* set proximal = \"recompute\""),
+        ({"tis_cap": 3.0}, {}, "tis_cap belongs to correction 'tis'"),
+        ({"icepop_range": (0.5, 2.0)}, {}, "icepop_range belongs to correction 'icepop'"),
+        ({"preset": "decoupled", "icepop_range": (2.0, 0.5)}, {"minibatches": 2}, "a lower and a higher ratio"),
+        ({"preset": "gpso"}, {}, "preset: no 'gpso' .did you mean 'gspo'"),
+        ({"advantage": "grop"}, {}, "advantage: no 'grop' .did you mean 'grpo'"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(
+    loss: dict[str, Any], train: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        recipe(loss=loss, **{f"train__{name}": value for name, value in train.items()})
+
+
+def test_a_window_without_room_for_a_step_is_refused() -> None:
+    recipe(staleness=2, train__prompts=8, window=17)
+    with pytest.raises(ValidationError, match=r"window 18 .* at most 17"):
+        recipe(staleness=2, train__prompts=8, window=18)
+    with pytest.raises(ValidationError, match="at most 1"):
+        recipe(staleness=0, train__prompts=8, window=2)
+
+
+def test_replay_of_the_policys_own_routes_needs_several_updates() -> None:
+    """With one, they are those that it chooses anyway."""
+    with pytest.raises(ValidationError, match=r"replay 'r2' .* set train.minibatches"):
+        recipe(replay="r2")
+    recipe(replay="r2", train__minibatches=2)
+
+
+def test_teachers_need_somebody_who_asks_them() -> None:
+    with pytest.raises(ValidationError, match="teachers: 'grpo' asks none"):
+        recipe(teachers={"maths": "runs/maths"})
+    with pytest.raises(ValidationError, match=r"teachers\.policy: the name is taken"):
+        recipe(teachers={"policy": "runs/maths"}, loss__advantage="mine.py:distilled")
+
+
+TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("distill", "changes", "said"),
+    [
+        ({"teachers": {}}, {}, r"distill: no teachers; name them in"),
+        ({"teachers": {"digits": {}}}, {}, "name a checkpoint, or the url of a server"),
+        ({"teachers": {**TEACHERS, "maths": {"checkpoint": "c"}}}, {}, "distill.teachers.maths: no source 'maths'; name some of"),
+        (
+            {"teachers": {"a": {"checkpoint": "a", "domains": ["digits", "leters"]}}},
+            {},
+            r"distill.teachers.a: no source 'leters' \(did you mean 'letters'\?\)",
+        ),
+        ({"teachers": {"digits": {"checkpoint": "a"}}}, {}, "distill: source 'letters' has no teacher; name it in"),
+        (
+            {"teachers": {**TEACHERS, "both": {"checkpoint": "c", "domains": ["digits"]}}},
+            {},
+            "distill: source 'digits' is named by digits and both; one must be responsible",
+        ),
+        ({"untaught": ["digits"]}, {}, "'digits' is named by digits and distill.untaught"),
+        ({"teachers": {"digits": {"checkpoint": "a"}}, "untaught": ["letters"]}, {}, "without distill.outcome_weight"),
+        ({"untaught": ["x"], "outcome_weight": 1.0}, {}, "distill.untaught: no source 'x'"),
+        ({"teachers": {**TEACHERS, "digits": {"url": "http://x"}}}, {}, 'set distill.form = "sampled"'),
+        ({"teachers": {"digits": {"url": "http://x", "subnet": "half"}}}, {}, "url: subnet and residence are of"),
+        ({"form": "sampled", "entropy_aware": 1.0}, {}, "distill.entropy_aware: form 'sampled' does not know"),
+        ({}, {"rollout__temperature": 0.7}, "rollout.temperature 0.7: distillation compares distributions at 1"),
+        ({}, {"loss__normaliser": "sequence"}, "loss.normaliser would change nothing: distill.balance"),
+        ({}, {"loss__clip_high": 0.3}, "loss.clip_high would change nothing: form 'full'"),
+        ({"form": "sampled"}, {"loss__advantage": "rloo"}, "loss.advantage would change nothing: distill.outcome_weight"),
+        ({"outcome_weight": 1.0}, {"rollout__group": 1}, "rollout.group 1: a reward is compared"),
+        ({}, {"rollout__group": 1, "loss__drop_uniform": True}, "rollout.group 1: a reward is compared"),
+    ],
+)  # fmt: skip
+def test_what_distillation_cannot_do_is_one_line(distill: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    sources = {"digits": {"kind": "strings"}, "letters": {"kind": "strings"}}
+    with pytest.raises(ValidationError, match=said) as error:
+        recipe(sources=sources, distill={"teachers": TEACHERS, **distill}, **changes)
+    assert error.value.error_count() == 1
+
+
+def test_a_teacher_has_something_to_say_of_every_group() -> None:
+    sources = {"digits": {"kind": "strings"}, "letters": {"kind": "strings"}}
+    made = recipe(sources=sources, distill={"teachers": TEACHERS}, rollout__group=1)
+    assert not made.loss.drop_uniform and made.distill is not None
+    assert made.distill.teacher_of() == {"digits": "digits", "letters": "letters"}
+    assert RlRecipe.model_validate(made.model_dump(mode="json")) == made, "as it is read again from a run's folder"
+    assert recipe(sources=sources, distill={"teachers": TEACHERS}, loss__drop_uniform=True).loss.drop_uniform
+    for preset in PRESETS:
+        recipe(
+            sources=sources,
+            distill={"teachers": TEACHERS, "form": "sampled"},
+            loss__preset=preset,
+            train__minibatches=2,
+        )
+    with pytest.raises(ValidationError, match=r"rollout\.group 1"):
+        recipe(rollout__group=1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        (
+            {"digit": {"diversity": "words"}},
+            r"rewards\.digit: no such source; did you mean 'digits'\?|rewards\.digit: no such",
+        ),
+        ({"digits": {}}, "the table changes nothing"),
+        ({"digits": {"same_at": 0.3}}, "the table changes nothing"),
+        ({"digits": {"format": "("}}, r"format '\(' is no regular expression"),
+        ({"digits": {"diversity": "sound"}}, "'words', 'characters' or 'meaning'"),
+    ],
+)
+def test_rewards_that_cannot_be_are_refused(rewards: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        recipe(rewards=rewards)
+
+
+def test_a_source_may_hold_out_more_than_the_run_looks_at() -> None:
+    tree = RECIPE.model_dump()
+    tree["sources"]["few"]["held_out"] = 20
+    prompts = plan_prompts(RlRecipe.model_validate(tree), {"many": None, "few": 30})
+    assert prompts.sizes == (None, 10) and RECIPE.train.eval_prompts < 20
+    trained = {task.item for task in map(prompts.task, range(200)) if task.source == "few"}
+    assert trained == set(range(10))

@@ -1,0 +1,81 @@
+"""Two ranks are one: the same gradient, the same report, and a snapshot that either reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.base.errors import UserError
+from stretto.learning.trainer import TrainerRole
+from stretto.model.parallel import Ranks, join
+from tests.learning.test_trainer import refs_of
+from tests.rl.policies import checkpoint, recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+SAME = 1e-6
+"""Relative difference of gradients that another order of summation may make."""
+
+
+def launch(world: int, start: Path, refs: Path, out: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out.mkdir()
+    workers = []
+    for rank in range(world):
+        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        command = [sys.executable, str(Path(__file__).with_name("rank_worker.py")), str(start), str(refs), str(out)]
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        workers.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    for worker in workers:
+        _, errors = worker.communicate(timeout=280)
+        assert worker.returncode == 0, errors
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    start = checkpoint(tmp_path / "start")
+    refs = tmp_path / "refs.pickle"
+    refs.write_bytes(pickle.dumps([refs_of(step, tmp_path) for step in range(2)]))
+    for world in (1, 2):
+        launch(world, start, refs, tmp_path / f"world-{world}")
+    one, *two = (
+        json.loads((tmp_path / name).read_text(encoding="utf-8"))
+        for name in ("world-1/scalars-0.json", "world-2/scalars-0.json", "world-2/scalars-1.json")
+    )
+    for step in range(2):
+        timed = {name for name in one[step] if name.startswith("time/")}
+        # the place of an empty row; and what is a difference of nearly equal numbers
+        loose = timed | {"batch/padding", "batch/positions", "mismatch/same_k3_max"}
+        assert two[0][step].keys() == one[step].keys()
+        for name in one[step].keys() - timed:
+            assert two[0][step][name] == two[1][step][name], name
+        for name in one[step].keys() - loose:
+            # the first step's gradient is of equal weights; later ones inherit AdamW's answer to its roundings
+            limit = SAME if name == "optim/grad_norm" and step == 0 else 1e-3
+            assert two[0][step][name] == pytest.approx(one[step][name], rel=limit, abs=1e-5), (step, name)
+    alone, shared = (torch.load(tmp_path / f"world-{world}" / "weights-0.pt") for world in (1, 2))
+    assert alone.keys() == shared.keys()
+    for name, tensor in alone.items():
+        assert torch.allclose(shared[name], tensor, atol=1e-4), name
+    again = TrainerRole(
+        recipe(loss__kl_weight=0.1, replay="r3", train__micro_rows=4),
+        tmp_path / "world-2" / "run",
+        start,
+        ranks=join("cpu"),
+    )
+    assert again.resume() == {"step": 2} and again.version == 2
+
+
+def test_rows_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train.micro_rows: 2 rows cannot be shared by 3 ranks"):
+        TrainerRole(recipe(), tmp_path, checkpoint(tmp_path / "start"), ranks=Ranks(0, 3, torch.device("cpu")))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stretto.base.errors import UserError
+from stretto.report.top import SHOWN, picture, sparkline
+from stretto.rl.log import RoleRow, RunStatus, read_status, write_status
+
+STATUS = RunStatus(
+    updated_s=1000.0,
+    step=7,
+    num_steps=40,
+    state="training",
+    counts={"alive": 12, "in_flight": 9},
+    metrics={"reward/mean": 0.625, "mismatch/same_k3_mean": 3.2e-7},
+    rewards=[0.1, 0.5, 0.625],
+    roles=[RoleRow(name="engine-0", state="restarting", load=3, waiting=1, restarts=2)],
+    waits=["group 3, sample 1: an engine, 12 s"],
+)
+
+
+def shown(status: RunStatus, now_s: float, width: int = 140) -> str:
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(picture(Path("runs/x"), status, now_s, width))
+    return console.export_text()
+
+
+def test_the_screen_says_who_waits_and_how_it_goes() -> None:
+    text = shown(STATUS, 1001.0)
+    for part in ("step 7 of 40", "training", "engine-0", "restarting", "0.625", "3.2e−7", "group 3, sample 1"):
+        assert part in text, text
+    assert "silent" not in text
+    assert "silent for 60 s" in shown(STATUS, 1060.0)
+
+
+def test_a_status_survives_the_disk_and_other_folders_are_refused(tmp_path: Path) -> None:
+    write_status(tmp_path, STATUS)
+    assert read_status(tmp_path) == STATUS
+    with pytest.raises(UserError, match="is not a run of stretto rl"):
+        read_status(tmp_path / "nothing")
+    (tmp_path / "status.json").write_text("[]")
+    with pytest.raises(UserError, match="damaged"):
+        read_status(tmp_path)
+
+
+def test_a_sparkline_has_one_bar_a_value_until_there_is_no_room() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 60) == "▁▅█"
+    assert sparkline([0.0] * 50 + [1.0] * 50, 2) == "▁█"
+    assert sparkline([3.0], 60) == "▁"
+
+
+BUSY = STATUS.model_copy(
+    update={
+        "counts": {
+            "alive": 40, "in_flight": 31, "ready": 9, "training": 8, "free_slots": 0, "engine_lag": 1, "max_staleness": 4,
+            "expired": 2, "late": 1, "failed_attempts": 12, "trained": 123_456, "filtered": 45_678, "stale": 0,
+            "failed": 3, "cancelled": 0,
+        },
+        "metrics": {name: 1.23456e-7 for _, name in SHOWN},
+        "rewards": [0.001 * step for step in range(900)],
+        "roles": [
+            RoleRow(name="engine-0", state="alive", load=64, waiting=31, restarts=0, note="version 9,999, 12,039 of 20,048 pages free"),
+            RoleRow(name="rewards", state="alive", load=12, waiting=9, restarts=4, note="3 of 1 to 8 workers, waits of 0.31 s (p95), " * 2),
+            RoleRow(name="agent-0", state="restarting", load=0, waiting=0, restarts=1, note="12,345 groups"),
+        ],
+        "waits": ["group 123456, sample 7: a verdict of the sandboxed verifier, 1,234.5 s, 12,345 tokens so far " * 2],
+    }
+)  # fmt: skip
+
+
+def test_everything_that_matters_fits_into_eighty_columns() -> None:
+    text = shown(BUSY, 1001.0, width=80)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24, "one screen"
+    for part in (
+        "123,456 trained",
+        "45,678 filtered",
+        "3 failed",
+        "12 failed attempts",
+        "31 in flight",
+        "1 engine lag",
+    ):
+        assert part in text, text
+    assert "0 stale" not in text and "cancelled" not in text, "what did not happen is left out"
+    for heading, _ in SHOWN:
+        assert heading in text, heading
+    assert text.count("1.2e−7") + text.count("0.0%") == len(SHOWN), "no number is cut off"
+    for part in ("engine-0", "rewards", "agent-0", "in hand", "waiting", "restarting"):
+        assert part in text, "a long note takes nothing from the others"
+    assert "4 restarts  3 of 1 to 8 workers" in text, "trouble stands before the note, whose end may be cut off"
+    assert "restarting  1 restart" in text
+
+
+def test_the_curve_is_of_the_whole_run_at_any_width() -> None:
+    for width in (80, 140):
+        line = next(line for line in shown(BUSY, 1001.0, width).splitlines() if "reward by step" in line)
+        bars = [character for character in line if character in "▁▂▃▄▅▆▇█"]
+        assert (bars[0], bars[-1]) == ("▁", "█")
+        assert bars == sorted(bars), "a reward that only grows"
+        assert "to 0.89" in line, "the mean of the last bar"
+
+
+def test_why_a_run_stopped_is_shown_whole() -> None:
+    why = "sources.digits: item 3: score() raised KeyError: 'gold'; correct the task or take it out of the recipe"
+    text = shown(STATUS.model_copy(update={"state": why}), 1001.0, width=80)
+    assert why.replace(" ", "") in "".join(text.replace("│", "").replace("━", "").split())
