@@ -2,14 +2,17 @@
 
 The thread owns the engine: others only hand it commands, and it hands events back, one call into the caller's loop for
 all tokens of a step. A request that fails, for whatever reason, is told so and no other notices; what leaves
-`Engine.step` is the end of the engine: `AsyncEngine.error` says why, and the process had better end too.
+`Engine.step` is the end of the engine: `AsyncEngine.error` says why, and the process had better end too. So is a step that
+takes longer than ``EngineConfig.max_step_s``: a second thread watches for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -29,6 +32,8 @@ from stretto.engine.request import Completion, EngineStats, Event, QueueFull, Re
 
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
+_WATCH_S = 1.0
+"""Between two looks of the watchdog, at most."""
 _log = logging.getLogger(__name__)
 
 
@@ -157,9 +162,17 @@ class AsyncEngine:
         # the garbage collector can close a stream anywhere.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._working_since_s: float | None = None
+        """On the monotonic clock, when the engine's thread began what it does now; None while it waits for work."""
+        self._is_hung = False
+        """The watchdog has ended the engine; its thread may stay where it is for ever."""
+        self._has_ended = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="engine watchdog", daemon=True)
 
     def start(self) -> Self:
         self._thread.start()
+        if self._engine.config.max_step_s is not None:
+            self._watchdog.start()
         return self
 
     @property
@@ -251,12 +264,13 @@ class AsyncEngine:
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     def close(self) -> None:
-        """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step."""
+        """Stop the thread; open requests end with reason ``abort``. Blocks for at most one step, and not for one that hangs."""
         self._is_accepting = False
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._is_hung:
             self._post(self._stop, lambda error: None)
-            self._thread.join()
+            while self._thread.is_alive() and not self._is_hung:
+                self._thread.join(_WATCH_S)
 
     def _stop(self) -> None:
         for request_id in list(self._open):
@@ -274,21 +288,49 @@ class AsyncEngine:
         try:
             while not self._is_stopping:
                 if not self._engine.has_work:
-                    self._inbox.get()[0]()
+                    self._work(self._inbox.get()[0])
                 while not self._is_stopping and not self._inbox.empty():
-                    self._inbox.get()[0]()
+                    self._work(self._inbox.get()[0])
                 if self._engine.has_work:
                     started_s = time.perf_counter()
-                    self._dispatch(self._engine.step())
+                    self._work(lambda: self._dispatch(self._engine.step()))
                     self._busy_s += time.perf_counter() - started_s
         except BaseException as error:  # whatever it is, those who wait must hear of it
             _log.exception("the engine has failed")
             self._fail(EngineFailed(f"the engine has failed: {type(error).__name__}: {error}"))
         else:
             self._fail(EngineFailed("the engine is closed"))
+        finally:
+            self._has_ended.set()
+
+    def _work(self, work: Callable[[], None]) -> None:
+        self._working_since_s = time.monotonic()
+        try:
+            work()
+        finally:
+            self._working_since_s = None
+        if self.error is not None:  # it took so long that the watchdog has ended the engine meanwhile
+            self._is_stopping = True
+
+    def _watch(self) -> None:
+        """End the engine when its thread makes no progress: nothing else would notice, and its clients would wait for ever."""
+        limit_s = self._engine.config.max_step_s
+        assert limit_s is not None
+        while not self._has_ended.wait(min(_WATCH_S, limit_s / 4)):
+            since_s = self._working_since_s
+            if since_s is None or time.monotonic() - since_s <= limit_s:
+                continue
+            self._is_hung = True
+            _log.critical("the engine has made no progress for %g s; all threads:\n%s", limit_s, _stacks())
+            self._fail(
+                EngineFailed(f"the engine has failed: no progress for {limit_s:g} s; the log shows where it hangs")
+            )
+            return
 
     def _fail(self, error: EngineFailed) -> None:
         with self._lock:
+            if self.error is not None:
+                return
             self.error = error
         for channel in (*self._open.values(), *self._compiling.copy()):
             channel.tell(error)
@@ -309,6 +351,14 @@ class AsyncEngine:
                     del self._open[event.request_id]
         for loop, deliveries in by_loop.items():
             _from_thread(loop, _deliver, deliveries)
+
+
+def _stacks() -> str:
+    """Where each thread of the process is, in Python's frames."""
+    with tempfile.TemporaryFile("w+") as file:  # faulthandler writes to a descriptor
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
 @contextmanager

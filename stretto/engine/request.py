@@ -250,6 +250,9 @@ class EngineConfig(Config):
     """Requests queued before further ones are refused."""
     max_wait_s: float | None = Field(default=None, gt=0)
     """Longest that a request may wait for its first step; then it ends with the reason ``timeout``. None: for ever."""
+    max_step_s: float | None = Field(default=600.0, gt=0)
+    """Longest that one step, or one command between two steps, may take; then the engine counts as hung and ends. None: no limit.
+    The first steps may compile kernels, which takes minutes on a GPU."""
     prefix_cache: bool = True
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Of the products with weights, as the trainer's operators understand it; ``fp32`` is the weights' own dtype."""

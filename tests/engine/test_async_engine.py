@@ -150,6 +150,40 @@ def test_a_dead_engine_fails_everyone_with_the_reason() -> None:
     with_service(work)
 
 
+def test_a_step_that_hangs_ends_the_engine_with_stacks_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    let_go = threading.Event()
+
+    async def work(service: AsyncEngine, subject: Engine) -> None:
+        stream = service.submit(request("x", (5, 6), max_tokens=100))
+        await anext(stream)
+
+        def hang_here(*_: object) -> None:
+            let_go.wait()
+
+        await service.call(lambda engine: setattr(engine._runner, "forward", hang_here))
+        with pytest.raises(EngineFailed, match=r"no progress for 0\.5 s"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineFailed, match="no progress"):
+            await service.stats()
+        assert service.error is not None and not service.is_accepting
+        assert "hang_here" in caplog.text
+
+    try:
+        with_service(work, max_step_s=0.5)  # closing it does not wait for the thread that hangs
+    finally:
+        let_go.set()
+
+
+def test_an_engine_without_work_does_not_hang() -> None:
+    async def work(service: AsyncEngine, subject: Engine) -> None:
+        await collect(service, "first", max_tokens=2)
+        await asyncio.sleep(0.5)
+        await collect(service, "second", max_tokens=2)
+
+    with_service(work, max_step_s=0.3)
+
+
 def test_weights_change_while_requests_run() -> None:
     async def work(service: AsyncEngine, subject: Engine) -> None:
         reader = asyncio.create_task(collect(service, "x", max_tokens=60))

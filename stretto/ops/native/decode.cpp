@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "barrier.h"
 #include "product.h"
 #include "sample.h"
 #include "tiles.h"
@@ -38,39 +39,6 @@ struct alignas(64) Share {
 
   private:
     std::atomic<uint64_t> taken{0};  // low half: from the front, high half: from the back
-};
-
-// Where all threads of a step meet. OpenMP's own spins for milliseconds, which a machine that runs anything else beside
-// us pays for with whole time slices: the thread that is waited for may need this very core.
-class Barrier {
-  public:
-    // num: threads of the region, which OpenMP may make fewer than it was asked for.
-    void wait(int num) {
-        const int mine = round.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == num - 1) {
-            arrived.store(0, std::memory_order_relaxed);
-            round.store(mine + 1, std::memory_order_release);
-            round.notify_all();
-            return;
-        }
-        for (int spin = 0; spin < SPINS; spin++) {
-            if (round.load(std::memory_order_acquire) != mine) return;
-            pause();
-        }
-        round.wait(mine, std::memory_order_acquire);
-    }
-
-  private:
-    static constexpr int SPINS = 1000;  // some 20 microseconds, several times what a phase of a small network takes
-
-    static void pause() {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
-    }
-
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<int> round{0};
 };
 
 constexpr int PHASES = 17;  // at most, in a layer; beside them: embedding, norm, tokens for tiles, head
